@@ -1,0 +1,1 @@
+"""Typed, frozen settings: floor 0, the one source of defaults."""

@@ -1,0 +1,266 @@
+"""What one training run of ``train.py`` needs beyond the engine: model, data, length, launch, what is watched.
+
+The Hydra groups under ``configs/`` have exactly these names. :meth:`RunConfig.from_mapping` is the only door: Hydra's
+composed mapping comes in, a frozen dataclass goes out, and nothing behind it knows Hydra.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from deepzero.config.engine import (
+    CommConfig,
+    EngineConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    ZeroConfig,
+    require,
+)
+from deepzero.config.parse import ConfigError, build, unknown_key
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``model.*``: a decoder-only transformer, from nano to a 7B in the Llama style. See ``models/gpt.py``."""
+
+    name: str = "nano"
+    """Shown in logs and tables."""
+
+    vocab_size: int = 256
+    """Tokens; 256 for bytes."""
+
+    block_size: int = 128
+    """Tokens per sequence."""
+
+    n_layer: int = 4
+    """Transformer blocks."""
+
+    n_head: int = 4
+    """Attention heads; must divide ``n_embd``."""
+
+    n_kv_head: int | None = None
+    """Key/value heads (grouped-query attention); None: as many as ``n_head``."""
+
+    n_embd: int = 128
+    """Width of the residual stream."""
+
+    ffn_hidden: int | None = None
+    """Width of the feed-forward layer; None: 4 times ``n_embd``, or 8/3 of it rounded up to 64 for swiglu."""
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    position: Literal["learned", "rope"] = "learned"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+
+    bias: bool = True
+    """Biases in linear layers and layer norms."""
+
+    tied: bool = True
+    """The output head shares the token embedding's weight."""
+
+    dropout: float = 0.0
+    """Probability; 0 switches it off."""
+
+    activation_checkpointing: bool = False
+    """Keep only each block's input and compute the block again in the backward pass."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
+        require(self.n_embd % self.n_head == 0, "model.n_head", self.n_head, f"must divide model.n_embd={self.n_embd}")
+        if self.n_kv_head is not None:
+            ok = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
+            require(ok, "model.n_kv_head", self.n_kv_head, f"must divide model.n_head={self.n_head}")
+        if self.position == "rope":
+            head = self.n_embd // self.n_head
+            require(head % 2 == 0, "model.n_head", self.n_head, f"rope needs an even head width, here {head}")
+        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``data.*``: where tokens come from. See ``data/``."""
+
+    name: Literal["stdlib", "text", "tokens"] = "stdlib"
+    """stdlib: the source text of this Python's standard library; text: your text; tokens: nanoGPT's ``.bin`` files."""
+
+    path: str | None = None
+    """text: a file or a folder; tokens: a folder with train.bin and val.bin."""
+
+    val_fraction: float = 0.1
+    """Part of the corpus kept for validation: by file, or the tail of a single file."""
+
+    glob: str | None = None
+    """text: which files of a folder, for example ``*.md``; None: every file that is UTF-8 text."""
+
+    max_bytes: int | None = None
+    """Use at most this many bytes of text; None: all."""
+
+    def __post_init__(self) -> None:
+        require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1")
+        require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be at least 1")
+        if self.name != "stdlib" and not self.path:
+            what = "FILE_OR_FOLDER" if self.name == "text" else "FOLDER (with train.bin and val.bin)"
+            raise ConfigError(f"data={self.name} needs data.path={what}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``train.*``: how long and how often."""
+
+    steps: int = 200
+    """Optimizer steps."""
+
+    seed: int = 1234
+    """Of the model's initial values and of the order of the data."""
+
+    eval_every: int = 50
+    """Validate before the first step, after every so many steps and after the last; 0: never."""
+
+    eval_batches: int = 8
+    """Global batches per validation."""
+
+    log_every: int = 1
+    """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
+
+    sample_tokens: int = 300
+    """Tokens of text sampled at the end; 0: none."""
+
+    sample_temperature: float = 0.8
+    """Below 1 the sample is more careful, above 1 wilder."""
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, "train.steps", self.steps, "must be at least 1")
+        for name in ("eval_every", "sample_tokens"):
+            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+        for name in ("eval_batches", "log_every"):
+            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
+        require(self.sample_temperature > 0, "train.sample_temperature", self.sample_temperature, "must be positive")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """``launch.*``: ranks that ``python train.py`` starts by itself. Ignored under torchrun, which has started them."""
+
+    nproc: int | None = None
+    """Ranks on this machine; None: one per GPU, or 2 on a machine without GPU."""
+
+    threads_per_rank: int | None = None
+    """Intra-op threads of each rank; None: cores divided by ranks, at least 1."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is a GPU for each rank, else CPU."""
+
+    def __post_init__(self) -> None:
+        require(self.nproc is None or self.nproc >= 1, "launch.nproc", self.nproc, "must be at least 1 rank")
+        require(
+            self.threads_per_rank is None or self.threads_per_rank >= 1,
+            "launch.threads_per_rank",
+            self.threads_per_rank,
+            "must be at least 1",
+        )
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """``logger.*``: where metrics go besides ``metrics.jsonl``, which is always written."""
+
+    names: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Any of wandb and tensorboard."""
+
+    project: str = "deepzero"
+    """W&B project."""
+
+    wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """auto: online when logged in, else offline."""
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """``profiler.*``: torch.profiler traces into the run folder."""
+
+    enabled: bool = False
+    wait: int = 2
+    """Steps before the profiler warms up."""
+    warmup: int = 1
+    active: int = 3
+    """Steps that are recorded."""
+    ranks: tuple[int, ...] = (0,)
+    """Which ranks record."""
+
+    def __post_init__(self) -> None:
+        for name in ("wait", "warmup", "active"):
+            require(getattr(self, name) >= 0, f"profiler.{name}", getattr(self, name), "must not be negative")
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """``debug.*``: switches for finding faults. ``debug=chaos`` sets ``comm.chaos``."""
+
+    detect_anomaly: bool = False
+    """torch.autograd's anomaly mode: slow, names the forward operation of a NaN."""
+
+    inject_overflow_at: int | None = None
+    """fp16 or bf16: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run of ``train.py``."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
+        """Read what Hydra composed. The engine's keys stand at the top level, as in a DeepSpeed config.
+
+        Raises:
+            ConfigError: anything that cannot be used, before a rank has started.
+        """
+        readers: dict[str, Any] = {
+            "zero": ZeroConfig,
+            "precision": PrecisionConfig,
+            "comm": CommConfig,
+            "optimizer": OptimizerConfig,
+            "scheduler": SchedulerConfig,
+        }
+        scalars = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        scalars += ("gradient_clipping", "grad_accum_dtype", "communication_data_type", "steps_per_print")
+        own = ("model", "data", "train", "launch", "logger", "profiler", "debug")
+        engine: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for key, value in mapping.items():
+            if key in ("optimizer", "scheduler"):
+                engine[key] = _with_params(readers[key], value, key)
+            elif key in readers:
+                engine[key] = build(readers[key], value, key)
+            elif key in scalars:
+                engine[key] = value
+            elif key in own:
+                rest[key] = value
+            else:
+                raise unknown_key(key, (*readers, *scalars, *own), "")
+        return build(cls, {"engine": build(EngineConfig, engine), **rest})
+
+
+def _with_params(cls: type, value: Any, where: str) -> Any:
+    """``{_target_ or type: X, lr: …}`` and DeepSpeed's ``{type: X, params: {lr: …}}`` alike."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}={value!r} must be a mapping with a type")
+    settings = dict(value)
+    name = settings.pop("_target_", None) or settings.pop("type", None)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where} needs a type, for example {where}.type=" + ("AdamW" if cls is OptimizerConfig else "constant"))
+    params = settings.pop("params", None)
+    if params is not None and settings:
+        raise ConfigError(f"{where} has both params and {sorted(settings)}; put all of them in one place")
+    return cls(name, dict(params if params is not None else settings))
