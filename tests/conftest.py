@@ -1,0 +1,32 @@
+"""Fixtures of all tests: the pool of ranks, and the GPU tests' skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from _pytest.config import parse_warning_filter  # pytest has no public reader of its own filterwarnings setting
+
+from tests.distributed.pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Gloo ranks that live as long as the session: ``ranks.run(fn, *args, world_size=2)``. See the module ``pool``."""
+    filters = [parse_warning_filter(line, escape=False) for line in request.config.getini("filterwarnings")]
+    pool = RankPool(filters)
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` are skipped, by name, where there is no GPU."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,437 @@
+"""A pool of gloo ranks that lives as long as the test session, so that a distributed test costs milliseconds.
+
+Starting a rank costs seconds (a Python process, ``import torch``, a rendezvous); a test that runs on ranks which are
+already there costs a message to each. The pool starts ranks on first use, one *sub-pool* per world size, each with its
+own processes and its own default process group. A test asks for the fixture ``ranks`` and writes::
+
+    def sum_of_ranks(rank, world_size, start):          # module level: it travels by reference
+        x = torch.full((3,), start + rank)
+        dist.all_reduce(x)
+        return x.tolist()
+
+    def test_sum(ranks):
+        assert ranks.run(sum_of_ranks, 10, world_size=2) == [[21] * 3] * 2
+
+What a test may rely on, on every rank and in every call: one torch thread, the same seed, warnings as errors by the
+same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as under torchrun, the sub-pool's default
+process group. What is left behind is undone or refused: see :func:`_guarded`.
+
+When something goes wrong:
+
+- A rank raises: the same exception is raised in the test, with that rank's traceback as its cause.
+- A rank dies: :class:`RankDied` at once, not after the time-out.
+- Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank.
+
+In each case, and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones.
+A rank whose parent has vanished ends by itself. No port is fixed: each sub-pool meets at a store on an ephemeral port.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_RANKS = 4
+START_SECONDS = 120.0
+"""A rank that is not ready after this long has failed to start (a slow machine imports torch in ten seconds)."""
+GRACE_SECONDS = 1.5
+"""After the first failure, wait this long for what the other ranks have to say."""
+
+WarningFilter = tuple[Any, ...]
+
+
+class RankDied(RuntimeError):
+    """A rank ended without an answer: killed, out of memory, ``os._exit``."""
+
+
+class RankTimeout(RuntimeError):
+    """No answer in time; the message holds each silent rank's Python stack."""
+
+
+class RankError(RuntimeError):
+    """Stands for a rank's exception that cannot be pickled."""
+
+
+class LeakedState(RuntimeError):
+    """A function returned and left the process in a state that would change the next test."""
+
+
+class _Remote(Exception):
+    """Carries the tracebacks of the ranks as the cause of what the test sees."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The test's side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RankPool:
+    """Ranks for tests, started on first use and kept. One instance per session: the fixture ``ranks``.
+
+    Args:
+        filters: arguments of :func:`warnings.filterwarnings`, applied in this order around every call on every rank.
+    """
+
+    def __init__(self, filters: Sequence[WarningFilter] = (("error",),)) -> None:
+        self._filters = list(filters)
+        self._pools: dict[tuple[int, bool], _SubPool] = {}
+        atexit.register(self.close)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        timeout: float = 60.0,
+        process_group: bool = True,
+    ) -> list[Any]:
+        """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned, in rank order.
+
+        Args:
+            fn: a function at module level of a test module.
+            args: anything that pickles; tensors travel by value.
+            world_size: 1 to 4 ranks.
+            timeout: seconds for the call, the ranks' start not included.
+            process_group: False gives ranks with the environment of torchrun and *no* process group, for tests of
+                initialisation itself; ``fn`` must destroy what it initialises.
+
+        Raises:
+            The exception of the rank that failed first; RankDied; RankTimeout; LeakedState.
+        """
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size={world_size}: the pool has 1 to {MAX_RANKS} ranks")
+        if "<" in fn.__qualname__:
+            raise ValueError(f"{fn.__qualname__} must be a function at module level: ranks import it by name")
+        key = (world_size, process_group)
+        pool = self._pools.get(key)
+        try:
+            if pool is None:
+                pool = self._pools[key] = _SubPool(world_size, process_group, self._filters)
+                pool.start()
+            return pool.call(fn, args, timeout)
+        except BaseException:  # Ctrl-C and pytest-timeout included: nobody knows what the ranks are doing now
+            if pool is not None:
+                pool.kill()
+            self._pools.pop(key, None)
+            raise
+
+    def close(self) -> None:
+        """End every rank and wait until it is gone. May be called twice."""
+        for pool in self._pools.values():
+            pool.kill()
+        self._pools.clear()
+
+    def pids(self) -> list[int]:
+        """Process ids of all ranks that are alive."""
+        return [p.pid for pool in self._pools.values() for p in pool.processes if p.is_alive() and p.pid]
+
+
+class _SubPool:
+    """``world_size`` processes that form one world."""
+
+    def __init__(self, world_size: int, process_group: bool, filters: list[WarningFilter]) -> None:
+        self.world_size = world_size
+        self.process_group = process_group
+        self.filters = filters
+        self.processes: list[Any] = []
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        self.folder = Path(tempfile.mkdtemp(prefix="deepzero-ranks-"))
+        self.store: Any = None
+
+    def start(self) -> None:
+        """Start all ranks at once and wait until each has answered."""
+        context = multiprocessing.get_context("spawn")
+        port = self._new_store()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            setup = (rank, self.world_size, port, self.process_group, self.filters, str(self._stack_file(rank)))
+            process = context.Process(target=_rank_main, args=(theirs, *setup), daemon=True, name=f"rank-{rank}")
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+        self._collect("starting", START_SECONDS)
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """Send one job to every rank and gather the answers."""
+        port = None if self.process_group else self._new_store()  # keys of an earlier rendezvous would be in the way
+        job = pickle.dumps((fn, args, port))
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(job)
+            except OSError as error:
+                raise self._died(rank, f"before {fn.__qualname__}") from error
+        return self._collect(fn.__qualname__, timeout)
+
+    def kill(self) -> None:
+        """Kill all ranks and reap them."""
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join(10)
+        for pipe in self.pipes:
+            pipe.close()
+        self.store = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _new_store(self) -> int:
+        """Where ranks meet: a store in this process, on a port that the system chooses. Returns the port."""
+        from torch.distributed import TCPStore
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self.store.port
+
+    def _stack_file(self, rank: int) -> Path:
+        return self.folder / f"stack-{rank}"
+
+    def _collect(self, what: str, timeout: float) -> list[Any]:
+        """One answer from every rank, or the reason why there is none."""
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Any] = {}
+        failures: list[tuple[int, BaseException, str]] = []
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), max(left, 0))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    kind, *rest = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    failures.append((rank, self._died(rank, f"in {what}"), "(it left no traceback)"))
+                else:
+                    if kind == "returned":
+                        answers[rank] = rest[0]
+                    else:
+                        failures.append((rank, _load_exception(kind, rest[0]), rest[1]))
+            if failures:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            raise self._first_failure(failures, sorted(waiting.values()))
+        if waiting:
+            raise RankTimeout(f"{what}: no answer within {timeout:g} s.\n{self._stacks(sorted(waiting.values()))}")
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _first_failure(self, failures: list[tuple[int, BaseException, str]], silent: list[int]) -> BaseException:
+        """The error to raise. A dead rank comes first: what the others report is then 'connection closed by peer'."""
+        failures.sort(key=lambda failure: not isinstance(failure[1], RankDied))
+        text = "\n".join(f"--- rank {rank} of {self.world_size} ---\n{trace}" for rank, _, trace in failures)
+        if silent:
+            text += "\n" + self._stacks(silent)
+        error = failures[0][1]
+        error.__cause__ = _Remote(text)
+        return error
+
+    def _died(self, rank: int, when: str) -> RankDied:
+        process = self.processes[rank]
+        process.join(5)  # the pipe closes a moment before the exit status is there
+        code = process.exitcode
+        cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
+        return RankDied(f"rank {rank} of {self.world_size} died {when}: {cause}")
+
+    def _stacks(self, ranks: list[int]) -> str:
+        """Ask each rank where it stands; works even while it waits inside a collective."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.3)
+        texts = []
+        for rank in ranks:
+            path = self._stack_file(rank)
+            stack = path.read_text() if path.exists() else ""
+            texts.append(f"--- rank {rank} of {self.world_size} has not answered and is here ---\n{stack}")
+        return "\n".join(texts)
+
+
+def _load_exception(kind: str, data: Any) -> BaseException:
+    if kind == "skipped":
+        return pytest.skip.Exception(data)
+    error = pickle.loads(data)
+    return error if isinstance(error, BaseException) else RankError(str(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The rank's side
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _rank_main(
+    pipe: multiprocessing.connection.Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    process_group: bool,
+    filters: list[WarningFilter],
+    stack_file: str,
+) -> None:
+    """Life of a rank: set up, then one call after another until the test session closes the pipe."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",  # before torch is imported
+        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store instead of opening one in rank 0
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host name, which may not exist
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the whole terminal; the parent decides
+    stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler keeps it as long as the process lives)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, stacks)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    answer = _attempt(lambda: _prepare(process_group), [])
+    while True:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send_bytes(answer)
+        try:
+            job = pipe.recv_bytes()
+        except EOFError:
+            return
+        answer = _attempt(lambda job=job: _run(job, rank, world_size), filters)  # type: ignore[misc]
+
+
+def _end_with_parent() -> None:
+    """However the test session ends, no rank outlives it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _prepare(process_group: bool) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if process_group:
+        from deepzero.comm.process_group import init_distributed
+
+        init_distributed(backend="gloo", timeout_seconds=120)
+    gc.freeze()  # torch's own objects need not be looked at after every call
+
+
+def _run(job: bytes, rank: int, world_size: int) -> Any:
+    fn, args, port = pickle.loads(job)
+    if port is not None:
+        os.environ["MASTER_PORT"] = str(port)
+    with _guarded(fn.__qualname__):
+        return fn(rank, world_size, *args)
+
+
+def _attempt(call: Callable[[], Any], filters: list[WarningFilter]) -> bytes:
+    """The pickled outcome of ``call``: what it returned, or its exception and traceback."""
+    try:
+        with warnings.catch_warnings(), _background_errors():
+            for arguments in filters:
+                warnings.filterwarnings(*arguments)
+            return pickle.dumps(("returned", call()))
+    except pytest.skip.Exception as error:  # its class does not pickle
+        return pickle.dumps(("skipped", str(error), ""))
+    except BaseException as error:  # SystemExit is an answer too
+        trace = _traceback(error)
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = pickle.dumps(f"{type(error).__name__}: {error}")
+        return pickle.dumps(("raised", pickled, trace))
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback as text; for a bare ``assert``, with the local values that pytest would have shown."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    frame = error.__traceback__
+    if isinstance(error, AssertionError) and frame is not None:
+        while frame.tb_next is not None:
+            frame = frame.tb_next
+        values = (f"    {name} = {value!r}"[:400] for name, value in frame.tb_frame.f_locals.items())
+        text += "with local values\n" + "\n".join(values)
+    return text
+
+
+@contextlib.contextmanager
+def _background_errors() -> Iterator[None]:
+    """Errors that Python would only print (in ``__del__``, in a thread) fail the call."""
+    caught: list[str] = []
+    old = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook = lambda info: caught.append(_background_text(info))
+    threading.excepthook = lambda info: caught.append(_background_text(info))
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = old
+    if caught:
+        raise LeakedState("an error in the background (a thread or a destructor):\n" + "\n".join(caught))
+
+
+def _background_text(info: Any) -> str:
+    return "".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback))
+
+
+@contextlib.contextmanager
+def _guarded(name: str) -> Iterator[None]:
+    """Each call starts from the same state; what it leaves behind is undone where that is harmless, else refused.
+
+    Undone: environment, working directory, seeds, subgroups (when the next call begins: then every rank has answered,
+    and no peer still talks through them). Refused with :class:`LeakedState`: another default process group than
+    before, default dtype, gradient mode, thread count.
+    """
+    import random
+
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    def state() -> dict[str, Any]:
+        return {
+            "the default process group": dist.group.WORLD,
+            "torch.get_default_dtype()": torch.get_default_dtype(),
+            "torch.is_grad_enabled()": torch.is_grad_enabled(),
+            "torch.get_num_threads()": torch.get_num_threads(),
+        }
+
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    before, environment, folder = state(), dict(os.environ), Path.cwd()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        gc.collect()  # runs destructors, and frees what hangs in cycles, before the next call
+    for key, value in state().items():
+        if value is not before[key]:
+            raise LeakedState(f"{name} left {key} = {value}, it was {before[key]}; put it back before returning")

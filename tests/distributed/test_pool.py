@@ -1,0 +1,276 @@
+"""The pool of ranks itself: answers, errors, death, silence, leaks, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import LeakedState, RankDied, RankError, RankPool, RankTimeout
+
+ROOT = Path(__file__).parents[2]
+
+
+class Odd(Exception):
+    """An exception that does not survive pickling."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> tuple[int, list[float]]:
+    """A collective over the pool's default group."""
+    x = start + rank
+    dist.all_reduce(x)
+    return rank, x.tolist()
+
+
+def surroundings(rank: int, world_size: int) -> dict[str, object]:
+    """What a test may rely on."""
+    return {
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "random": torch.rand(3).tolist(),
+        "env": (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get("LEFT_BEHIND")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "group": (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None,
+    }
+
+
+def leave_environment(rank: int, world_size: int, folder: str) -> None:
+    """Leaves harmless traces that the pool undoes."""
+    dist.new_group([0, 1])
+    os.environ["LEFT_BEHIND"] = "yes"
+    os.chdir(folder)
+    torch.manual_seed(99)
+
+
+def raise_on(rank: int, world_size: int, bad: int) -> None:
+    """One rank raises while the others wait for it."""
+    if rank == bad:
+        raise KeyError(f"rank {rank} has no such key")
+    dist.barrier()
+
+
+def die_on(rank: int, world_size: int, bad: int) -> None:
+    """One rank is killed while the others wait for it."""
+    if rank == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def stay_silent(rank: int, world_size: int) -> None:
+    """Rank 0 never answers."""
+    if rank == 0:
+        time.sleep(3600)
+
+
+def warn(rank: int, world_size: int) -> None:
+    """A warning is an error on a rank too."""
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def raise_unpicklable(rank: int, world_size: int) -> None:
+    """An exception that cannot travel."""
+    raise Odd(3, 4)
+
+
+def assert_false(rank: int, world_size: int) -> None:
+    """A bare assert, whose values the traceback must show."""
+    seventeen = 17
+    assert seventeen == 18
+
+
+def skip(rank: int, world_size: int) -> None:
+    """A rank may skip the test."""
+    pytest.skip("not today")
+
+
+def change_dtype(rank: int, world_size: int) -> None:
+    """Leaves a state that would change the next test."""
+    torch.set_default_dtype(torch.float64)
+
+
+def destroy_group(rank: int, world_size: int) -> None:
+    """Takes the pool's process group away."""
+    dist.destroy_process_group()
+
+
+def fail_in_destructor(rank: int, world_size: int) -> None:
+    """Python only prints such an error."""
+
+    class Bad:
+        def __del__(self) -> None:
+            raise ValueError("in the background")
+
+    Bad()
+
+
+def own_group(rank: int, world_size: int) -> float:
+    """Initialises and destroys a process group, as a test of initialisation does."""
+    dist.init_process_group("gloo")
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return x.item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_answers_in_rank_order(ranks: RankPool, world_size: int) -> None:
+    total = world_size * 10.0 + sum(range(world_size))
+    answers = ranks.run(sum_of_ranks, torch.full((2,), 10.0), world_size=world_size)
+    assert answers == [(r, [total, total]) for r in range(world_size)]
+
+
+def test_ranks_are_reused_and_start_from_the_same_state(ranks: RankPool, tmp_path: Path) -> None:
+    first = ranks.run(surroundings)
+    ranks.run(leave_environment, str(tmp_path))
+    again = ranks.run(surroundings)
+    assert first == again
+    assert len({answer["pid"] for answer in first}) == 2
+    for rank, answer in enumerate(first):
+        assert answer["threads"] == 1
+        assert answer["groups"] == 1
+        assert answer["env"] == (rank, 2, None)
+        assert answer["group"] == (rank, 2)
+
+
+def test_exception_has_its_type_and_traceback(ranks: RankPool) -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="rank 1 has no such key") as caught:
+        ranks.run(raise_on, 1)
+    assert "in raise_on" in str(caught.value.__cause__)
+    assert "rank 0 of 2 has not answered and is here" in str(caught.value.__cause__), "the waiting rank is shown"
+    assert time.monotonic() - began < 20
+    assert ranks.run(surroundings)[1]["group"] == (1, 2), "new ranks answer"
+
+
+def test_dead_rank_is_reported_at_once(ranks: RankPool) -> None:
+    ranks.run(surroundings)
+    began = time.monotonic()
+    with pytest.raises(RankDied, match="rank 0 of 2 died in die_on: signal SIGKILL"):
+        ranks.run(die_on, 0)
+    assert time.monotonic() - began < 10
+
+
+def test_rank_that_died_between_calls_is_reported(ranks: RankPool) -> None:
+    os.kill(ranks.run(surroundings)[1]["pid"], signal.SIGKILL)
+    time.sleep(0.2)
+    with pytest.raises(RankDied, match="rank 1 of 2"):
+        ranks.run(surroundings)
+    assert len(ranks.run(surroundings)) == 2
+
+
+def test_silence_shows_the_stack(ranks: RankPool) -> None:
+    with pytest.raises(RankTimeout, match=r"no answer within 0.5 s") as caught:
+        ranks.run(stay_silent, world_size=1, timeout=0.5)
+    assert "stay_silent" in str(caught.value).split("is here")[1]
+
+
+def test_warnings_are_errors(ranks: RankPool) -> None:
+    with pytest.raises(UserWarning, match="careful"):
+        ranks.run(warn, world_size=1)
+
+
+def test_exception_that_does_not_pickle(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="Odd: 3 and 4"):
+        ranks.run(raise_unpicklable, world_size=1)
+
+
+def test_assert_shows_values(ranks: RankPool) -> None:
+    with pytest.raises(AssertionError) as caught:
+        ranks.run(assert_false, world_size=1)
+    assert "seventeen = 17" in str(caught.value.__cause__)
+
+
+def test_skip_travels(ranks: RankPool) -> None:
+    with pytest.raises(pytest.skip.Exception, match="not today"):
+        ranks.run(skip, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [(change_dtype, "get_default_dtype"), (destroy_group, "default process group"), (fail_in_destructor, "background")],
+)
+def test_leaks_are_refused(ranks: RankPool, fn: object, what: str) -> None:
+    with pytest.raises(LeakedState, match=what):
+        ranks.run(fn, world_size=1)  # type: ignore[arg-type]
+    assert ranks.run(own_group, world_size=1, process_group=False) == [1.0]
+
+
+def test_ranks_without_process_group_may_make_their_own(ranks: RankPool) -> None:
+    assert ranks.run(surroundings, process_group=False)[0]["group"] is None
+    assert ranks.run(own_group, process_group=False) == [2.0, 2.0]
+    assert ranks.run(own_group, process_group=False) == [2.0, 2.0], "the second rendezvous meets at a fresh store"
+
+
+def test_what_cannot_work_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(ValueError, match="world_size=5"):
+        ranks.run(surroundings, world_size=5)
+    with pytest.raises(ValueError, match="module level"):
+        ranks.run(lambda rank, world_size: None)
+
+
+def test_close_leaves_no_process() -> None:
+    pool = RankPool()
+    pool.run(surroundings, world_size=2)
+    pids = pool.pids()
+    assert len(pids) == 2
+    pool.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> None:
+    program = tmp_path / "session.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            from tests.distributed.pool import RankPool
+            from tests.distributed.test_pool import stay_silent, surroundings
+            if __name__ == "__main__":
+                pool = RankPool()
+                pool.run(surroundings)
+                print(*pool.pids(), flush=True)
+                pool.run(stay_silent)
+            """
+        )
+    )
+    session = subprocess.Popen(
+        [sys.executable, str(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert session.stdout is not None
+        pids = [int(pid) for pid in session.stdout.readline().split()]
+        session.send_signal(end)
+        session.wait(20)
+    finally:
+        session.kill()
+        session.wait(20)
+        session.stdout.close()  # type: ignore[union-attr]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_running(pid) for pid in pids)
+
+
+def _running(pid: int) -> bool:
+    """Alive, and not a zombie that waits for an init process to reap it."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
