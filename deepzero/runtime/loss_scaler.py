@@ -1,0 +1,247 @@
+"""The loss scale: why fp16 training multiplies its loss, and how the factor finds its place by itself.
+
+fp16 has no numbers between 0 and 6e-8, and many gradients are smaller. The backward pass is linear, so a loss that is
+multiplied by a scale ``s`` gives gradients that are all multiplied by ``s``; they survive the trip in fp16 and are
+divided by ``s`` in fp32, just before the optimizer. Too large an ``s`` overflows: some gradient becomes inf or NaN, the
+step is thrown away on all ranks, and ``s`` is made smaller. bf16 and fp32 have the range and use a scale of 1.
+
+A *dynamic* scale rides the edge. With a ``window`` of w steps and a ``hysteresis`` of h, after each optimizer step:
+
+- **overflow**: the first ``h - 1`` overflows are forgiven (one odd batch should not cost a halving); once they are used
+  up, each further one halves the scale, down to ``min_scale``. There, one more raises.
+- **no overflow**: the scale doubles if the number of good steps in a row *before* this one is ``w``, ``2w``, ``3w`` …;
+  so the first doubling comes with good step ``w + 1``. A doubling fills the forgiveness up again; with
+  ``consecutive_hysteresis`` each single good step does.
+
+The scale that multiplies a loss must be the one that later divides its gradients: **read** ``scale`` **before**
+``update``. (DeepSpeed 0.19.8 updates first: on each step that doubles its scale, the optimizer sees half the gradient.)
+
+Sources: the numbers are those of DeepSpeed's ``runtime/fp16/loss_scaler.py`` (which comes from Megatron-LM), tested
+against it; the method is Micikevicius et al., "Mixed Precision Training", 2018, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from deepzero.config.engine import PrecisionConfig
+from deepzero.config.parse import ConfigError
+
+GROWTH = 2.0
+"""The scale doubles and halves: a power of two changes no digit of a gradient, only its exponent."""
+
+
+class LossScaleError(RuntimeError):
+    """The scale is at its minimum and gradients still overflow: something else is wrong, and training stops."""
+
+
+class LossScaler(Protocol):
+    """What the engine asks of either scaler."""
+
+    scale: float
+    """Multiplies the next loss; divides the gradients that come of it."""
+
+    dynamic: ClassVar[bool]
+    """Whether :meth:`update` may change ``scale``."""
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step. ``overflow`` must be agreed upon by all ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the same scales."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` gave."""
+
+
+class StaticLossScaler:
+    """A scale that never changes: fp16 with a fixed ``loss_scale``, and 1.0 for bf16 and fp32.
+
+    An overflowing step is still skipped by the engine; there is just nothing to learn from it.
+
+    Args:
+        scale: the factor, positive.
+
+    Example:
+        >>> scaler = StaticLossScaler(128.0)
+        >>> scaler.update(overflow=True)
+        >>> scaler.scale
+        128.0
+    """
+
+    dynamic: ClassVar[bool] = False
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ConfigError(f"precision.loss_scale={scale!r}: a fixed loss scale must be positive")
+        self.scale = float(scale)
+
+    def update(self, overflow: bool) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kind and the scale; the scale only to be looked at, it comes from the config."""
+        return {"kind": "static", "scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that ``state`` is a static scaler's; the config's scale stays."""
+        _check_state(state, "static", self.state_dict())
+
+
+class DynamicLossScaler:
+    """A scale that doubles after a while without overflow and halves after one. See the module's first lines.
+
+    Args:
+        initial_scale: the first scale.
+        window: good steps in a row before the scale doubles.
+        hysteresis: overflows until the scale halves; 1 halves at once.
+        consecutive_hysteresis: fill the hysteresis up after every good step, instead of at every doubling.
+        min_scale: the scale is never halved below this.
+
+    Raises:
+        ConfigError: a number that makes no sense, or an ``initial_scale`` below ``min_scale``.
+
+    Example:
+        >>> scaler = DynamicLossScaler(initial_scale=8.0, window=2, hysteresis=1)
+        >>> scaler.update(overflow=True)
+        >>> scaler.scale
+        4.0
+        >>> for _ in range(3):
+        ...     scaler.update(overflow=False)
+        >>> scaler.scale
+        8.0
+    """
+
+    dynamic: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**16,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_scale: float = 1.0,
+    ) -> None:
+        for name, value in (("loss_scale_window", window), ("hysteresis", hysteresis)):
+            if value < 1:
+                raise ConfigError(f"precision.{name}={value!r}: must be at least 1")
+        if not 0 < min_scale <= initial_scale:
+            raise ConfigError(
+                f"precision.min_loss_scale={min_scale!r}: must be positive and not above the first loss scale, "
+                f"which is {initial_scale:g} (2 to the power of precision.initial_scale_power)"
+            )
+        self.window = window
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.min_scale = float(min_scale)
+
+        # What changes while training runs, and is saved with a checkpoint. -1 is the step before the first one.
+        self.scale = float(initial_scale)
+        self.iteration = 0
+        self.last_overflow_iteration = -1
+        self.hysteresis_left = hysteresis
+
+    def update(self, overflow: bool) -> None:
+        """Take note of one optimizer step, and change ``scale`` for the next one.
+
+        Args:
+            overflow: whether any gradient on any rank was inf or NaN. All ranks must pass the same value, or their
+                scales part ways.
+
+        Raises:
+            LossScaleError: overflow at the minimum scale, with no forgiveness left.
+        """
+        if overflow:
+            self._shrink()
+            self.last_overflow_iteration = self.iteration
+        else:
+            self._grow()
+        self.iteration += 1
+
+    def _shrink(self) -> None:
+        # A hysteresis of 1 never forgives. Otherwise the last of the forgiven overflows leaves 1, and it stays at 1
+        # (each further overflow halves) until good steps fill it up.
+        if self.hysteresis_left > 1:
+            self.hysteresis_left -= 1
+            return
+        if self.scale == self.min_scale:
+            raise LossScaleError(
+                f"gradients overflow in fp16 although the loss scale is at its minimum, {self.min_scale:g}, after "
+                f"{self.iteration + 1} optimizer steps. Most likely the loss itself is inf or NaN: look at the "
+                "learning rate and the data, or train in bf16. precision.min_loss_scale (fp16.min_loss_scale in a "
+                "DeepSpeed config) lowers the minimum"
+            )
+        self.scale = max(self.scale / GROWTH, self.min_scale)
+
+    def _grow(self) -> None:
+        if self.consecutive_hysteresis:
+            self.hysteresis_left = self.hysteresis
+        good_steps = self.iteration - self.last_overflow_iteration - 1
+        if good_steps > 0 and good_steps % self.window == 0:
+            self.hysteresis_left = self.hysteresis
+            self.scale *= GROWTH
+
+    def state_dict(self) -> dict[str, Any]:
+        """The four numbers that change; window, hysteresis and minimum come from the config."""
+        return {
+            "kind": "dynamic",
+            "scale": self.scale,
+            "iteration": self.iteration,
+            "last_overflow_iteration": self.last_overflow_iteration,
+            "hysteresis_left": self.hysteresis_left,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken, with this run's window, hysteresis and minimum.
+
+        Raises:
+            ValueError: the state of another kind of scaler, or with keys missing or too many.
+        """
+        _check_state(state, "dynamic", self.state_dict())
+        self.scale = float(state["scale"])
+        self.iteration = int(state["iteration"])
+        self.last_overflow_iteration = int(state["last_overflow_iteration"])
+        self.hysteresis_left = int(state["hysteresis_left"])
+
+
+def _check_state(state: Mapping[str, Any], kind: str, expected: Mapping[str, Any]) -> None:
+    found = state.get("kind")
+    if found != kind:
+        raise ValueError(
+            f"the saved loss scaler is {found!r}, this run's is {kind!r}: set precision.loss_scale as in the run that "
+            "was saved (0 is dynamic), or leave the saved loss scaler out"
+        )
+    if set(state) != set(expected):
+        raise ValueError(f"a {kind} loss scaler's state has the keys {sorted(expected)}, this one has {sorted(state)}")
+
+
+def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
+    """The scaler that a precision asks for.
+
+    Args:
+        precision: dtype and, for fp16, ``loss_scale`` (0 is dynamic) and the dynamic scaler's numbers.
+
+    Returns:
+        A :class:`DynamicLossScaler` for fp16 with ``loss_scale=0``, otherwise a :class:`StaticLossScaler`.
+
+    Raises:
+        ConfigError: numbers that do not fit together.
+
+    Example:
+        >>> build_loss_scaler(PrecisionConfig(dtype="fp16")).scale
+        65536.0
+        >>> build_loss_scaler(PrecisionConfig(dtype="bf16")).scale
+        1.0
+    """
+    if precision.dtype != "fp16":
+        return StaticLossScaler(1.0)
+    if precision.loss_scale:
+        return StaticLossScaler(precision.loss_scale)
+    return DynamicLossScaler(
+        initial_scale=2.0**precision.initial_scale_power,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        consecutive_hysteresis=precision.consecutive_hysteresis,
+        min_scale=precision.min_loss_scale,
+    )
