@@ -1,0 +1,366 @@
+"""Schedules: the shape of deepzero's own, every number of DeepSpeed's, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.config.engine import SchedulerConfig
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.lr_schedules import CURVES, Scheduler, build_scheduler
+
+
+def sgd(*lrs: float) -> torch.optim.Optimizer:
+    """An optimizer with one parameter group for each learning rate."""
+    return torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)])
+
+
+def adam(*lrs: float) -> torch.optim.Optimizer:
+    """The same with betas."""
+    return torch.optim.Adam([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)], betas=(0.85, 0.95))
+
+
+def used(kind: str, params: dict[str, Any], steps: int, lr: float = 1.0, total: int | None = None) -> list[float]:
+    """The learning rate that each of the first optimizer steps would use."""
+    optimizer = sgd(lr)
+    scheduler = build_scheduler(SchedulerConfig(kind, params), optimizer, total)
+    out = []
+    for _ in range(steps):
+        out.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+    return out
+
+
+class TestOwnCurves:
+    def test_constant_leaves_the_rate_alone(self):
+        assert used("constant", {}, 5, lr=0.3) == [0.3] * 5
+
+    def test_cosine_warms_up_without_a_zero_and_peaks_once(self):
+        rates = used("warmup_cosine", {"warmup_steps": 4, "total_steps": 20, "min_lr_ratio": 0.1}, 20, lr=2.0)
+        assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0], rel=1e-12)
+        assert rates.count(max(rates)) == 1
+        assert all(a > b for a, b in itertools.pairwise(rates[4:])), "it falls from the peak to the end"
+        assert rates[12] == pytest.approx(2.0 * 0.55, rel=1e-12), "halfway down: the mean of 1 and 0.1"
+        assert 0.2 < rates[-1] < 0.23, "the last step is just above the floor"
+
+    def test_cosine_stays_on_its_floor(self):
+        rates = used("warmup_cosine", {"total_steps": 5, "min_lr_ratio": 0.25}, 9)
+        assert rates[0] == 1.0
+        assert rates[5:] == pytest.approx([0.25] * 4, rel=1e-12)
+
+    def test_stable_decay_has_three_straight_parts(self):
+        rates = used("warmup_stable_decay", {"warmup_steps": 3, "total_steps": 12, "decay_steps": 4}, 13)
+        assert rates == [0.25, 0.5, 0.75, *[1.0] * 6, 0.75, 0.5, 0.25, 0.0]
+
+    def test_stable_decay_ends_at_its_ratio(self):
+        rates = used("warmup_stable_decay", {"total_steps": 4, "decay_steps": 2, "min_lr_ratio": 0.5}, 6)
+        assert rates == [1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
+
+    def test_stable_decay_takes_a_fifth_by_default(self):
+        rates = used("warmup_stable_decay", {"total_steps": 11}, 11)
+        assert sum(rate < 1.0 for rate in rates) == 2, "ceil(11 / 5) = 3 steps of decay, the first of them still at 1"
+        assert rates[-3:] == pytest.approx([1.0, 2 / 3, 1 / 3], rel=1e-12)
+
+    @pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay"])
+    def test_run_shorter_than_its_warmup(self, kind):
+        rates = used(kind, {"warmup_steps": 9, "total_steps": 4}, 4)
+        assert all(0.0 < rate <= 0.4 for rate in rates)
+        assert rates[0] == 0.1
+
+    @pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay"])
+    def test_length_of_the_run_is_the_default(self, kind):
+        params = {"warmup_steps": 2}
+        assert used(kind, params, 9, total=9) == used(kind, {**params, "total_steps": 9}, 9)
+        assert used(kind, {**params, "total_steps": None}, 9, total=9) == used(kind, params, 9, total=9)
+        assert used(kind, {**params, "total_steps": 30}, 9, total=9) == used(kind, {**params, "total_steps": 30}, 9)
+
+
+class TestScheduler:
+    def test_the_constructor_writes_the_first_rate(self):
+        optimizer = sgd(1.0)
+        build_scheduler(SchedulerConfig("warmup_cosine", {"warmup_steps": 9, "total_steps": 99}), optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+    def test_every_group_keeps_its_proportion(self):
+        optimizer = sgd(1.0, 0.25)
+        scheduler = build_scheduler(SchedulerConfig("warmup_cosine", {"total_steps": 10}), optimizer)
+        for _ in range(7):
+            scheduler.step()
+            first, second = (group["lr"] for group in optimizer.param_groups)
+            assert second == pytest.approx(first / 4, rel=1e-15)
+            assert scheduler.get_last_lr() == scheduler.get_lr() == [first, second]
+
+    def test_a_rate_in_a_tensor_is_filled_not_replaced(self):
+        rate = torch.tensor(0.5)
+        optimizer = torch.optim.Adam([torch.zeros(1)], lr=rate)
+        scheduler = build_scheduler(SchedulerConfig("warmup_cosine", {"warmup_steps": 4, "total_steps": 9}), optimizer)
+        held = optimizer.param_groups[0]["lr"]
+        assert held.item() == pytest.approx(0.1)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] is held
+        assert held.item() == pytest.approx(0.2)
+
+    @pytest.mark.parametrize("kind", sorted(CURVES))
+    def test_resume_goes_on_with_the_same_rates_at_once(self, kind):
+        params: dict[str, Any] = {
+            "constant": {},
+            "warmup_cosine": {"warmup_steps": 3},
+            "warmup_stable_decay": {"warmup_steps": 3},
+            "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.9, "cycle_first_step_size": 4},
+        }.get(kind, {"warmup_num_steps": 3})
+        optimizer = adam(0.7)
+        whole = build_scheduler(SchedulerConfig(kind, params), optimizer, 15)
+        seen = []
+        for _ in range(15):
+            seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+            whole.step()
+        for cut in (0, 1, 6):
+            first = build_scheduler(SchedulerConfig(kind, params), adam(0.7), 15)
+            for _ in range(cut):
+                first.step()
+            other = adam(0.7)
+            second = build_scheduler(SchedulerConfig(kind, params), other, 15)
+            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            resumed = []
+            for _ in range(15 - cut):
+                resumed.append((other.param_groups[0]["lr"], other.param_groups[0]["betas"]))
+                second.step()
+            assert resumed == seen[cut:]
+
+    def test_a_foreign_state_is_refused(self):
+        scheduler = build_scheduler(SchedulerConfig("constant"), sgd())
+        with pytest.raises(ValueError, match=r"last_batch_iteration.*_step_count"):
+            scheduler.load_state_dict({"_step_count": 3})
+
+    def test_step_can_jump(self):
+        optimizer = sgd(1.0)
+        scheduler = build_scheduler(
+            SchedulerConfig("WarmupLR", {"warmup_num_steps": 8, "warmup_type": "linear"}), optimizer
+        )
+        scheduler.step(6)
+        assert optimizer.param_groups[0]["lr"] == 0.75
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("kind", "near"), [("warmuplr", "WarmupLR"), ("Constant", "constant"), ("warmup_cosin", "warmup_cosine")]
+    )
+    def test_unknown_type_names_the_nearest(self, kind, near):
+        with pytest.raises(ConfigError, match=rf"scheduler.type='{kind}' is not one of .*did you mean '{near}'"):
+            build_scheduler(SchedulerConfig(kind), sgd())
+
+    def test_unknown_parameter_names_the_nearest(self):
+        with pytest.raises(ConfigError, match=r"'scheduler.params.warmup_step'.*'scheduler.params.warmup_steps'"):
+            build_scheduler(SchedulerConfig("warmup_cosine", {"warmup_step": 3}), sgd(), 10)
+
+    @pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay", "WarmupDecayLR", "WarmupCosineLR"])
+    def test_length_unknown(self, kind):
+        with pytest.raises(ConfigError, match=r"needs scheduler.params.total_(num_)?steps"):
+            build_scheduler(SchedulerConfig(kind), sgd())
+
+    @pytest.mark.parametrize(
+        ("kind", "params", "message"),
+        [
+            ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
+            ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
+            ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
+            ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5 must be an integer"),
+            ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
+            ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
+            ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
+            ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
+            ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
+            ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
+            ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
+            ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
+            (
+                "OneCycle",
+                {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+                r"cycle_first_step_size=0",
+            ),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": 0.5}, r"SGD has no betas"),
+        ],
+    )
+    def test_values_without_sense(self, kind, params, message):
+        with pytest.raises(ConfigError, match=message):
+            build_scheduler(SchedulerConfig(kind, params), sgd(), 10)
+
+    def test_numbers_that_yaml_reads_as_strings(self):
+        assert used("WarmupLR", {"warmup_min_lr": "1e-1", "warmup_num_steps": "1e1"}, 1) == [0.1]
+
+
+# What DeepSpeed 0.19.8 gives for optimizer steps 0, 1, …, kept here so that the numbers hold where it is not installed.
+FROZEN: list[tuple[str, dict[str, Any], list[float]]] = [
+    (
+        "WarmupLR",
+        {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4},
+        [0.1, 0.1, 0.5, 0.7339850002884625, 0.9, 0.9],
+    ),
+    ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 1]),
+    (
+        "WarmupDecayLR",
+        {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"},
+        [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0],
+    ),
+    (
+        "WarmupCosineLR",
+        {
+            "total_num_steps": 6,
+            "warmup_num_steps": 2,
+            "warmup_min_ratio": 0.5,
+            "cos_min_ratio": 0.0,
+            "warmup_type": "linear",
+        },
+        [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0],
+    ),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.0,
+            "cycle_max_lr": 1.0,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 2,
+            "decay_step_size": 1,
+            "decay_lr_rate": 1.0,
+        },
+        [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0],
+    ),
+    (
+        "OneCycle",
+        {
+            "cycle_min_lr": 1.0,
+            "cycle_max_lr": 2.0,
+            "cycle_first_step_size": 1,
+            "decay_step_size": 2,
+            "decay_lr_rate": 1.0,
+        },
+        [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "params", "rates"), FROZEN, ids=lambda value: value if isinstance(value, str) else "")
+def test_frozen_numbers_of_deepspeed(kind, params, rates):
+    assert used(kind, params, len(rates)) == pytest.approx(rates, rel=1e-12, abs=1e-15)
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """DeepSpeed's module of schedules, with its warnings off."""
+    pytest.importorskip("deepspeed", exc_type=ImportError)
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield lr_schedules
+    logger.setLevel(level)
+
+
+def same_as_deepspeed(theirs: Any, kind: str, params: dict[str, Any], make: Any, steps: int = 60) -> None:
+    """Rates and betas of every optimizer step, and the saved state, are those of DeepSpeed's class."""
+    ours_opt, their_opt = make(), make()
+    ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
+    other = getattr(theirs, kind)(their_opt, **params)
+    for step in range(steps):
+        for mine, group in zip(ours_opt.param_groups, their_opt.param_groups, strict=True):
+            assert mine["lr"] == pytest.approx(group["lr"], rel=1e-12, abs=1e-15), f"optimizer step {step}"
+            if "betas" in group:
+                assert mine["betas"] == pytest.approx(group["betas"], rel=1e-12), f"optimizer step {step}"
+        assert ours.state_dict() == other.state_dict()
+        ours.step()
+        other.step()
+        assert ours.get_last_lr() == pytest.approx(other.get_last_lr(), rel=1e-12, abs=1e-15)
+
+
+class TestAgainstDeepSpeed:
+    @pytest.mark.parametrize(
+        ("kind", "params", "rates"), FROZEN, ids=lambda value: value if isinstance(value, str) else ""
+    )
+    def test_the_frozen_numbers_are_its_numbers(self, theirs, kind, params, rates):
+        optimizer = sgd()
+        scheduler = getattr(theirs, kind)(optimizer, **params)
+        for rate in rates:
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12, abs=1e-15)
+            scheduler.step()
+
+    @pytest.mark.parametrize("kind", ["log", "linear"])
+    @pytest.mark.parametrize("steps", [1, 2, 7, 30])
+    @pytest.mark.parametrize(
+        "rates", [{}, {"warmup_min_lr": 0.02}, {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": 3.0}]
+    )
+    def test_warmup(self, theirs, kind, steps, rates):
+        same_as_deepspeed(
+            theirs, "WarmupLR", {"warmup_num_steps": steps, "warmup_type": kind, **rates}, lambda: adam(0.5, 2)
+        )
+
+    @pytest.mark.parametrize("kind", ["log", "linear"])
+    @pytest.mark.parametrize(("steps", "total"), [(1, 40), (7, 40), (30, 31), (30, 30), (30, 20)])
+    def test_warmup_decay(self, theirs, kind, steps, total):
+        params = {"warmup_num_steps": steps, "total_num_steps": total, "warmup_type": kind}
+        same_as_deepspeed(theirs, "WarmupDecayLR", params, sgd)
+        same_as_deepspeed(
+            theirs, "WarmupDecayLR", {**params, "warmup_max_lr": [0.5, 2], "warmup_min_lr": 0.1}, lambda: sgd(1, 2)
+        )
+
+    @pytest.mark.parametrize("kind", ["log", "linear"])
+    @pytest.mark.parametrize(("steps", "total"), [(1, 40), (7, 40), (30, 31), (30, 30), (30, 20)])
+    def test_warmup_cosine(self, theirs, kind, steps, total):
+        params = {"warmup_num_steps": steps, "total_num_steps": total, "warmup_type": kind}
+        same_as_deepspeed(theirs, "WarmupCosineLR", params, lambda: sgd(0.3, 5))
+        same_as_deepspeed(theirs, "WarmupCosineLR", {**params, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}, sgd)
+
+    @pytest.mark.parametrize("second", [None, 1, 5, 13])
+    @pytest.mark.parametrize(
+        "stairs", [{}, {"cycle_first_stair_count": 3}, {"cycle_first_stair_count": 2, "cycle_second_stair_count": 5}]
+    )
+    @pytest.mark.parametrize(
+        "decay", [{}, {"decay_step_size": 3, "decay_lr_rate": 0.7, "decay_mom_rate": 0.01}, {"decay_step_size": 4}]
+    )
+    def test_one_cycle_with_momentum(self, theirs, second, stairs, decay):
+        params = {
+            "cycle_min_lr": [0.01, 0.1],
+            "cycle_max_lr": 1.5,
+            "cycle_first_step_size": 7,
+            "cycle_second_step_size": second,
+            "cycle_min_mom": 0.75,
+            "cycle_max_mom": [0.9, 0.95],
+            **stairs,
+            **decay,
+        }
+        same_as_deepspeed(theirs, "OneCycle", params, lambda: adam(1, 1))
+
+    def test_one_cycle_without_momentum(self, theirs):
+        params = {"cycle_min_lr": 0.01, "cycle_max_lr": 1.5, "cycle_first_step_size": 7}
+        same_as_deepspeed(theirs, "OneCycle", params, sgd)
+        same_as_deepspeed(theirs, "OneCycle", {**params, "cycle_momentum": False}, adam)
+
+    def test_continuing_from_an_iteration(self, theirs):
+        params = {"warmup_num_steps": 9, "last_batch_iteration": 4}
+        ours_opt, their_opt = sgd(), sgd()
+        ours = build_scheduler(SchedulerConfig("WarmupLR", params), ours_opt)
+        other = theirs.WarmupLR(their_opt, **params)
+        assert ours_opt.param_groups[0]["lr"] == pytest.approx(math.log(5) / math.log(9)), "written at once, not later"
+        for _ in range(9):
+            ours.step()
+            other.step()
+            assert ours_opt.param_groups[0]["lr"] == pytest.approx(their_opt.param_groups[0]["lr"], rel=1e-12)
+
+
+def test_scheduler_works_with_a_curve_of_the_users():
+    class Halves:
+        def lrs(self, done, base_lrs):
+            return [lr / 2**done for lr in base_lrs]
+
+    optimizer = sgd(8.0)
+    scheduler = Scheduler(optimizer, Halves())
+    scheduler.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 2.0
