@@ -159,8 +159,8 @@ class EngineConfig:
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
 
-    gradient_clipping: float = 0.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    gradient_clipping: float = 1.0
+    """Largest global gradient norm; 0 switches clipping off. The default is DeepSpeed's."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

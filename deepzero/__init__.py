@@ -1,0 +1,8 @@
+"""deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
+
+from deepzero.comm.process_group import init_distributed
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.engine import Engine, NonFiniteError
+from deepzero.runtime.initialize import add_config_arguments, initialize
+
+__all__ = ["ConfigError", "Engine", "NonFiniteError", "add_config_arguments", "init_distributed", "initialize"]

@@ -1,0 +1,225 @@
+"""Buckets: gradients on their way from every rank to the rank that owns them.
+
+A bucket holds one interval in the wire dtype. The reducer owns a fixed number of them (two when communication overlaps
+with the backward pass, one when it does not) and keeps them for the whole run: fresh memory costs several times the copy
+that fills it. The life of a bucket::
+
+    acquire            launch                  finish                             acquire again
+    copy gradients in  send parts to owners    sum the W received parts in fp32
+    ---- free ----> filled ---- in flight ---> received ----> written to grad_S ----> free
+
+Two ways of summing:
+
+``exact``   every part travels in the wire dtype to its owner, who adds the W contributions in fp32 **in rank order**. The
+            sum of an element then depends on nothing but its W contributions: not on the bucket it travelled in, not on
+            the stage, not on timing. It is also more accurate than adding in bf16 hop by hop along a ring.
+``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
+
+Volume per rank: an interval of B elements sends ``(W-1)/W * B``, in both.
+
+Sources: the bucket of stage 1 with reduced communication (DeepSpeed post), ``allreduce_bucket`` and
+``reduce_ipg_grads`` in DeepSpeed's ``stage_1_and_2.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.streams import Gate, Lane
+from deepzero.layout import Interval
+
+SUM_CHUNK = 1 << 17
+"""Elements. The sum runs over pieces this long, whose fp32 scratch (512 KiB) stays in the core's cache."""
+
+REDUCE_SCATTER = "gradients.reduce_scatter"
+ALL_REDUCE = "gradients.all_reduce"
+ALL_GATHER_GRADIENTS = "gradients.all_gather"
+
+
+def sum_in_rank_order(
+    output: torch.Tensor, parts: Sequence[torch.Tensor], accumulate: bool, scratch: torch.Tensor
+) -> None:
+    """``output = parts[0] + parts[1] + …`` in fp32, left to right; with ``accumulate``, ``output += (that sum)``.
+
+    Args:
+        output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
+        parts: 1-D tensors of ``output``'s extent, in rank order, any float dtype.
+        accumulate: add to what ``output`` holds.
+        scratch: fp32, two times ``SUM_CHUNK`` elements, on the same device.
+    """
+    in_place = output.dtype == torch.float32 and not accumulate
+    for lo in range(0, output.numel(), SUM_CHUNK):
+        target = output[lo : lo + SUM_CHUNK]
+        total = target if in_place else scratch[: target.numel()]
+        widened = scratch[SUM_CHUNK : SUM_CHUNK + target.numel()]
+        total.copy_(parts[0][lo : lo + SUM_CHUNK])
+        for part in parts[1:]:
+            # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
+            total.add_(widened.copy_(part[lo : lo + SUM_CHUNK]))
+        if accumulate:
+            target.add_(total)
+        elif not in_place:
+            target.copy_(total)
+
+
+@dataclass
+class _Bucket:
+    """One bucket and what it receives. Gates order its filling, its flight and its emptying on a GPU."""
+
+    send: torch.Tensor
+    recv: torch.Tensor
+    filled: Gate
+    free: Gate
+
+
+@dataclass
+class _InFlight:
+    bucket: _Bucket
+    interval: Interval
+    parts: list[torch.Tensor]
+    pending: Pending
+    output: torch.Tensor
+    accumulate: bool
+
+
+class BucketReducer:
+    """Sends intervals to their owners and adds up what arrives.
+
+    Args:
+        comm: the ranks.
+        capacity: elements of the largest interval that will ever be reduced.
+        wire_dtype: dtype in which gradients travel.
+        method: ``exact`` or ``native``; see the module's text.
+        whole: every rank gets the whole sum (an all-reduce) instead of its own part (a reduce-scatter).
+        depth: buckets; 1 waits for each reduction before the next is filled.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        capacity: int,
+        wire_dtype: torch.dtype,
+        method: Literal["exact", "native"],
+        whole: bool,
+        depth: int,
+    ) -> None:
+        self.comm, self.method, self.whole, self.depth = comm, method, whole, depth
+        self.wire_dtype = wire_dtype
+        self._lane = Lane(comm.device)
+        self._scratch = torch.zeros(2 * SUM_CHUNK, dtype=torch.float32, device=comm.device)
+        self._buckets = deque(self._allocate(capacity) for _ in range(depth))
+        self._in_flight: deque[_InFlight] = deque()
+        self._gathers: list[Pending] = []
+
+    def _allocate(self, capacity: int) -> _Bucket:
+        """Zeroed, so that the padding behind a shorter interval is never read as garbage."""
+        comm = self.comm
+        part = capacity // comm.world_size
+        # exact: the other ranks' parts, ours stays in the bucket; native: the part that the backend writes.
+        received = part * (comm.world_size - 1) if self.method == "exact" else (0 if self.whole else part)
+        return _Bucket(
+            torch.zeros(capacity, dtype=self.wire_dtype, device=comm.device),
+            torch.zeros(received, dtype=self.wire_dtype, device=comm.device),
+            Gate(comm.device),
+            Gate(comm.device),
+        )
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Everything that is kept, for the ledger."""
+        entries = [*self._buckets, *(flight.bucket for flight in self._in_flight)]
+        return [self._scratch, *(b.send for b in entries), *(b.recv for b in entries)]
+
+    def buffer_bytes(self) -> int:
+        """The closed form of :meth:`buffers`."""
+        return sum(t.numel() * t.element_size() for t in self.buffers())
+
+    def acquire(self, interval: Interval) -> torch.Tensor:
+        """The bucket to fill with ``interval``, of its extent; waits for the oldest reduction when all are in flight."""
+        while not self._buckets:
+            self._finish(self._in_flight.popleft())
+        bucket = self._buckets[0]
+        bucket.free.wait()
+        return bucket.send[: interval.numel]
+
+    def launch(self, interval: Interval, output: torch.Tensor, accumulate: bool) -> None:
+        """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
+
+        Args:
+            interval: what the bucket holds.
+            output: this rank's part of the sum, ``interval.part_numel`` elements; with ``whole``, all of it.
+            accumulate: add to ``output`` instead of replacing it.
+        """
+        bucket = self._buckets.popleft()
+        bucket.filled.record()
+        send = bucket.send[: interval.numel]
+        parts = list(send.split(interval.part_numel))
+        where = f"interval {interval.index}"
+        padding = (interval.numel - interval.part_numel) - (interval.true_numel() - interval.true_numel_of(self.comm.rank))
+        if self.method == "exact":
+            recv = self._receivers(bucket.recv, interval)
+            pending = self.comm.exchange(REDUCE_SCATTER, parts, recv, padding, where)
+            parts = [parts[q] if q == self.comm.rank else recv[q] for q in range(self.comm.world_size)]
+        else:
+            pending, parts = self._launch_native(bucket, interval, send, padding, where)
+        self._in_flight.append(_InFlight(bucket, interval, parts, pending, output, accumulate))
+        if self.depth == 1:
+            self._finish(self._in_flight.popleft())
+
+    def _receivers(self, recv: torch.Tensor, interval: Interval) -> list[torch.Tensor]:
+        """W views: where each rank's contribution to our part arrives. Our own entry is empty."""
+        part, me = interval.part_numel, self.comm.rank
+        slots = [q - (q > me) for q in range(self.comm.world_size)]
+        return [recv[:0] if q == me else recv[slots[q] * part : (slots[q] + 1) * part] for q in range(len(slots))]
+
+    def _launch_native(
+        self, bucket: _Bucket, interval: Interval, send: torch.Tensor, padding: int, where: str
+    ) -> tuple[Pending, list[torch.Tensor]]:
+        if self.wire_dtype == torch.float16:
+            # A sum of W fp16 numbers can leave fp16's range where their mean cannot.
+            send.div_(self.comm.world_size)
+        if self.whole:
+            padding = 2 * (self.comm.world_size - 1) * (interval.numel - interval.true_numel()) // self.comm.world_size
+            return self.comm.all_reduce(ALL_REDUCE, send, padding, where), [send]
+        part = bucket.recv[: interval.part_numel]
+        return self.comm.reduce_scatter(REDUCE_SCATTER, part, send, padding, where), [part]
+
+    def _finish(self, flight: _InFlight) -> None:
+        """Wait for one reduction, add it up into its output, and free its bucket."""
+        interval, comm = flight.interval, self.comm
+        with self._lane.running():
+            flight.bucket.filled.wait()
+            flight.pending.wait()
+            output = flight.output
+            if self.whole and self.method == "exact":
+                output = output.split(interval.part_numel)[comm.rank]
+            sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch)
+            if self.method == "native" and self.wire_dtype == torch.float16:
+                output.mul_(comm.world_size)
+            comm.chaos.poison(flight.bucket.send, flight.bucket.recv)
+            if self.whole and self.method == "exact":
+                self._gather(flight.output, interval)
+            flight.bucket.free.record()
+        self._buckets.append(flight.bucket)
+
+    def _gather(self, whole: torch.Tensor, interval: Interval) -> None:
+        """The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded."""
+        comm = self.comm
+        padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
+        parts = whole.split(interval.part_numel)
+        self._gathers.append(comm.all_gather(ALL_GATHER_GRADIENTS, parts, whole, padding, f"interval {interval.index}"))
+
+    def drain(self) -> None:
+        """Finish everything under way. Afterwards the outputs may be read on the current stream."""
+        while self._in_flight:
+            self._finish(self._in_flight.popleft())
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers = []
+        for bucket in self._buckets:
+            bucket.free.wait()

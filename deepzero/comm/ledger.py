@@ -1,0 +1,150 @@
+"""The ledger: every byte sent and every byte of model state held, by category, predicted beside measured.
+
+ZeRO is a claim about bytes. The ledger makes the claim checkable in every run: the closed forms of the sources are put
+in before the first step (:meth:`Ledger.predict`), real calls and real tensors are counted during it, and
+:meth:`Ledger.report` puts the two side by side.
+
+What is counted for a collective are the elements that *this rank sends*, as the sources count volume: with W ranks and
+an interval of B elements, an all-gather sends ``(W-1) * B/W``, a reduce-scatter the same, an all-reduce twice that.
+Padding travels too; it is listed apart so that the rest equals the closed form exactly.
+
+The ledger can also keep the order of events (:attr:`Ledger.trace`), which the tests read to check that a step runs in
+the order that the book describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+MEMORY_CATEGORIES = ("parameters", "gradients", "masters", "moments", "buckets", "padding")
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective cost, in calls, elements and bytes sent by one rank."""
+
+    calls: int = 0
+    elements: float = 0
+    """True elements, without padding."""
+    padding_elements: float = 0
+    bytes: float = 0
+    """Of elements and padding together."""
+
+    def add(self, other: Traffic, weight: float = 1) -> None:
+        """Add ``weight`` times ``other``; numbers that stay whole stay integers."""
+        for name in ("calls", "elements", "padding_elements", "bytes"):
+            total = getattr(self, name) + weight * getattr(other, name)
+            setattr(self, name, int(total) if float(total).is_integer() else total)
+
+    def as_dict(self) -> dict[str, float]:
+        """For ``summary.json``."""
+        return {
+            "calls": self.calls,
+            "elements": self.elements,
+            "padding_elements": self.padding_elements,
+            "bytes": self.bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened, in order. ``what`` is a word of the book: launch, wait, gradient_ready, step …"""
+
+    what: str
+    kind: str
+    where: str
+
+
+@dataclass
+class Ledger:
+    """One rank's account. Bytes are bytes; elements are elements."""
+
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    """Of the step under way, by kind, for example ``gradients.reduce_scatter``."""
+    last_step: dict[str, Traffic] = field(default_factory=dict)
+    """Of the last complete optimizer step."""
+    setup: dict[str, Traffic] = field(default_factory=dict)
+    """Of everything before the first step."""
+    held: dict[str, int] = field(default_factory=dict)
+    """The most bytes held, by category, over all samples."""
+    trace: bool = False
+    """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
+    events: list[Event] = field(default_factory=list)
+    predicted_memory: dict[str, int] = field(default_factory=dict)
+    predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
+    _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
+
+    def record(self, kind: str, elements: int, itemsize: int, padding: int = 0) -> None:
+        """Count one call that sends ``elements`` elements of ``itemsize`` bytes, ``padding`` of them padding."""
+        entry = self.traffic.setdefault(kind, Traffic())
+        entry.add(Traffic(1, elements - padding, padding, elements * itemsize))
+
+    def note(self, what: str, kind: str = "", where: str = "") -> None:
+        """Keep an event, when the order is being traced."""
+        if self.trace:
+            self.events.append(Event(what, kind, where))
+
+    def close_setup(self) -> None:
+        """What was counted so far belongs to the setup, not to the first step."""
+        self.setup, self.traffic = self.traffic, {}
+
+    def close_step(self) -> None:
+        """An optimizer step is complete."""
+        self.last_step, self.traffic = self.traffic, {}
+
+    def watch(self, category: str, tensors: Callable[[], Iterable[torch.Tensor | None]], padding_bytes: int = 0) -> None:
+        """Let :meth:`sample` ask ``tensors()`` for what is held under ``category`` at that moment.
+
+        Args:
+            category: one of ``MEMORY_CATEGORIES``.
+            tensors: called at every sample.
+            padding_bytes: how much of it is the layout's padding; it is counted under ``padding`` instead.
+        """
+        self._watched[category] = (tensors, padding_bytes)
+
+    def sample(self) -> None:
+        """Measure what is held now, and keep the maximum by category. A storage that two tensors share counts once."""
+        seen: set[tuple[torch.device, int]] = set()
+        padding = 0
+        for category, (tensors, padding_bytes) in self._watched.items():
+            total = -padding_bytes
+            padding += padding_bytes
+            for tensor in tensors():
+                if tensor is None or tensor.numel() == 0:
+                    continue
+                storage = tensor.untyped_storage()
+                key = (tensor.device, storage.data_ptr())
+                if key not in seen:
+                    seen.add(key)
+                    total += storage.nbytes()
+            self.held[category] = max(self.held.get(category, 0), total)
+        self.held["padding"] = padding
+
+    def predict(self, memory: dict[str, int], traffic: dict[str, Traffic]) -> None:
+        """Put the closed forms in: bytes by category, and one step's traffic by kind."""
+        self.predicted_memory, self.predicted_traffic = dict(memory), dict(traffic)
+
+    def report(self) -> dict[str, dict[str, dict[str, object]]]:
+        """Predicted beside measured, for this rank.
+
+        Returns:
+            ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted", "measured"}}}``
+            in bytes, and in calls, elements, padding elements and bytes of the last optimizer step.
+        """
+        memory = {
+            category: {"predicted": self.predicted_memory.get(category, 0), "measured": self.held.get(category, 0)}
+            for category in MEMORY_CATEGORIES
+        }
+        kinds = sorted({*self.predicted_traffic, *self.last_step})
+        empty = Traffic()
+        communication = {
+            kind: {
+                "predicted": self.predicted_traffic.get(kind, empty).as_dict(),
+                "measured": self.last_step.get(kind, empty).as_dict(),
+            }
+            for kind in kinds
+        }
+        return {"memory": memory, "communication": communication}  # type: ignore[dict-item]

@@ -1,0 +1,108 @@
+"""The process group: joining it, leaving it, and small talk between ranks (Python objects, not tensors).
+
+``deepzero.initialize`` joins by itself when nobody has: with torchrun's environment variables where they are set, else
+as a world of one rank, so that a script runs unchanged on a laptop without a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepzero.config.parse import ConfigError
+
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_initialized() -> bool:
+    """Whether this process has joined a group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def local_rank() -> int:
+    """This rank's number on its machine, as the launcher says; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def default_device() -> torch.device:
+    """The GPU of this rank where there is one, else the CPU. ``DEEPZERO_DEVICE=cpu`` keeps a run off the GPUs."""
+    if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
+    """Join the process group; does nothing when this process has joined one already.
+
+    Args:
+        backend: ``gloo``, ``nccl`` or None for NCCL on GPUs and gloo on CPU.
+        timeout_seconds: a collective that takes longer raises.
+
+    Raises:
+        ConfigError: some but not all of the launcher's environment variables are set.
+    """
+    if is_initialized():
+        return
+    device = default_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    timeout = timedelta(seconds=timeout_seconds)
+    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
+    device_id = device if backend == "nccl" else None
+    if not present:
+        # A world of one needs no network: a file of our own is the meeting point.
+        handle, path = tempfile.mkstemp(prefix="deepzero-store-")
+        os.close(handle)
+        store = dist.FileStore(path, 1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        return
+    if len(present) < len(_LAUNCHER_VARIABLES):
+        missing = sorted(set(_LAUNCHER_VARIABLES) - set(present))
+        raise ConfigError(f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all")
+    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+
+
+def shutdown() -> None:
+    """Leave the process group, if this process has joined one."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's number; 0 without a group."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 without a group."""
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def broadcast_object(value: Any, src: int = 0) -> Any:
+    """Every rank gets rank ``src``'s picklable ``value``."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Every rank gets every rank's picklable ``value``, in rank order."""
+    if world_size() == 1:
+        return [value]
+    box: list[Any] = [None] * world_size()
+    dist.all_gather_object(box, value)
+    return box

@@ -1,0 +1,182 @@
+"""DeepSpeed's JSON config, read strictly into :class:`~deepzero.config.engine.EngineConfig`.
+
+Every key is one of three things: implemented, and read; *satisfied*, when deepzero's only way is what the given value asks
+for; or refused, by name, with the list of what is implemented. None is ignored. DeepSpeed itself ignores unknown keys at the
+top level, which is how a misspelt ``gradient_cliping`` trains for a week.
+
+Our own extension stands in the same mapping under ``comm``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deepzero.config.engine import CommConfig, EngineConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig, ZeroConfig
+from deepzero.config.parse import ConfigError, build, convert, unknown_key
+
+_SCALARS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "steps_per_print",
+)
+_BLOCKS = ("zero_optimization", "fp16", "bf16", "bfloat16", "comm", "optimizer", "scheduler", "data_types")
+_DTYPE_NAMES = {
+    "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"
+}  # fmt: skip
+
+SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "zero_allow_untested_optimizer": ((True, False), "deepzero tests every optimizer by experiment"),
+    "prescale_gradients": ((False,), "deepzero divides after the sum"),
+    "gradient_predivide_factor": ((1, 1.0), "deepzero divides after the sum"),
+    "wall_clock_breakdown": ((False,), "use the profiler"),
+    "memory_breakdown": ((False,), "the ledger is always on"),
+    "dump_state": ((False,), ""),
+    "disable_allgather": ((False,), ""),
+    "zero_optimization.contiguous_gradients": ((True,), "buckets are always contiguous"),
+    "zero_optimization.allgather_partitions": ((True,), "parameters are published by all-gather"),
+    "zero_optimization.round_robin_gradients": ((False,), "every bucket is balanced already"),
+    "zero_optimization.ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
+    "zero_optimization.elastic_checkpoint": ((False,), ""),
+    "zero_optimization.load_from_fp32_weights": ((True,), ""),
+    "zero_optimization.cpu_offload": ((False,), ""),
+    "zero_optimization.zero_hpz_partition_size": ((1,), ""),
+    "zero_optimization.zero_quantized_weights": ((False,), ""),
+    "zero_optimization.zero_quantized_gradients": ((False,), ""),
+    "bf16.check_grad_overflow": ((True,), "a gradient that is not finite always stops the run"),
+    "bf16.immediate_grad_update": ((True, False), "stage 2 always reduces gradients as they come, stages 0 and 1 never"),
+    "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
+    "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
+}
+"""Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
+
+
+def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | None) -> EngineConfig:
+    """Whatever ``deepzero.initialize(config=…)`` was given, as an :class:`EngineConfig`.
+
+    Args:
+        config: an EngineConfig, a mapping in DeepSpeed's shape, or the path of a JSON file with one.
+
+    Raises:
+        ConfigError: a file that is missing or is not JSON, or a setting that cannot be used.
+
+    Example:
+        >>> load_engine_config({"train_batch_size": 8, "zero_optimization": {"stage": 2}}).zero.stage
+        2
+    """
+    if isinstance(config, EngineConfig):
+        return config
+    if config is None:
+        raise ConfigError("initialize needs config=: a DeepSpeed-style dict, the path of a JSON file, or an EngineConfig")
+    if isinstance(config, (str, Path)):
+        config = _read_json(Path(config))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config must be a mapping or the path of a JSON file, got {type(config).__name__}")
+    return from_deepspeed(config)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"config {str(path)!r} is not JSON: {error}") from None
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ConfigError(f"config has {twice[0]!r} twice in one object")
+    return dict(pairs)
+
+
+def from_deepspeed(mapping: Mapping[str, Any]) -> EngineConfig:
+    """A mapping in DeepSpeed's shape. See :func:`load_engine_config`."""
+    given = _drop_satisfied(mapping, "")
+    for key in given:
+        if key not in (*_SCALARS, *_BLOCKS, "communication_data_type"):
+            raise unknown_key(key, (*_SCALARS, *_BLOCKS, "communication_data_type"), "")
+    settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
+    settings["zero"] = build(ZeroConfig, _block(given, "zero_optimization"), "zero_optimization")
+    settings["precision"] = _precision(given)
+    settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
+    if given.get("optimizer") is not None:
+        settings["optimizer"] = OptimizerConfig(*_typed(given, "optimizer"))
+    if given.get("scheduler") is not None:
+        settings["scheduler"] = SchedulerConfig(*_typed(given, "scheduler"))
+    types = _block(given, "data_types")
+    for key in types:
+        if key != "grad_accum_dtype":
+            raise unknown_key(key, ["grad_accum_dtype"], "data_types")
+    if types.get("grad_accum_dtype") is not None:
+        settings["grad_accum_dtype"] = _dtype(types["grad_accum_dtype"], "data_types.grad_accum_dtype")
+    if given.get("communication_data_type") is not None:
+        settings["communication_data_type"] = _dtype(given["communication_data_type"], "communication_data_type")
+    return build(EngineConfig, settings)
+
+
+def _drop_satisfied(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Without the keys that need no reading; a value that deepzero does not fulfil is refused."""
+    kept = {}
+    for key, value in mapping.items():
+        rule = SATISFIED.get(f"{where}{key}")
+        if rule is None:
+            kept[key] = value
+        elif value not in rule[0]:
+            allowed = " or ".join(json.dumps(v) for v in rule[0])
+            raise ConfigError(f"{where}{key}={value!r} is not implemented; {allowed} is" + (f": {rule[1]}" if rule[1] else ""))
+    return kept
+
+
+def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = given.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r} must be an object with settings")
+    # "auto" is how Hugging Face's trainer writes "take the default".
+    return {k: v for k, v in _drop_satisfied(value, f"{name}.").items() if v is not None and v != "auto"}
+
+
+def _precision(given: Mapping[str, Any]) -> PrecisionConfig:
+    if "bf16" in given and "bfloat16" in given:
+        raise ConfigError("bf16 and bfloat16 are two names of one block; give one of them")
+    bf16 = _block(given, "bf16" if "bf16" in given else "bfloat16")
+    fp16 = _block(given, "fp16")
+    for name, block in (("bf16", bf16), ("fp16", fp16)):
+        convert(bool, block.get("enabled", False), f"{name}.enabled")
+    if bf16.get("enabled") and fp16.get("enabled"):
+        raise ConfigError("bf16.enabled and fp16.enabled are both true; choose one")
+    for key in bf16:
+        if key != "enabled":
+            raise unknown_key(key, ["enabled"], "bf16")
+    # A block that is present but not enabled is still checked, so that enabling it later brings no surprise.
+    scale = {key: value for key, value in fp16.items() if key != "enabled"}
+    dtype = "bf16" if bf16.get("enabled") else "fp16" if fp16.get("enabled") else "fp32"
+    checked = build(PrecisionConfig, {**scale, "dtype": "fp16"}, "fp16")
+    return checked if dtype == "fp16" else PrecisionConfig(dtype=dtype)  # type: ignore[arg-type]
+
+
+def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
+    block = given[name]
+    if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+        raise ConfigError(f'{name} must be an object like {{"type": …, "params": {{…}}}}, got {block!r}')
+    for key in block:
+        if key not in ("type", "params"):
+            raise unknown_key(key, ["type", "params"], name)
+    params = block.get("params") or {}
+    if not isinstance(params, Mapping):
+        raise ConfigError(f"{name}.params={params!r} must be an object with settings")
+    return block["type"], dict(params)
+
+
+def _dtype(value: Any, where: str) -> str:
+    if value not in _DTYPE_NAMES:
+        raise ConfigError(f"{where}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
+    return _DTYPE_NAMES[value]

@@ -1,0 +1,368 @@
+"""The engine: forward, backward, step, over whichever stage of ZeRO the configuration asks for.
+
+One optimizer step, with the numbers that the comments, the book and the order test share:
+
+    0 build      once: flat buffers, masters, optimizer state            ``build.py``
+    1 forward    ``engine(batch)``; no communication in stages 0-2
+    2 gradient ready     autograd completes a gradient; stage 2 sends full buckets
+    3 boundary   after the last micro-batch: flush, wait
+    4 step       agree on finiteness and norm, unscale and clip, optimizer on the masters
+    5 publish    cast into the flat buffer, gather the intervals
+
+Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` counts calls of :meth:`Engine.step`,
+``global_steps`` optimizer steps whether applied or skipped, ``skipped_steps`` those that overflowed, ``global_samples``
+sequences. The learning-rate schedule advances with every applied step.
+
+Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then applied
+where the gradient enters the model's output. NaN gradients in bf16 and fp32 stop the run instead of silently skipping
+steps. And gradients are averaged, unscaled and clipped by one fp32 division after all additions (``sharded_step.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from deepzero.comm import process_group
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.runtime.agreement import StepAgreement, agree, check_precision, check_ranks_agree, describe_parameters
+from deepzero.runtime.build import build_zero
+from deepzero.runtime.grad_norm import square_sum_words
+from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256
+from deepzero.runtime.loss_scaler import build_loss_scaler
+from deepzero.runtime.lr_schedules import build_scheduler
+from deepzero.runtime.outputs import output_tensors, scalar_loss
+from deepzero.runtime.zero.gradients import GradientHooks
+from deepzero.runtime.zero.sharded_step import ShardedStep, clip_divisor
+
+
+class NonFiniteError(RuntimeError):
+    """A gradient is inf or NaN in a precision that has no loss scale to lower. Nothing was updated."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What happened in one optimizer step; the same on all ranks."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Mean over ranks and micro-batches; NaN when the engine saw no scalar loss."""
+    lr: float
+    """Of the first param group, as used in this step."""
+    grad_norm: float
+    """Global 2-norm of the averaged, unscaled gradients before clipping."""
+    grad_norm_clipped: float
+    """The same after clipping."""
+    loss_scale: float
+    """The scale that multiplied this step's loss."""
+    skipped: bool
+    """fp16 overflow: parameters, moments and schedule are as before."""
+
+
+class Engine(nn.Module):
+    """A model, its optimizer and its share of ZeRO. Made by ``deepzero.initialize``.
+
+    Args:
+        model: the user's module, as it is.
+        optimizer: over parameters of ``model``.
+        config: the settings; batch sizes are resolved for the number of ranks.
+        lr_scheduler: anything with ``step()``; None builds the one that ``config.scheduler`` names, if any.
+        total_steps: for schedules that end with the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig,
+        lr_scheduler: Any = None,
+        total_steps: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.global_rank, self.world_size = process_group.rank(), process_group.world_size()
+        self.local_rank = process_group.local_rank()
+        self.device = process_group.default_device()
+        self.batch = resolve_batch(config, self.world_size)
+        check_precision(config.precision.dtype, self.device)
+        check_ranks_agree(config, describe_parameters(model))
+        self.model_numel = sum(p.numel() for p in model.parameters())
+
+        # 0 build
+        self.ledger = Ledger()
+        self.comm = Communicator(self.device, self.ledger, Chaos(config.comm.chaos, self.global_rank))
+        self._zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
+        self.module = model
+        self.optimizer = optimizer
+        self.stage = self._zero.stage
+        self._sharded_step = ShardedStep(optimizer, self.stage.master_parts())
+        self._scaler = build_loss_scaler(config.precision)
+        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is None and config.scheduler is not None:
+            self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
+        trained = [param for group in self._zero.groups for param in group.params]
+        self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
+
+        self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.last_step: StepRecord | None = None
+        self._boundary_override: bool | None = None
+        self._inside_no_sync = False
+        # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
+        self._losses: list[torch.Tensor] = []
+        self._forward_loss: torch.Tensor | None = None
+        # Whether the loss under way is multiplied by the loss scale already (engine.backward, engine.scale).
+        self._loss_is_scaled = False
+        self.ledger.close_setup()
+
+    # ---- 1: forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """1: the module's own output. In training its tensors are watched, so that a plain backward is noticed too."""
+        if self._hooks.in_backward:
+            raise RuntimeError(
+                "the last backward pass broke off before its end, and its gradients are incomplete; "
+                "call engine.zero_grad() to drop them before the next forward pass"
+            )
+        if self.config.precision.auto_cast:
+            args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and self.training:
+            self._forward_loss = scalar_loss(outputs)
+            for tensor in output_tensors(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._output_gradient)
+        return outputs
+
+    def _cast_input(self, value: Any) -> Any:
+        if torch.is_tensor(value) and value.is_floating_point():
+            return value.to(self._zero.dtypes.compute)
+        return value
+
+    # ---- 2: backward -------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """2: compute gradients; stage 2 reduces them as they come. Equivalent to a plain ``loss.backward()``.
+
+        Args:
+            loss: a scalar of this micro-batch. The mean over micro-batches and ranks is taken of the gradients, later.
+            retain_graph: as in torch.
+            scale_wrt_gas: False when the caller has divided the loss by the number of micro-batches himself.
+
+        Returns:
+            The loss divided by the number of micro-batches, as DeepSpeed returns it.
+        """
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(f"backward needs a scalar loss that requires grad, got shape {tuple(loss.shape)}")
+        steps = self.batch.accumulation
+        self._forward_loss = loss.detach() if scale_wrt_gas else loss.detach() * steps
+        # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
+        factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
+        self._loss_is_scaled = True
+        (loss * factor if factor != 1 else loss).backward(retain_graph=retain_graph)
+        self._loss_is_scaled = False
+        return loss.detach() / steps if scale_wrt_gas else loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
+        self._forward_loss = loss.detach()
+        self._loss_is_scaled = True
+        return loss * self._scaler.scale
+
+    def _output_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The backward pass has reached the model's output: note its end, and apply the loss scale if nobody has."""
+        self._hooks.arm()
+        if self._loss_is_scaled or self._scaler.scale == 1:
+            return None
+        return grad * self._scaler.scale
+
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        self.ledger.note("gradient_ready")
+        self.stage.gradient_ready(param)
+
+    def _backward_end(self) -> None:
+        self._loss_is_scaled = False
+        if self._forward_loss is not None:
+            self._losses.append(self._forward_loss.detach())
+            self._forward_loss = None
+        self.stage.backward_end()
+        self.ledger.note("backward_end")
+
+    # ---- 3, 4, 5: step -----------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; after the last one of a step: boundary, optimizer step, publish.
+
+        Args:
+            lr_kwargs: passed to the scheduler's ``step``.
+
+        Raises:
+            NonFiniteError: inf or NaN gradients in bf16 or fp32, on all ranks; parameters and moments are untouched.
+        """
+        if self._inside_no_sync:
+            raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+        if self.is_gradient_accumulation_boundary():
+            self._take_model_step(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
+        # 3 boundary: flush, wait.
+        self.ledger.sample()
+        self.stage.finish_gradients()
+        self.ledger.note("boundary")
+        # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
+        agreement = agree(self.comm, self._square_words(), self._mean_loss())
+        scale, lr = self._scaler.scale, self.optimizer.param_groups[0]["lr"]
+        self._check_finite(agreement)
+        if self._scaled:
+            self._scaler.update(not agreement.finite)
+        mean_divisor = self.world_size * self.batch.accumulation * scale
+        norm = agreement.norm / mean_divisor
+        clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
+        if agreement.finite:
+            self._sharded_step.step(mean_divisor * clip)
+            self.ledger.note("step")
+            # 5 publish: cast into the flat buffer, gather the intervals.
+            self.stage.publish()
+            self.ledger.note("publish")
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        else:
+            self.skipped_steps += 1
+        self.global_steps += 1
+        self.global_samples += self.batch.global_batch
+        self.last_step = StepRecord(
+            self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
+        )
+        self.ledger.close_step()
+
+    @property
+    def _scaled(self) -> bool:
+        return self.config.precision.dtype == "fp16"
+
+    def _square_words(self) -> torch.Tensor:
+        return square_sum_words(self.stage.norm_grads(), self.device)
+
+    def _mean_loss(self) -> float:
+        losses, self._losses = self._losses, []
+        return sum(float(loss) for loss in losses) / len(losses) if losses else math.nan
+
+    def _check_finite(self, agreement: StepAgreement) -> None:
+        """Outside fp16 there is no scale to lower: stop before anything is updated, and say where it began."""
+        if agreement.finite or self._scaled:
+            return
+        where = find_bad_gradient(self.module, self._zero.groups, self.stage.master_parts())
+        raise NonFiniteError(
+            f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). Parameters and "
+            "optimizer state are those of the step before. Lower the learning rate, clip gradients, or look at the data; "
+            "debug=anomaly finds the operation"
+        )
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its optimizer step. Ask before :meth:`step`."""
+        if self._boundary_override is not None:
+            return self._boundary_override
+        return (self.micro_steps + 1) % self.batch.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide by hand, until the next call, whether :meth:`step` acts."""
+        self._boundary_override = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
+        if self.config.zero.stage >= 2:
+            raise RuntimeError("no_sync would keep whole gradients, which is what zero.stage=2 is there to avoid; use stage 1")
+        if self._inside_no_sync:
+            raise RuntimeError("no_sync is entered already")
+        self._inside_no_sync = True
+        try:
+            yield
+        finally:
+            self._inside_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this optimizer step, also those already reduced or under way."""
+        self._hooks.disarm()
+        self._losses, self._loss_is_scaled = [], False
+        self.stage.discard_gradients()
+
+    # ---- what others ask ---------------------------------------------------------------------------------------------
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last optimizer step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
+        return self.last_step.grad_norm if self.last_step is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of :meth:`step` changed the parameters."""
+        at_boundary = self.micro_steps > 0 and self.last_step is not None and self.batch.accumulation > 0
+        ended = self.micro_steps % self.batch.accumulation == 0 or self._boundary_override is True
+        return bool(at_boundary and ended and self.last_step is not None and not self.last_step.skipped)
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every param group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by; 1 outside fp16."""
+        return self._scaler.scale
+
+    cur_scale = loss_scale
+
+    def train_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.batch.global_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Sequences in one forward pass of one rank."""
+        return self.batch.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.batch.accumulation
+
+    def gradient_clipping(self) -> float:
+        """Largest global gradient norm; 0: off."""
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1 or 2."""
+        return self.config.zero.stage
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the data: all of them."""
+        return self.world_size
+
+    def params_sha256(self) -> str:
+        """SHA-256 of the full parameters' bytes in the compute dtype, in name order."""
+        return params_sha256(self.module)
+
+    def report(self) -> dict[str, Any]:
+        """The ledger, predicted beside measured. A collective: traffic is the mean over ranks, memory the most of any."""
+        return gather_report(self.ledger)
+
+    def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over ranks, in rank order, of a 1-D tensor of doubles."""
+        everyone = process_group.all_gather_object(values.detach().double().cpu())
+        total = torch.zeros_like(everyone[0])
+        for theirs in everyone:
+            total += theirs
+        return total / len(everyone)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        process_group.barrier()

@@ -1,0 +1,135 @@
+"""``deepzero.initialize``: DeepSpeed's front door, with DeepSpeed's arguments and return values."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from deepzero.comm import process_group
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.engine import EngineConfig
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.engine import Engine
+from deepzero.runtime.optimizers import build_optimizer
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+    config_params: Mapping[str, Any] | None = None,
+    total_steps: int | None = None,
+) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+    """Wrap a model for training under ZeRO. Joins the process group when nobody has.
+
+    Args:
+        args: only ``args.deepspeed_config`` is read, when ``config`` is None.
+        model: any ``nn.Module``, on any device; every rank must build the same one. Afterwards its trainable parameters are
+            views of flat buffers on the rank's device, in the configured precision, with rank 0's values.
+        optimizer: an elementwise optimizer over ``model``'s parameters, or a callable that makes one from them; None builds
+            the one that the configuration names. Afterwards it holds this rank's fp32 masters.
+        model_parameters: parameters or param groups for an optimizer that is built here; None takes all trainable ones.
+        training_data: a dataset; the third return value is then a loader of this rank's micro-batches.
+        lr_scheduler: an object with ``step()``, or a callable that makes one from the optimizer; None builds the one that
+            the configuration names, if any.
+        dist_init_required: False refuses to join a process group here; None and True join unless there is one.
+        collate_fn: for the loader.
+        config: a DeepSpeed-style mapping, the path of a JSON file with one, or an :class:`EngineConfig`.
+        config_params: DeepSpeed's older name of ``config``.
+        total_steps: optimizer steps of the whole run, for schedules that end with it.
+
+    Returns:
+        ``(engine, optimizer, dataloader, lr_scheduler)``.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+        RankMismatchError: ranks that were started with different settings or models.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        ...           "zero_optimization": {"stage": 2}}
+        >>> engine, optimizer, _, _ = initialize(model=model, config=config)
+        >>> loss = engine(torch.ones(2, 4)).pow(2).mean()
+        >>> _ = engine.backward(loss)
+        >>> engine.step()
+        >>> engine.global_steps
+        1
+
+    Source: ``deepspeed/__init__.py``.
+    """
+    if model is None:
+        raise ConfigError("initialize needs model=")
+    settings = load_engine_config(_one_config(args, config, config_params))
+    if dist_init_required is False and not process_group.is_initialized():
+        raise ConfigError("dist_init_required=False, but this process has joined no process group")
+    process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
+    chosen = _optimizer(model, optimizer, model_parameters, settings)
+    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
+        lr_scheduler = lr_scheduler(chosen)
+    engine = Engine(model, chosen, settings, lr_scheduler, total_steps)
+    loader = None if training_data is None else _loader(engine, training_data, collate_fn)
+    return engine, chosen, loader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's command-line arguments: ``--deepspeed`` and ``--deepspeed_config FILE``."""
+    group = parser.add_argument_group("deepzero", "configuration in DeepSpeed's format")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for scripts that branch on it")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed-style JSON config")
+    return parser
+
+
+def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    given = [value for value in (config, config_params, from_args) if value is not None]
+    if len(given) > 1:
+        raise ConfigError("the configuration is given twice (config, config_params, args.deepspeed_config); give it once")
+    return given[0] if given else None
+
+
+def _optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, settings: EngineConfig) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if model_parameters is not None:
+            _check_same_parameters(optimizer, model_parameters)
+        return optimizer
+    if model_parameters is not None:
+        parameters = list(model_parameters)
+    else:
+        parameters = [param for param in model.parameters() if param.requires_grad]
+    if callable(optimizer):
+        made = optimizer(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ConfigError(f"the optimizer callable returned a {type(made).__name__}, not a torch optimizer")
+        return made
+    if settings.optimizer is None:
+        raise ConfigError('no optimizer: pass optimizer= to initialize, or set "optimizer": {"type": …} in the config')
+    return build_optimizer(settings.optimizer, parameters)
+
+
+def _check_same_parameters(optimizer: torch.optim.Optimizer, model_parameters: Any) -> None:
+    """With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused."""
+    given = list(model_parameters)
+    flat = [p for item in given for p in (item["params"] if isinstance(item, Mapping) else [item])]
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [tuple(p.shape) for p in flat if p.requires_grad and id(p) not in held]
+    if missing:
+        raise ConfigError(f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape {missing[0]}")
+
+
+def _loader(engine: Engine, data: Dataset[Any], collate_fn: Any) -> DataLoader[Any]:
+    """This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.global_rank, drop_last=True)
+    return DataLoader(data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)

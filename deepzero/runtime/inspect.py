@@ -1,0 +1,73 @@
+"""Looking at a run from outside: the hash of the parameters, the ledger of all ranks, the first bad gradient."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.comm.ledger import Ledger, Traffic
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.sharded_step import MasterPart
+
+
+def params_sha256(model: nn.Module) -> str:
+    """SHA-256 over the raw bytes of every parameter, in the order of their sorted names; a tied parameter counts once."""
+    digest = hashlib.sha256()
+    for _, param in sorted(model.named_parameters()):
+        digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def gather_report(ledger: Ledger) -> dict[str, Any]:
+    """All ranks' ledgers in one: traffic as the mean over ranks, memory as the most that any rank held.
+
+    The mean is what the closed forms speak of: with padding at the end of an interval the last rank sends a few true
+    elements fewer than the first, and the sum over ranks is exact.
+    """
+    reports = process_group.all_gather_object(ledger.report())
+    combined: dict[str, Any] = {"memory": {}, "communication": {}}
+    for category, entry in reports[0]["memory"].items():
+        most = max(report["memory"][category]["measured"] for report in reports)
+        combined["memory"][category] = {"predicted": entry["predicted"], "measured": most}
+    kinds = sorted({kind for report in reports for kind in report["communication"]})
+    for kind in kinds:
+        total = Traffic()
+        for report in reports:
+            measured = report["communication"].get(kind, {}).get("measured", Traffic().as_dict())
+            total.add(Traffic(**measured))
+        mean = {name: _whole(value / len(reports)) for name, value in total.as_dict().items()}
+        predicted = reports[0]["communication"].get(kind, {}).get("predicted", Traffic().as_dict())
+        combined["communication"][kind] = {"predicted": predicted, "measured": mean}
+    return combined
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def find_bad_gradient(model: nn.Module, groups: Sequence[FlatGroup], parts: Sequence[MasterPart]) -> str:
+    """The first parameter, in the model's order, with an inf or NaN in its reduced gradient on any rank. A collective.
+
+    Args:
+        model: gives the order.
+        groups: all groups.
+        parts: in the order of the groups' intervals, as ``stage.master_parts`` gives them.
+    """
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    bad: list[str] = []
+    remaining = iter(parts)
+    for group in groups:
+        for interval in group.layout.intervals:
+            grad = next(remaining).grad
+            start = interval.offset if group.whole else interval.part_start(group.rank)
+            for slot in interval.slots:
+                lo, hi = max(slot.offset - start, 0), min(slot.end - start, grad.numel())
+                if lo < hi and not bool(torch.isfinite(grad[lo:hi]).all()):
+                    bad.append(group.names[slot.index])
+    everyone = [name for names in process_group.all_gather_object(bad) for name in names]
+    return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"

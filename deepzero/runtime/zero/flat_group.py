@@ -1,0 +1,112 @@
+"""One group of parameters as ZeRO's tensors: ``flat_P``, its parts, and the fp32 masters over them.
+
+A group holds the trainable parameters of one optimizer group and one dtype. Building it moves every parameter into one
+flat buffer and leaves the parameter a *view* of it (step 0 of a training step: build). From then on, whatever is written
+into the flat buffer, by the optimizer or by an all-gather, is in the model: publishing needs no copy out.
+
+Masters are made from the values that the parameters have *before* they are cast to the compute dtype. DeepSpeed makes
+them from the cast ones, and so throws the lower bits of a fresh initialisation away.
+
+In fp32 the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepzero.layout import FlatLayout, Interval
+
+
+def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:
+    """The W equal parts of one interval of ``flat``, as views; part r belongs to rank r.
+
+    DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one interval the two agree, but for
+    the padding that makes ours equal. Source: ``sources`` on stage 1, "Stage 1 Code".
+    """
+    return flat[interval.offset : interval.offset + interval.numel].split(interval.part_numel)
+
+
+class FlatGroup:
+    """The tensors of one group. See [Note: the tensors of ZeRO] in ``layout.py``.
+
+    Args:
+        names: the parameters' names, in the order of the layout.
+        params: the parameters, in the order of the layout. They become views of :attr:`flat_P`.
+        layout: where each lies.
+        dtype: compute dtype of the flat buffer.
+        device: where everything lies.
+        rank: this rank.
+        whole: hold masters of all parameters (stage 0) instead of this rank's part (stages 1 and 2).
+        optimizer_group: index of the optimizer's param group that these parameters came from.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        whole: bool,
+        optimizer_group: int,
+    ) -> None:
+        self.names, self.params, self.layout = list(names), list(params), layout
+        self.dtype, self.device, self.rank, self.whole = dtype, device, rank, whole
+        self.optimizer_group = optimizer_group
+        self.flat_P = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
+        self.partitions = [get_data_parallel_partitions(self.flat_P, interval) for interval in layout.intervals]
+        self.master_storage: torch.Tensor | None = None
+        if dtype != torch.float32:
+            extent = layout.padded_numel if whole else layout.shard_numel
+            self.master_storage = torch.zeros(extent, dtype=torch.float32, device=device)
+        self.masters = [self._master_of(interval) for interval in layout.intervals]
+        for slot, param in zip(layout.slots, self.params, strict=True):
+            self._move_in(slot.index, param)
+
+    def target_of(self, interval: Interval) -> torch.Tensor:
+        """What this rank's optimizer step writes of ``interval`` in the compute dtype: its part, or all of it."""
+        if self.whole:
+            return self.flat_P[interval.offset : interval.offset + interval.numel]
+        return self.partitions[interval.index][self.rank]
+
+    def _master_of(self, interval: Interval) -> torch.Tensor:
+        """A leaf that the optimizer may update: fp32, one-dimensional, this rank's part of the interval or all of it."""
+        if self.master_storage is None:
+            view = self.target_of(interval)
+        else:
+            start = interval.offset if self.whole else interval.shard_offset
+            extent = interval.numel if self.whole else interval.part_numel
+            view = self.master_storage[start : start + extent]
+        return view.detach().requires_grad_()
+
+    @torch.no_grad()
+    def _move_in(self, index: int, param: nn.Parameter) -> None:
+        """Copy one parameter into the flat buffer and the masters, then let it be a view. Its old memory is freed here."""
+        slot = self.layout.slots[index]
+        values = param.data.reshape(-1)
+        view = self.flat_P[slot.offset : slot.end]
+        view.copy_(values)
+        if self.master_storage is not None:
+            pieces = [(0, slot.offset, slot.numel)] if self.whole else self.layout.owned_pieces(slot, self.rank)
+            for start, target, numel in pieces:
+                self.master_storage[target : target + numel].copy_(values[start : start + numel])
+        param.data = view.view(param.shape)
+
+    def gaps(self, interval: Interval) -> list[tuple[int, int]]:
+        """Ranges of the interval that belong to no parameter, relative to its start, in elements."""
+        ranges, cursor = [], interval.offset
+        for slot in interval.slots:
+            if slot.offset > cursor:
+                ranges.append((cursor - interval.offset, slot.offset - interval.offset))
+            cursor = slot.end
+        if cursor < interval.offset + interval.numel:
+            ranges.append((cursor - interval.offset, interval.numel))
+        return ranges
+
+    def held(self) -> list[torch.Tensor]:
+        """Tensors counted as parameters."""
+        return [self.flat_P]

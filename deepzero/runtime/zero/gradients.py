@@ -1,0 +1,189 @@
+"""Gradients between autograd and the bucket: when they are ready, where they wait, how they are laid into a bucket.
+
+Three small parts, used by all stages:
+
+:class:`GradientHooks`   tells a stage that a parameter's gradient is complete, and that the backward pass has ended, for
+                         ``engine.backward(loss)`` and for a plain ``loss.backward()`` alike.
+:class:`GradientSource`  what waits in ``param.grad``, or, while micro-batches are accumulated in a wider dtype than the
+                         parameters', in a flat buffer over the layout.
+:func:`schedule`         the one order in which all ranks launch intervals.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from deepzero.layout import Interval
+from deepzero.runtime.zero.flat_group import FlatGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One interval in the launching order."""
+
+    group: int
+    interval: Interval
+
+
+def schedule(groups: Sequence[FlatGroup], arrival: dict[nn.Parameter, int]) -> list[Scheduled]:
+    """The order in which intervals are launched: by the expected arrival of their last gradient.
+
+    Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
+    gradients come would pair different intervals as soon as one of them skips a branch of the model.
+
+    Args:
+        groups: all groups.
+        arrival: for every parameter, its place in the expected order of arrival.
+    """
+    entries = [
+        (max(arrival[group.params[slot.index]] for slot in interval.slots), g, interval)
+        for g, group in enumerate(groups)
+        for interval in group.layout.intervals
+    ]
+    entries.sort(key=lambda entry: (entry[0], entry[1], entry[2].index))
+    return [Scheduled(g, interval) for _, g, interval in entries]
+
+
+class GradientHooks:
+    """Calls ``ready(param)`` for each completed gradient and ``end()`` once at the end of each backward pass.
+
+    The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
+    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the hooks
+    from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them only when
+    nothing else has.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None], end: Callable[[], None]
+    ) -> None:
+        self._ready, self._end = ready, end
+        self._armed = False
+        self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in params]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way, or broke off before its end."""
+        return self._armed
+
+    def arm(self) -> None:
+        """Ask to be called at the end of the backward pass that is under way."""
+        if not self._armed:
+            self._armed = True
+            Variable._execution_engine.queue_callback(self._on_end)  # type: ignore[attr-defined]
+
+    def disarm(self) -> None:
+        """Forget a backward pass that broke off with an exception."""
+        self._armed = False
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        self.arm()
+        self._ready(param)
+
+    def _on_end(self) -> None:
+        self._armed = False
+        self._end()
+
+
+class GradientSource:
+    """The unreduced gradients of all groups: in ``param.grad``, or summed over micro-batches in a wider flat buffer.
+
+    Args:
+        groups: all groups.
+        accumulate_dtype: dtype in which micro-batches are summed before they are reduced; None leaves them in
+            ``param.grad``, where autograd adds in the parameters' dtype.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], accumulate_dtype: torch.dtype | None) -> None:
+        self.groups = list(groups)
+        self._unused_named: set[str] = set()
+        self._gaps = {(g, i.index): group.gaps(i) for g, group in enumerate(groups) for i in group.layout.intervals}
+        self._place = {
+            param: (g, slot) for g, group in enumerate(groups) for param, slot in zip(group.params, group.layout.slots)
+        }
+        self._arrived: set[nn.Parameter] = set()
+        self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
+        for g, group in enumerate(self.groups):
+            if accumulate_dtype is not None and accumulate_dtype != group.dtype:
+                self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
+
+    def held(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients: those in ``param.grad`` now, and the flat buffers."""
+        waiting = [param.grad for group in self.groups for param in group.params if param.grad is not None]
+        return [*waiting, *(flat for flat in self.flat if flat is not None)]
+
+    def accumulate(self, param: nn.Parameter) -> None:
+        """Move one micro-batch's gradient into the wider buffer, if there is one; the narrow one is freed."""
+        g, slot = self._place[param]
+        flat = self.flat[g]
+        if flat is None or param.grad is None:
+            return
+        view = flat[slot.offset : slot.end]
+        if param in self._arrived:
+            view.add_(_dense(param.grad))
+        else:
+            view.copy_(_dense(param.grad))
+            self._arrived.add(param)
+        param.grad = None
+
+    @torch.no_grad()
+    def fill(self, entry: Scheduled, bucket: torch.Tensor, name_unused: bool = True) -> None:
+        """Lay an interval's gradients into ``bucket`` and free them. A parameter without gradient counts as zeros.
+
+        Args:
+            entry: which interval.
+            bucket: the interval's extent, in the wire dtype.
+            name_unused: say once which parameter got no gradient.
+        """
+        group, interval = self.groups[entry.group], entry.interval
+        flat = self.flat[entry.group]
+        for lo, hi in self._gaps[entry.group, interval.index]:
+            bucket[lo:hi].zero_()
+        for slot in interval.slots:
+            param = group.params[slot.index]
+            place = bucket[slot.offset - interval.offset : slot.end - interval.offset]
+            if flat is not None and param in self._arrived:
+                place.copy_(flat[slot.offset : slot.end])
+                self._arrived.discard(param)
+            elif flat is None and param.grad is not None:
+                place.copy_(_dense(param.grad))
+            else:
+                place.zero_()
+                if name_unused:
+                    self._name_unused(group.names[slot.index])
+        free_grad_in_param_list([group.params[slot.index] for slot in interval.slots])
+
+    def _name_unused(self, name: str) -> None:
+        if name not in self._unused_named:
+            self._unused_named.add(name)
+            log.warning("parameter %s got no gradient in this backward pass: it counts as zeros (said once)", name)
+
+    def discard(self) -> None:
+        """Drop everything that waits."""
+        self._arrived.clear()
+        for group in self.groups:
+            free_grad_in_param_list(group.params)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """One-dimensional view of a gradient; ``nn.Embedding(sparse=True)`` makes sparse ones, which are filled up."""
+    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+
+
+def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
+    """Let go of the gradients of ``params``; their memory is free for the next ones."""
+    for param in params:
+        param.grad = None

@@ -1,0 +1,96 @@
+"""Stage 0: naive data parallelism, the twin that the other stages are tested against.
+
+Every rank holds everything: parameters, gradients, masters and moments. After the backward pass the gradients are summed
+over ranks with all-reduces, bucket by bucket, and every rank takes the same optimizer step on the whole model.
+
+Memory per rank with 2-byte parameters and gradients: ``2Ψ + 2Ψ + KΨ`` (K = 12 for Adam), plus ``4Ψ`` for the sums, which
+are kept in fp32. Volume per step: an all-reduce is a reduce-scatter and an all-gather, ``2Ψ(W-1)/W``.
+
+In ``reduce=exact`` the second half of the all-reduce carries the fp32 sums, unrounded: that is what makes the same bits
+as stages 1 and 2, where a rank uses the fp32 sum of its part without sending it anywhere.
+
+Left out on purpose: overlap with the backward pass. This file is to be read first.
+
+Sources: "Data Parallelism" of the stage-1 notes, ``allreduce_bucket`` of the DeepSpeed post on reduced communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepzero.comm.bucket import BucketReducer
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.gradients import GradientSource, Scheduled
+from deepzero.runtime.zero.sharded_step import MasterPart
+
+
+class ZeroStage0:
+    """Replicated states, all-reduced gradients.
+
+    Args:
+        groups: built with ``whole=True``.
+        order: the intervals in launching order.
+        source: the unreduced gradients.
+        reducer: built with ``whole=True``.
+        grad_dtype: dtype of the reduced gradients.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        order: Sequence[Scheduled],
+        source: GradientSource,
+        reducer: BucketReducer,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
+        self.grad_P = [torch.zeros(g.layout.padded_numel, dtype=grad_dtype, device=g.device) for g in groups]
+
+    def _sum_of(self, entry: Scheduled) -> torch.Tensor:
+        interval = entry.interval
+        return self.grad_P[entry.group][interval.offset : interval.offset + interval.numel]
+
+    def master_parts(self) -> list[MasterPart]:
+        """Every interval whole: the optimizer of each rank steps on all parameters."""
+        return [
+            MasterPart(group.masters[interval.index], self._sum_of(Scheduled(g, interval)))
+            for g, group in enumerate(self.groups)
+            for interval in group.layout.intervals
+        ]
+
+    def norm_grads(self) -> list[torch.Tensor]:
+        """The gradients whose squares this rank adds to the global norm: rank 0's only, since all hold the same."""
+        return [part.grad for part in self.master_parts()] if self.reducer.comm.rank == 0 else []
+
+    def gradient_ready(self, param: nn.Parameter) -> None:
+        """2: leave it where autograd put it, or add it to the wider accumulation buffer."""
+        self.source.accumulate(param)
+
+    def backward_end(self) -> None:
+        """Nothing leaves before the boundary."""
+
+    def finish_gradients(self) -> None:
+        """3 boundary: all-reduce every bucket."""
+        for entry in self.order:
+            bucket = self.reducer.acquire(entry.interval)
+            self.source.fill(entry, bucket)
+            self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=False)
+        self.reducer.drain()
+
+    def publish(self) -> None:
+        """5: every rank has every new master; cast them into the model."""
+        for group in self.groups:
+            for interval in group.layout.intervals:
+                if group.dtype != torch.float32:
+                    group.target_of(interval).copy_(group.masters[interval.index].detach())
+
+    def discard_gradients(self) -> None:
+        """Forget this step's gradients."""
+        self.source.discard()
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients."""
+        return [*self.source.held(), *self.grad_P]

@@ -1,0 +1,184 @@
+"""Stages 1 and 2: partitioned optimizer states, and partitioned gradients.
+
+Both keep the parameters whole, give the optimizer this rank's ``master_S`` alone, and publish what it wrote with one
+all-gather per interval. They differ in what happens to gradients:
+
+``stage 1``  keeps them whole until the boundary, then reduce-scatters them, once per optimizer step however many
+             micro-batches were accumulated. Memory ``2Ψ + 2Ψ + KΨ/W``.
+``stage 2``  reduce-scatters each bucket as soon as it is full, while autograd goes on, and frees the gradients that left.
+             Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``. With accumulation it reduces every micro-batch.
+
+(with 2-byte parameters and gradients; a rank's reduced share ``grad_S`` is fp32 here, so ``4Ψ/W`` in place of ``2Ψ/W``.)
+
+Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, the same as plain data parallelism. With
+``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
+receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin so that a test can count that.
+
+One gradient's way, in the numbers of a training step: autograd completes ``param.grad`` → **2** ``gradient_ready`` lays it
+into the bucket and frees it → the bucket is full: ``reducer.launch`` sends its parts to their owners → **3**
+``finish_gradients`` flushes what is left and waits → **4** ``ShardedStep.step`` → **5** ``publish``.
+
+Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the DeepSpeed
+post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepzero.comm.bucket import BucketReducer
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.layout import Interval
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.gradients import GradientSource, Scheduled
+from deepzero.runtime.zero.sharded_step import MasterPart
+
+ALL_GATHER = "parameters.all_gather"
+
+
+class ZeroStage1And2:
+    """Partitioned optimizer states (stage 1), and gradients (stage 2).
+
+    Args:
+        groups: built with ``whole=False``.
+        order: the intervals in launching order, the same on all ranks.
+        source: the unreduced gradients.
+        reducer: sends them to their owners.
+        comm: publishes parameters.
+        partition_gradients: False is stage 1, True is stage 2.
+        grad_dtype: dtype of ``grad_S``.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        order: Sequence[Scheduled],
+        source: GradientSource,
+        reducer: BucketReducer,
+        comm: Communicator,
+        partition_gradients: bool,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.order, self.source, self.reducer, self.comm = list(order), source, reducer, comm
+        self.partition_gradients = partition_gradients
+        self.groups = list(groups)
+        self.bit16_groups = [group.params for group in groups]
+        self.bit16_groups_flat = [group.flat_P for group in groups]
+        self.parallel_partitioned_bit16_groups = [group.partitions for group in groups]
+        self.single_partition_of_fp32_groups = [group.masters for group in groups]
+        # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
+        extents = [g.layout.padded_numel if reducer.whole else g.layout.shard_numel for g in groups]
+        self.grad_S = [
+            torch.zeros(extent, dtype=grad_dtype, device=group.device) for extent, group in zip(extents, groups, strict=True)
+        ]
+        # Stage 2's position in ``order`` within this backward pass, and which gradients have arrived in it.
+        self._cursor = 0
+        self._arrived: set[nn.Parameter] = set()
+        # Whether grad_S holds earlier micro-batches, to which the next reduction adds.
+        self._accumulated = False
+
+    # ---- 2: gradient ready -------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, param: nn.Parameter) -> None:
+        """2: stage 1 keeps it whole; stage 2 launches every interval that is now complete and next in order."""
+        if not self.partition_gradients:
+            self.source.accumulate(param)
+            return
+        self._arrived.add(param)
+        while self._cursor < len(self.order) and self._complete(self.order[self._cursor]):
+            self._reduce(self.order[self._cursor])
+            self._cursor += 1
+
+    def backward_end(self) -> None:
+        """Stage 2: launch what no further gradient will complete. A parameter without gradient counts as zeros."""
+        if not self.partition_gradients or not self._arrived:
+            return
+        for entry in self.order[self._cursor :]:
+            self._reduce(entry)
+        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and the
+        # second may come after its bucket left. It is sent after the first and added to it.
+        for entry in self.order:
+            params = self.groups[entry.group].params
+            if any(params[slot.index].grad is not None for slot in entry.interval.slots):
+                self._reduce(entry, again=True)
+        self._cursor = 0
+        self._arrived.clear()
+        self._accumulated = True
+
+    def _complete(self, entry: Scheduled) -> bool:
+        params = self.groups[entry.group].params
+        return all(params[slot.index] in self._arrived for slot in entry.interval.slots)
+
+    def _reduce(self, entry: Scheduled, again: bool = False) -> None:
+        """Lay one interval into a bucket, free its gradients, and send it to its owners."""
+        bucket = self.reducer.acquire(entry.interval)
+        self.source.fill(entry, bucket, name_unused=not again)
+        self.reducer.launch(entry.interval, self._sum_of(entry.group, entry.interval), self._accumulated or again)
+
+    # ---- 3: boundary -------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """3 boundary: flush and wait. Stage 1 reduces here, once; stage 2 has only the last buckets to wait for."""
+        if not self.partition_gradients or not self._accumulated:
+            # Stage 2 without any backward pass since the last step: zeros, as every other rank would send.
+            for entry in self.order:
+                self._reduce(entry)
+        self.reducer.drain()
+        self._accumulated = False
+
+    def _sum_of(self, group: int, interval: Interval) -> torch.Tensor:
+        """Where the reducer writes: this rank's part of the interval, or all of it with ``reduce_scatter=False``."""
+        if self.reducer.whole:
+            return self.grad_S[group][interval.offset : interval.offset + interval.numel]
+        return self.grad_S[group][interval.shard_offset : interval.shard_offset + interval.part_numel]
+
+    # ---- 4: step -----------------------------------------------------------------------------------------------------
+
+    def master_parts(self) -> list[MasterPart]:
+        """This rank's part of every interval."""
+        parts = []
+        for g, group in enumerate(self.groups):
+            for interval in group.layout.intervals:
+                grad = self._sum_of(g, interval)
+                mine = grad.split(interval.part_numel)[self.comm.rank] if self.reducer.whole else grad
+                parts.append(MasterPart(group.masters[interval.index], mine))
+        return parts
+
+    def norm_grads(self) -> list[torch.Tensor]:
+        """The gradients whose squares this rank adds to the global norm: its own part."""
+        return [part.grad for part in self.master_parts()]
+
+    # ---- 5: publish --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """5: cast each master into my part of the flat buffer and gather the interval. Parameters are views: that is all."""
+        gathers = [self._gather(group, interval) for group in self.groups for interval in group.layout.intervals]
+        for gather in gathers:
+            gather.wait()
+
+    def _gather(self, group: FlatGroup, interval: Interval) -> Pending:
+        """One interval of ``all_gather_dp_groups``; launched as soon as its part is cast, waited for together."""
+        partitions = group.partitions[interval.index]
+        if group.dtype != torch.float32:
+            partitions[self.comm.rank].copy_(group.masters[interval.index])
+        whole = group.flat_P[interval.offset : interval.offset + interval.numel]
+        padding = (self.comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(self.comm.rank))
+        return self.comm.all_gather(ALL_GATHER, partitions, whole, padding, f"interval {interval.index}")
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def discard_gradients(self) -> None:
+        """Forget this step's gradients, also those under way."""
+        self.reducer.drain()
+        self.source.discard()
+        self._cursor = 0
+        self._arrived.clear()
+        self._accumulated = False
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients."""
+        return [*self.source.held(), *self.grad_S]

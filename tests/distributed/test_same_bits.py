@@ -1,0 +1,72 @@
+"""Promise 1: with ``comm.reduce=exact`` the stages give the same bits, whatever the buckets, overlap and timing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.training import config, train
+
+BUCKETS = (200, 1500, 1_000_000)
+STEPS = 20
+
+
+def many(rank, world, settings_list, steps=STEPS, plain_backward=False):
+    return [bits(train(rank, world, settings, steps, plain_backward)) for settings in settings_list]
+
+
+def bits(result):
+    return result["losses"], result["norms"], result["sha256"]
+
+
+def variants(precision, **fixed):
+    """Every stage with three bucket sizes, overlap on and off, and chaos."""
+    for stage in (0, 1, 2):
+        for number, bucket in enumerate(BUCKETS):
+            yield config(stage=stage, precision=precision, bucket=bucket, overlap=number % 2 == 0, **fixed)
+        yield config(stage=stage, precision=precision, bucket=BUCKETS[0], overlap=True, chaos=stage + 7, **fixed)
+        yield config(stage=stage, precision=precision, bucket=BUCKETS[1], overlap=stage != 2, chaos=stage + 1, **fixed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_stages_buckets_overlap_chaos(ranks, world, precision):
+    results = ranks.run(many, list(variants(precision)), world_size=world, timeout=110)
+    reference = results[0][0]
+    losses, norms, _ = reference
+    assert len(set(losses)) == STEPS and all(before > 0 and after <= 0.5 + 1e-9 for before, after in norms)
+    for per_rank in results:
+        for number, result in enumerate(per_rank):
+            assert result == reference, f"variant {number} differs"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plain_backward(ranks, world):
+    """``loss.backward()`` by the user is the same as ``engine.backward(loss)``."""
+    settings = [config(stage=stage, precision="bf16", bucket=1500) for stage in (0, 1, 2)]
+    by_engine = ranks.run(many, settings, 5, world_size=world)
+    by_user = ranks.run(many, settings, 5, True, world_size=world)
+    assert by_engine == by_user
+
+
+def test_accumulation_in_twins(ranks):
+    """Stages 0 and 1 sum micro-batches before they reduce, stage 2 after: each twin agrees to the bit for any bucket."""
+    for stages in ((0, 1), (2,)):
+        settings = [
+            config(stage=stage, precision="bf16", bucket=bucket, gradient_accumulation_steps=3)
+            for stage in stages
+            for bucket in BUCKETS
+        ]
+        results = ranks.run(many, settings, 6, world_size=2)
+        assert all(result == results[0][0] for per_rank in results for result in per_rank)
+
+
+def test_native_reduction_is_close(ranks):
+    """The backend's own sum is another order of additions: close in fp32, not the same bits."""
+    settings = [config(stage=stage, reduce=how, bucket=1500) for stage in (0, 1, 2) for how in ("exact", "native")]
+    settings.append(config(stage=1, zero={"reduce_scatter": False}, bucket=1500))
+    results = ranks.run(many, settings, 5, world_size=3)[0]
+    for losses, norms, _ in results[1:]:
+        assert losses == pytest.approx(results[0][0], rel=1e-5)
+        assert [n for n, _ in norms] == pytest.approx([n for n, _ in results[0][1]], rel=1e-4)
+    # Stage 1 by all-reduce has the same contributions in the same order: the same bits.
+    assert results[-1] == results[0]

@@ -1,0 +1,105 @@
+"""A small model and a training loop that runs on the ranks of the pool. Shared by the tests of the engine."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+import deepzero
+
+VOCAB, WIDTH, LENGTH = 40, 24, 8
+
+
+class TinyModel(nn.Module):
+    """Embedding, two blocks with odd sizes (nothing divides by 3 or by 64), tied head: padding and tying are exercised."""
+
+    def __init__(self, hidden: int = 37) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH)) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean cross-entropy over all tokens, in fp32."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def make_model(seed: int = 0) -> TinyModel:
+    """The same values on every rank and in every call."""
+    torch.manual_seed(seed)
+    return TinyModel()
+
+
+def make_batch(step: int, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The global batch of a step: ids and labels ``[sequences, LENGTH]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, VOCAB, (sequences, LENGTH + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def my_micro_batches(step: int, rank: int, world: int, micro: int, accumulation: int) -> list[tuple[torch.Tensor, ...]]:
+    """This rank's micro-batches of a step."""
+    ids, labels = make_batch(step, micro * accumulation * world)
+    chunks = []
+    for k in range(accumulation):
+        lo = (k * world + rank) * micro
+        chunks.append((ids[lo : lo + micro], labels[lo : lo + micro]))
+    return chunks
+
+
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """``BASE`` with changes: ``stage``, ``bucket``, ``overlap``, ``precision``, ``reduce``, ``chaos`` or top-level keys."""
+    out = copy.deepcopy(BASE)
+    zero = {"stage": changes.pop("stage", 0)}
+    if (bucket := changes.pop("bucket", None)) is not None:
+        zero["reduce_bucket_size"] = bucket
+    if changes.pop("overlap", False):
+        zero["overlap_comm"] = True
+    zero.update(changes.pop("zero", {}))
+    out["zero_optimization"] = zero
+    precision = changes.pop("precision", "fp32")
+    if precision == "bf16":
+        out["bf16"] = {"enabled": True}
+    elif precision == "fp16":
+        out["fp16"] = {"enabled": True, **changes.pop("fp16", {})}
+    out["comm"] = {"reduce": changes.pop("reduce", "exact")}
+    if (chaos := changes.pop("chaos", None)) is not None:
+        out["comm"]["chaos"] = {"enabled": True, "seed": chaos, "max_delay_ms": 0.5}
+    out.update(changes)
+    return out
+
+
+def train(rank: int, world: int, settings: dict[str, Any], steps: int = 20, plain_backward: bool = False) -> dict[str, Any]:
+    """Train ``make_model()`` and return everything that must be the same bits: losses, norms, the parameters' hash."""
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    losses, norms = [], []
+    accumulation, micro = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
+    for step in range(steps):
+        for ids, labels in my_micro_batches(step, rank, world, micro, accumulation):
+            loss = engine(ids, labels)
+            if plain_backward:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        losses.append(engine.last_step.loss)
+        norms.append((engine.last_step.grad_norm, engine.last_step.grad_norm_clipped))
+    return {"losses": losses, "norms": norms, "sha256": engine.params_sha256(), "report": engine.report()}
