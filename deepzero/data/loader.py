@@ -1,0 +1,86 @@
+"""A stream of tokens as sequences of T: inputs and, one token later, targets.
+
+Window ``i`` is tokens ``i·T … i·T + T``: inputs are all of it but the last, targets all but the first.
+Windows share their boundary token, so that every token but the first of the corpus is a target exactly once per
+epoch. A rest at the end shorter than a window is not used. Nothing is copied until a batch is asked for, hence a
+memory-mapped file of any size costs a batch of memory.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deepzero.config.parse import ConfigError
+
+
+class TokenSequences:
+    """Sequences of ``block_size`` tokens over a 1-D array.
+
+    Args:
+        tokens: 1-D integers; may be a memory map.
+        block_size: T, tokens per sequence.
+        name: of these tokens, for messages: "training corpus".
+        vocab_size: of the model; every batch is then checked for ids that the model's embedding does not have, which
+            would be an unexplained index error on a CPU and a dead process on a GPU.
+
+    Raises:
+        ConfigError: fewer tokens than one sequence and its last target.
+
+    Example:
+        >>> inputs, targets = TokenSequences(np.arange(9), block_size=4).batch(np.array([1, 0]))
+        >>> inputs.tolist(), targets.tolist()
+        ([[4, 5, 6, 7], [0, 1, 2, 3]], [[5, 6, 7, 8], [1, 2, 3, 4]])
+    """
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.integer],
+        block_size: int,
+        name: str = "corpus",
+        vocab_size: int | None = None,
+    ) -> None:
+        if tokens.ndim != 1:
+            raise ConfigError(f"the {name} must be one stream of tokens, got an array of shape {tokens.shape}")
+        if len(tokens) < block_size + 1:
+            raise ConfigError(
+                f"the {name} has {len(tokens)} tokens, and one sequence of model.block_size={block_size} needs "
+                f"{block_size + 1} (with its last target); use a larger corpus (or another data.val_fraction), "
+                f"or a smaller model.block_size"
+            )
+        self.tokens = tokens
+        self.block_size = block_size
+        self.name = name
+        self.vocab_size = vocab_size
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.block_size
+
+    def batch(self, indices: npt.NDArray[np.integer]) -> tuple[Tensor, Tensor]:
+        """Gather sequences.
+
+        Args:
+            indices: [b], each in ``0 … len(self)-1``.
+
+        Returns:
+            inputs and targets, contiguous int64 [b, T] on the CPU.
+
+        Raises:
+            IndexError: no such sequence.
+            ConfigError: a token id that the model does not have.
+        """
+        size = self.block_size
+        window = np.empty((len(indices), size + 1), dtype=np.int64)
+        for row, index in enumerate(indices):
+            if not 0 <= index < len(self):
+                raise IndexError(f"sequence {index} of the {self.name}, which has {len(self)}")
+            window[row] = self.tokens[int(index) * size : (int(index) + 1) * size + 1]
+        if self.vocab_size is not None and len(indices) and window.max() >= self.vocab_size:
+            raise ConfigError(
+                f"token id {window.max()} in the {self.name} is outside the model's vocabulary: set "
+                f"model.vocab_size to at least {window.max() + 1} (it is {self.vocab_size}), or give other token files"
+            )
+        both = torch.from_numpy(window)
+        return both[:, :-1].contiguous(), both[:, 1:].contiguous()

@@ -1,0 +1,1 @@
+"""Models to train: floor 4. They know nothing of ZeRO, of ranks, or of communication."""
