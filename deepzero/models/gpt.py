@@ -78,6 +78,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
+        """Draw the weight anew and zero the bias."""
         nn.init.normal_(self.weight, mean=0.0, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -87,6 +88,7 @@ class Embedding(nn.Embedding):
     """``nn.Embedding`` with GPT-2's initial values."""
 
     def reset_parameters(self) -> None:
+        """Draw the table anew."""
         nn.init.normal_(self.weight, mean=0.0, std=INIT_STD)
 
 
@@ -102,6 +104,7 @@ class TiedHead(nn.Module):
         self.weight = embedding.weight  # [V, C]
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., C] to logits [..., V]."""
         return F.linear(x, self.weight)
 
 
@@ -159,6 +162,7 @@ class Attention(nn.Module):
         self.proj = Linear(config.n_embd, config.n_embd, bias=config.bias, std=INIT_STD / math.sqrt(2 * config.n_layer))
 
     def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
+        """[B, T, C] to [B, T, C]; ``rope`` is :func:`rope_table` or None."""
         batch, tokens, width = x.shape
         heads = self.qkv(x).view(batch, tokens, -1, self.head_width)
         if rope is None:
@@ -194,6 +198,7 @@ class MLP(nn.Module):
         self.down = Linear(hidden, config.n_embd, bias=config.bias, std=INIT_STD / math.sqrt(2 * config.n_layer))
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., C] to [..., C], each position by itself."""
         x = self.up(x)
         if self.gated:
             gate, up = x.chunk(2, dim=-1)
@@ -213,6 +218,7 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, rope: Tensor | None) -> Tensor:
+        """[B, T, C] to [B, T, C]; ``rope`` as for :class:`Attention`."""
         x = x + self._drop(self.attn(self.norm_1(x), rope))
         return x + self._drop(self.mlp(self.norm_2(x)))
 

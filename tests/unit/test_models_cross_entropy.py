@@ -60,7 +60,7 @@ def test_nan_is_not_hidden() -> None:
 def test_no_fp32_tensor_as_large_as_the_logits() -> None:
     logits = torch.zeros(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(2048, dtype=torch.int64)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         cross_entropy(logits, targets).backward()
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= logits.nbytes  # the gradient itself, in bf16

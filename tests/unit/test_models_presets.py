@@ -1,0 +1,50 @@
+"""The presets against the sizes that were published."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepzero.config.run import ModelConfig
+from deepzero.models.gpt import GPT, ffn_width
+from deepzero.models.presets import PRESETS
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [
+        ("nano", None),
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_350m", 354_823_168),
+        ("gpt2_1_3b", 1_313_626_112),
+        ("llama_7b", 6_738_415_616),
+    ],
+)
+def test_published_parameter_counts(name: str, numel: int | None) -> None:
+    config = PRESETS[name]
+    with torch.device("meta"):
+        model = GPT(config)
+    c, layers = config.n_embd, config.n_layer
+    if config.bias:
+        per_block = 12 * c * c + 13 * c
+        by_hand = config.vocab_size * c + config.block_size * c + layers * per_block + 2 * c
+    else:
+        per_block = 4 * c * c + 3 * c * ffn_width(config) + 2 * c
+        by_hand = 2 * config.vocab_size * c + layers * per_block + c
+    assert model.num_parameters() == by_hand
+    assert numel is None or by_hand == numel
+    assert config.name == name
+
+
+def test_ffn_width() -> None:
+    assert ffn_width(ModelConfig(n_embd=768, n_head=12)) == 3072
+    assert ffn_width(ModelConfig(n_embd=768, n_head=12, activation="swiglu")) == 2048
+    assert ffn_width(ModelConfig(n_embd=4096, n_head=32, activation="swiglu")) == 10944  # 10922.67 rounded up to 64
+    assert ffn_width(PRESETS["llama_7b"]) == 11008
+
+
+def test_flops_of_gpt2_by_hand() -> None:
+    with torch.device("meta"):
+        model = GPT(PRESETS["gpt2_124m"])
+    weights = 12 * 12 * 768**2 + 50257 * 768
+    assert model.flops_per_token() == 6 * weights + 12 * 12 * 768 * 1024
