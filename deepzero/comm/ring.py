@@ -1,0 +1,426 @@
+"""The ring: all-reduce, reduce-scatter and all-gather from nothing but *send to the right, receive from the left*.
+
+This is the way in to everything else in ``comm/``. Data-parallel ranks have each computed gradients on their own data
+and need the average. If one rank collected them all, its link would carry W times the gradients and everybody else
+would wait. On a ring every link works all the time, and no rank ever holds more than it started with.
+
+The ranks stand in a circle and each cuts its tensor into W chunks, one for each rank::
+
+          0 ───▶ 1            rank 0   [ chunk 0 | chunk 1 | chunk 2 | chunk 3 ]
+          ▲      │            rank 1   [ chunk 0 | chunk 1 | chunk 2 | chunk 3 ]
+          │      ▼            rank 2   [ chunk 0 | chunk 1 | chunk 2 | chunk 3 ]
+          3 ◀─── 2            rank 3   [ chunk 0 | chunk 1 | chunk 2 | chunk 3 ]
+
+**Reduce-Scatter**, W-1 iterations. In the first, rank r sends chunk r to rank r+1, which adds it to its own chunk r.
+From then on a rank passes on the chunk that it has just added to, so a partial sum travels round the circle and grows
+at every stop. After W-1 hops it is complete: rank r ends with the sum of chunk (r+1) mod W, and of no other.
+
+**All-Gather**, W-1 iterations. The same circle, but a chunk that arrives is final: it is written over the old one and
+passed on. After W-1 hops every rank has every sum.
+
+**All-Reduce** is the one after the other, then a division by W for the average.
+
+Volume. A rank sends W-1 chunks of N/W elements in each phase, so N·(W-1)/W for a reduce-scatter or an all-gather and
+2·N·(W-1)/W for an all-reduce: nearly independent of W, and nothing can do with less. ZeRO's accounts rest on this: a
+step that reduce-scatters gradients and all-gathers parameters costs what the plain all-reduce did. When N does not
+divide, the first N mod W chunks have one element more (the rule of ``get_data_parallel_partitions``), and
+:func:`elements_sent` says what that costs each rank.
+
+What the real collectives (:mod:`deepzero.comm.collectives`) do otherwise. A sum that travels is rounded at every hop to
+the dtype it travels in, and begins at another rank for every chunk: its bits depend on how the tensor was cut, and in
+fp16 the undivided sum can overflow. ``reduce=exact`` sends the parts directly and adds them in fp32 in rank order
+instead. NCCL splits chunks further, so that a hop's sending overlaps its adding.
+
+``python -m deepzero.comm.ring`` runs the four-rank example of the sources on four gloo processes and prints every
+number; ``--ranks`` and ``--numel`` run another, uneven ones included.
+
+Sources: the walkthrough "Ring AllReduce" in ``sources/000…``; Patarasuk and Yuan, *Bandwidth optimal all-reduce
+algorithms for clusters of workstations*, 2009.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from deepzero.comm import process_group
+
+
+class Phase(enum.Enum):
+    """What happens to a chunk that arrives: added to one's own, or written over it."""
+
+    REDUCE_SCATTER = "Reduce-Scatter"
+    ALL_GATHER = "All-Gather"
+
+
+@dataclass(frozen=True)
+class Hop:
+    """What one rank did in one iteration, with the numbers: a record for readers and tests.
+
+    ``own`` is the receiving rank's chunk before, ``result`` after. Iterations count from 1.
+    """
+
+    phase: Phase
+    iteration: int
+    rank: int
+    sent_chunk: int
+    sent: list[float]
+    received_chunk: int
+    own: list[float]
+    received: list[float]
+    result: list[float]
+
+
+Watch = Callable[[Hop], None]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The algorithm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def route(phase: Phase, iteration: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Which chunk a rank sends to its right neighbour in an iteration, and which one arrives from its left.
+
+    Args:
+        phase: see :class:`Phase`.
+        iteration: 1 to W-1.
+        rank: 0 to W-1.
+        world_size: W.
+
+    Returns:
+        The numbers of the chunk sent and of the chunk received. What arrives is sent in the next iteration.
+
+    Example:
+        >>> [route(Phase.REDUCE_SCATTER, t, rank=0, world_size=4) for t in (1, 2, 3)]
+        [(0, 3), (3, 2), (2, 1)]
+        >>> [route(Phase.ALL_GATHER, t, rank=0, world_size=4) for t in (1, 2, 3)]
+        [(1, 0), (0, 3), (3, 2)]
+    """
+    first = rank if phase is Phase.REDUCE_SCATTER else rank + 1
+    sent = (first - (iteration - 1)) % world_size
+    return sent, (sent - 1) % world_size
+
+
+def cut(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
+    """The W chunks of a contiguous tensor, as 1-D views; the first N mod W have one element more.
+
+    Example:
+        >>> [chunk.tolist() for chunk in cut(torch.arange(5), 3)]
+        [[0, 1], [2, 3], [4]]
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"the ring works in place on contiguous tensors, got strides {tensor.stride()}")
+    return list(torch.tensor_split(tensor.detach().view(-1), world_size))
+
+
+def elements_sent(numel: int, world_size: int, rank: int) -> int:
+    """Elements that a rank sends in an all-reduce of ``numel`` elements, exactly.
+
+    In the first phase a rank sends every chunk but the one it ends with, (r+1) mod W; in the second, every chunk but
+    the one that its right neighbour ended with. With equal chunks that is 2·N·(W-1)/W.
+
+    Example:
+        >>> [elements_sent(8, 4, rank) for rank in range(4)]
+        [12, 12, 12, 12]
+        >>> [elements_sent(5, 3, rank) for rank in range(3)]
+        [7, 7, 6]
+    """
+    sizes = [numel // world_size + (chunk < numel % world_size) for chunk in range(world_size)]
+    return 2 * numel - sizes[(rank + 1) % world_size] - sizes[(rank + 2) % world_size] if world_size > 1 else 0
+
+
+def reduce_scatter(tensor: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+    """Sum over ranks, of which this rank gets its part.
+
+    Args:
+        tensor: [any shape] contiguous, the same shape and dtype on every rank. Works in place: afterwards chunk
+            (r+1) mod W holds the sum and the others hold partial sums that mean nothing.
+        watch: is told every hop.
+
+    Returns:
+        The finished chunk, a 1-D view into ``tensor``.
+    """
+    rank, world_size = process_group.rank(), process_group.world_size()
+    chunks = cut(tensor, world_size)
+    for iteration in range(1, world_size):
+        _hop(Phase.REDUCE_SCATTER, iteration, chunks, watch)
+    return chunks[(rank + 1) % world_size]
+
+
+def all_gather(tensor: torch.Tensor, watch: Watch | None = None) -> None:
+    """Every rank gets every finished chunk.
+
+    Args:
+        tensor: as :func:`reduce_scatter` leaves it: this rank's chunk (r+1) mod W counts, the others are overwritten.
+        watch: is told every hop.
+    """
+    world_size = process_group.world_size()
+    chunks = cut(tensor, world_size)
+    for iteration in range(1, world_size):
+        _hop(Phase.ALL_GATHER, iteration, chunks, watch)
+
+
+def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None = None) -> None:
+    """Average (or sum) over ranks, in place, on every rank, with the same bits on every rank.
+
+    Args:
+        tensor: [any shape] contiguous, the same shape and dtype on every rank; a floating-point dtype to average.
+        average: divide by W at the end, as the sources do; False leaves the sum.
+        watch: is told every hop.
+    """
+    if average and not tensor.is_floating_point():
+        raise ValueError(
+            f"the average of {tensor.dtype} is not an integer: use average=False or a floating-point dtype"
+        )
+    reduce_scatter(tensor, watch)
+    all_gather(tensor, watch)
+    if average:
+        tensor.detach().div_(process_group.world_size())
+
+
+def _hop(phase: Phase, iteration: int, chunks: list[torch.Tensor], watch: Watch | None) -> None:
+    """One iteration of one rank: send right, receive from the left, add or overwrite."""
+    rank, world_size = process_group.rank(), process_group.world_size()
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    sent_chunk, received_chunk = route(phase, iteration, rank, world_size)
+    sent, own = chunks[sent_chunk], chunks[received_chunk]
+    received = torch.empty_like(own)
+    # **Both are launched before either is waited for.** If every rank first sent and only then received, all would wait
+    # for a receiver that is itself waiting: whether that hangs depends on how much the network buffers, that is, on N.
+    # With N < W some chunks are empty; both ends know which, and no message is sent.
+    messages = [dist.P2POp(dist.isend, sent, right)] if sent.numel() else []
+    messages += [dist.P2POp(dist.irecv, received, left)] if received.numel() else []
+    for work in dist.batch_isend_irecv(messages) if messages else []:
+        work.wait()
+    _arrive(phase, iteration, rank, (sent_chunk, sent), (received_chunk, own), received, watch)
+
+
+def _arrive(
+    phase: Phase,
+    iteration: int,
+    rank: int,
+    sent: tuple[int, torch.Tensor],
+    own: tuple[int, torch.Tensor],
+    received: torch.Tensor,
+    watch: Watch | None,
+) -> None:
+    """What the receiver does with a chunk: the only difference between the two phases."""
+    (sent_chunk, sent_values), (own_chunk, own_values) = sent, own
+    before = own_values.tolist() if watch else []
+    if phase is Phase.REDUCE_SCATTER:
+        own_values.add_(received)
+    else:
+        own_values.copy_(received)
+    if watch:
+        after = own_values.tolist()
+        watch(
+            Hop(phase, iteration, rank, sent_chunk, sent_values.tolist(), own_chunk, before, received.tolist(), after)
+        )
+
+
+def simulate(tensors: Sequence[torch.Tensor], average: bool = True) -> list[Hop]:
+    """The all-reduce of W ranks inside one process, in place, hop by hop: the same additions, hence the same bits.
+
+    Args:
+        tensors: one per rank, same shape and dtype.
+        average: as in :func:`all_reduce`.
+
+    Returns:
+        Every hop, by phase, iteration, rank.
+
+    Example:
+        >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
+        >>> hops = simulate([a, b])
+        >>> a.tolist(), b.tolist(), len(hops)
+        ([2.0, 4.0], [2.0, 4.0], 4)
+    """
+    hops: list[Hop] = []
+    world_size = len(tensors)
+    chunks = [cut(tensor, world_size) for tensor in tensors]
+    for phase in Phase:
+        for iteration in range(1, world_size):
+            routes = [route(phase, iteration, rank, world_size) for rank in range(world_size)]
+            # All ranks send at the same time: what arrives is what the left neighbour had before this iteration.
+            wire = [chunks[rank][sent].clone() for rank, (sent, _) in enumerate(routes)]
+            for rank, (sent, received) in enumerate(routes):
+                own = (received, chunks[rank][received])
+                _arrive(phase, iteration, rank, (sent, wire[rank]), own, wire[rank - 1], hops.append)
+    for tensor in tensors if average else ():
+        tensor.detach().div_(world_size)
+    return hops
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The example of the sources, number by number: python -m deepzero.comm.ring
+# ---------------------------------------------------------------------------------------------------------------------
+
+_TIMEOUT_SECONDS = 120.0
+
+
+def gradients(rank: int, world_size: int = 4, numel: int = 8) -> torch.Tensor:
+    """The example's gradients of one rank: 1, 2, 3 … plus 0, 1, 0.5 and 1.5 on ranks 0 to 3.
+
+    Example:
+        >>> gradients(rank=3).tolist()
+        [2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
+    """
+    offset = {0: 0.0, 1: 1.0, 2: 0.5, 3: 1.5}.get(rank, rank / 2)
+    return torch.arange(1, numel + 1, dtype=torch.float32) + offset
+
+
+def tell(hops: Sequence[Hop], world_size: int, numel: int) -> Iterator[str]:
+    """The story of an all-reduce in the notation of the sources, a line at a time, from what the ranks reported."""
+    starts = [gradients(rank, world_size, numel) for rank in range(world_size)]
+    for rank, start in enumerate(starts):
+        yield f"GPU {rank}: {start.tolist()}"
+    yield f"Average: {torch.stack(starts).mean(0).tolist()}"
+    yield ""
+    for rank, start in enumerate(starts):
+        yield f"GPU {rank}: {_row([chunk.tolist() for chunk in cut(start, world_size)])}"
+    known: list[dict[int, list[float]]] = [{} for _ in starts]
+    sizes = [chunk.numel() for chunk in cut(starts[0], world_size)]
+    for phase in Phase:
+        for iteration in range(1, world_size):
+            now = sorted((h for h in hops if (h.phase, h.iteration) == (phase, iteration)), key=lambda h: h.rank)
+            yield ""
+            yield f"--- {phase.value}, iteration {iteration} of {world_size - 1} ---"
+            for hop in now:
+                yield f"GPU {hop.rank} sends Chunk {hop.sent_chunk} {hop.sent} to GPU {(hop.rank + 1) % world_size}"
+            yield ""
+            for hop in now:
+                if phase is Phase.ALL_GATHER or iteration == world_size - 1:
+                    known[hop.rank][hop.received_chunk] = hop.result
+                if phase is Phase.REDUCE_SCATTER:
+                    total = f"GPU {hop.rank}: Chunk {hop.received_chunk} = {hop.own} + {hop.received} = {hop.result}"
+                    done = f" ✓ (sum of all {world_size} GPUs for Chunk {hop.received_chunk})"
+                    yield total + (done if iteration == world_size - 1 else "")
+            if phase is Phase.ALL_GATHER or iteration == world_size - 1:
+                yield from [""] if phase is Phase.REDUCE_SCATTER else []
+                for rank in range(world_size):
+                    chunks = [known[rank].get(chunk, ["?"] * size) for chunk, size in enumerate(sizes)]
+                    yield f"GPU {rank}: {_row(chunks)}"
+    if known[0]:
+        sums = [known[0][chunk] for chunk in range(world_size)]
+        yield ""
+        yield f"All GPUs: {_row([[f'{value}/{world_size}' for value in chunk] for chunk in sums])}"
+        yield f"        = {_row([[value / world_size for value in chunk] for chunk in sums])}"
+
+
+def _row(chunks: Sequence[Sequence[object]]) -> str:
+    return " | ".join("[" + ", ".join(map(str, chunk)) + "]" for chunk in chunks)
+
+
+def check(hops: Sequence[Hop], results: Sequence[list[float]], real: list[float], numel: int) -> Iterator[str]:
+    """What must hold of a run, one OK or FAILED line each.
+
+    Args:
+        hops: all hops of all ranks.
+        results: each rank's tensor after the ring.
+        real: the same average by the backend's own all-reduce.
+        numel: N.
+    """
+    world_size = len(results)
+    copies = [gradients(rank, world_size, numel) for rank in range(world_size)]
+    order = sorted(hops, key=lambda h: (list(Phase).index(h.phase), h.iteration, h.rank))
+    sent = [sum(len(hop.sent) for hop in hops if hop.rank == rank) for rank in range(world_size)]
+    last = [h for h in hops if h.phase is Phase.REDUCE_SCATTER and h.iteration == world_size - 1]
+    predicted = [elements_sent(numel, world_size, rank) for rank in range(world_size)]
+    claims = {
+        "every rank has the same result": all(result == results[0] for result in results),
+        "it is the average": torch.allclose(torch.tensor(results[0]), torch.stack(copies).mean(0)),
+        "it equals the backend's own all_reduce": torch.allclose(torch.tensor(results[0]), torch.tensor(real)),
+        "every hop is that of the simulation in one process": simulate(copies) == order,
+        "after Reduce-Scatter, GPU r holds Chunk (r+1) mod W": all(
+            h.received_chunk == (h.rank + 1) % world_size for h in last
+        ),
+        f"elements sent by each GPU: {sent}, predicted {predicted}": sent == predicted,
+    }
+    for claim, holds in claims.items():
+        yield f"{'OK' if holds else 'FAILED'}: {claim}"
+
+
+def _example_rank(rank: int, world_size: int, numel: int, store_path: str, pipe: Connection) -> None:
+    """One process of the example: all-reduce its gradients by the ring, report every hop and both results."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(store_path, world_size)
+    timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    hops: list[Hop] = []
+    tensor, real = gradients(rank, world_size, numel), gradients(rank, world_size, numel)
+    all_reduce(tensor, watch=hops.append)
+    dist.all_reduce(real)
+    pipe.send((hops, tensor.tolist(), (real / world_size).tolist()))
+    process_group.shutdown()
+
+
+def run_example(world_size: int, numel: int) -> tuple[list[Hop], list[list[float]], list[float]]:
+    """Start W gloo processes, let them all-reduce, and gather what they report.
+
+    Returns:
+        All hops; every rank's result; the backend's own result.
+
+    Raises:
+        RuntimeError: a rank ended without a report or did not report in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    reports = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        pipes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            arguments = (rank, world_size, numel, f"{folder}/store", theirs)
+            process = context.Process(target=_example_rank, args=arguments, daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)  # runs first: after an error no rank is left
+            theirs.close()
+            pipes.append((ours, process))
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
+        for rank, (ours, process) in enumerate(pipes):
+            if not ours.poll(max(0.0, deadline - time.monotonic())):
+                raise RuntimeError(f"rank {rank} of {world_size} has not answered within {_TIMEOUT_SECONDS:g} s")
+            try:
+                reports.append(ours.recv())
+            except EOFError:
+                process.join(10)
+                raise RuntimeError(f"rank {rank} of {world_size} ended with status {process.exitcode}") from None
+        for _, process in pipes:
+            process.join(10)
+    hops = [hop for report in reports for hop in report[0]]
+    return hops, [report[1] for report in reports], reports[0][2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the example, tell it, check it. Returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepzero.comm.ring", description="The ring all-reduce, worked out."
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="gloo processes (default 4, as in the sources)")
+    parser.add_argument("--numel", type=int, default=8, help="gradients per rank (default 8, as in the sources)")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.ranks <= 16 or not 1 <= options.numel <= 1000:
+        parser.error(f"--ranks {options.ranks} --numel {options.numel}: 1 to 16 ranks and 1 to 1000 gradients, please")
+    hops, results, real = run_example(options.ranks, options.numel)
+    for line in tell(hops, options.ranks, options.numel):
+        print(line)
+    print()
+    verdicts = list(check(hops, results, real, options.numel))
+    print(*verdicts, sep="\n")
+    return 0 if all(verdict.startswith("OK") for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The ring: the worked example of the sources at every iteration, uneven cuts, all dtypes, real collectives, bytes."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepzero.comm import ring
+from deepzero.comm.ring import Hop, Phase
+from tests.distributed.pool import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+# The tables of sources/000…: per iteration what GPU 0..3 sends (chunk, values), and what the receiver then holds.
+REDUCE_SCATTER = [
+    (
+        [(0, [1.0, 2.0]), (1, [4.0, 5.0]), (2, [5.5, 6.5]), (3, [8.5, 9.5])],
+        [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])],
+    ),
+    (
+        [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])],
+        [(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])],
+    ),
+    (
+        [(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])],
+        [(1, [15.0, 19.0]), (2, [23.0, 27.0]), (3, [31.0, 35.0]), (0, [7.0, 11.0])],
+    ),
+]
+SUMS = [[7.0, 11.0], [15.0, 19.0], [23.0, 27.0], [31.0, 35.0]]
+ALL_GATHER = [
+    ([1, 2, 3, 0], [{0, 1}, {1, 2}, {2, 3}, {0, 3}]),
+    ([0, 1, 2, 3], [{0, 1, 3}, {0, 1, 2}, {1, 2, 3}, {0, 2, 3}]),
+    ([3, 0, 1, 2], [{0, 1, 2, 3}] * 4),
+]
+"""Per iteration: the chunk that GPU 0..3 sends, and the finished chunks that each then has."""
+AVERAGE = [1.75, 2.75, 3.75, 4.75, 5.75, 6.75, 7.75, 8.75]
+
+SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 33, 1000)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def assert_tables(hops: list[Hop]) -> None:
+    """The hops are those of the sources, number by number."""
+    assert len(hops) == 2 * 3 * 4
+    by_place = {(h.phase, h.iteration, h.rank): h for h in hops}
+    for iteration, (sends, holds) in enumerate(REDUCE_SCATTER, 1):
+        for rank in range(4):
+            hop = by_place[Phase.REDUCE_SCATTER, iteration, rank]
+            assert (hop.sent_chunk, hop.sent) == sends[rank]
+            assert (hop.received_chunk, hop.received) == sends[rank - 1]
+            assert (hop.received_chunk, hop.result) == holds[rank]
+    known = [{chunk} for chunk, _ in REDUCE_SCATTER[-1][1]]
+    for iteration, (sends, holds) in enumerate(ALL_GATHER, 1):
+        for rank in range(4):
+            hop = by_place[Phase.ALL_GATHER, iteration, rank]
+            assert (hop.sent_chunk, hop.sent) == (sends[rank], SUMS[sends[rank]])
+            assert (hop.received_chunk, hop.result) == (sends[rank - 1], SUMS[sends[rank - 1]])
+            known[rank].add(hop.received_chunk)
+            assert known[rank] == holds[rank]
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Gradients of a rank, different on every rank and the same in every process."""
+    generator = torch.Generator().manual_seed(1000 * numel + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def example(rank: int, world_size: int) -> tuple[list[Hop], list[float]]:
+    """The sources' example on real ranks."""
+    hops: list[Hop] = []
+    tensor = ring.gradients(rank)
+    ring.all_reduce(tensor, watch=hops.append)
+    return hops, tensor.tolist()
+
+
+def compare_with_real_collectives(rank: int, world_size: int) -> int:
+    """Ring and backend side by side, for all sizes and dtypes; returns the number of comparisons."""
+    compared = 0
+    for dtype in DTYPES:
+        tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+        for numel in SIZES:
+            mine = numbers(rank, numel, dtype)
+            total = mine.clone()
+            dist.all_reduce(total)
+            summed = mine.clone()
+            ring.all_reduce(summed, average=False)
+            torch.testing.assert_close(summed, total, **tolerance)
+            mean = mine.clone()
+            ring.all_reduce(mean)
+            assert torch.equal(mean, summed / world_size)
+
+            part = ring.reduce_scatter(mine.clone())
+            chunk = (rank + 1) % world_size
+            assert torch.equal(part, ring.cut(summed, world_size)[chunk]), "all-gather copies bits"
+            if numel and numel % world_size == 0:
+                real = torch.empty_like(part)
+                dist.reduce_scatter(real, ring.cut(mine, world_size)[-1:] + ring.cut(mine, world_size)[:-1])
+                own = [torch.empty_like(part) for _ in range(world_size)]
+                dist.all_gather(own, part.contiguous())
+                assert torch.equal(torch.cat(own[-1:] + own[:-1]), summed), "rank r has chunk r+1"
+
+            filled = torch.full_like(mine, torch.nan)
+            ring.cut(filled, world_size)[chunk].copy_(part)
+            ring.all_gather(filled)
+            assert torch.equal(filled, summed), "nothing but the own chunk counts"
+            compared += 1
+    return compared
+
+
+def same_bits_as_simulation(rank: int, world_size: int) -> list[list[float]]:
+    """What every rank ends with, for the test to compare with the simulation."""
+    results = []
+    for dtype in DTYPES:
+        for numel in SIZES:
+            tensor = numbers(rank, numel, dtype)
+            ring.all_reduce(tensor)
+            results.append(tensor.tolist())
+    return results
+
+
+def bytes_on_the_wire(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes and messages that this rank hands to the backend in one all-reduce, counted at the backend's door."""
+    sent: list[int] = []
+    real = dist.batch_isend_irecv
+
+    def counting(messages: list[dist.P2POp]) -> list[dist.Work]:
+        for message in messages:
+            if message.op is dist.isend:
+                assert message.peer == (rank + 1) % world_size
+                sent.append(message.tensor.numel() * message.tensor.element_size())
+        return real(messages)
+
+    dist.batch_isend_irecv = counting
+    try:
+        ring.all_reduce(numbers(rank, numel, dtype))
+    finally:
+        dist.batch_isend_irecv = real
+    return sum(sent), len(sent)
+
+
+def many_elements(rank: int, world_size: int) -> float:
+    """Chunks far larger than a socket's buffer: ranks that only sent at first would wait for each other for ever."""
+    tensor = torch.full((6_000_001,), float(rank))
+    ring.all_reduce(tensor)
+    assert bool((tensor == tensor[0]).all())
+    return tensor[0].item()
+
+
+def shapes(rank: int, world_size: int) -> None:
+    """Any contiguous shape, parameters included, in place; what cannot work is refused before anything is sent."""
+    parameter = torch.nn.Parameter(torch.full((3, 5), float(rank)))
+    ring.all_reduce(parameter)
+    assert parameter.shape == (3, 5)
+    assert parameter.unique().tolist() == [(world_size - 1) / 2]
+    whole = torch.full((3,), rank)
+    ring.all_reduce(whole, average=False)
+    assert whole.tolist() == [sum(range(world_size))] * 3
+    with pytest.raises(ValueError, match=r"torch.int64.*average=False"):
+        ring.all_reduce(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"contiguous.*\(1, 3\)"):
+        ring.all_reduce(torch.ones(4, 3).t())
+
+
+def test_the_sources_example_on_four_ranks(ranks: RankPool) -> None:
+    answers = ranks.run(example, world_size=4)
+    assert_tables([hop for hops, _ in answers for hop in hops])
+    assert [result for _, result in answers] == [AVERAGE] * 4
+
+
+def test_the_sources_example_simulated() -> None:
+    tensors = [ring.gradients(rank) for rank in range(4)]
+    assert_tables(ring.simulate(tensors))
+    assert [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_the_real_collectives(ranks: RankPool, world_size: int) -> None:
+    answers = ranks.run(compare_with_real_collectives, world_size=world_size)
+    assert answers == [len(SIZES) * len(DTYPES)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_bits_as_the_simulation_and_on_every_rank(ranks: RankPool, world_size: int) -> None:
+    answers = ranks.run(same_bits_as_simulation, world_size=world_size)
+    expected = []
+    for dtype in DTYPES:
+        for numel in SIZES:
+            tensors = [numbers(rank, numel, dtype) for rank in range(world_size)]
+            ring.simulate(tensors)
+            expected.append(tensors[0].tolist())
+    assert answers == [expected] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "numel", "dtype"), [(2, 10, torch.float32), (4, 8, torch.bfloat16)])
+def test_volume_is_twice_the_share_of_the_others(
+    ranks: RankPool, world_size: int, numel: int, dtype: torch.dtype
+) -> None:
+    expected = 2 * (world_size - 1) * numel // world_size * dtype.itemsize
+    answers = ranks.run(bytes_on_the_wire, numel, dtype, world_size=world_size)
+    assert answers == [(expected, 2 * (world_size - 1))] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 5), (3, 10), (4, 3), (4, 1), (3, 0)])
+def test_volume_when_chunks_are_uneven_or_empty(ranks: RankPool, world_size: int, numel: int) -> None:
+    answers = ranks.run(bytes_on_the_wire, numel, torch.float64, world_size=world_size)
+    assert [sent for sent, _ in answers] == [8 * ring.elements_sent(numel, world_size, r) for r in range(world_size)]
+    assert sum(sent for sent, _ in answers) == 8 * 2 * (world_size - 1) * numel, "over all ranks nothing is lost"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_chunks_do_not_deadlock(ranks: RankPool, world_size: int) -> None:
+    assert ranks.run(many_elements, world_size=world_size) == [(world_size - 1) / 2] * world_size
+
+
+def test_shapes_and_refusals(ranks: RankPool) -> None:
+    ranks.run(shapes, world_size=3)
+
+
+def test_without_a_process_group() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert ring.reduce_scatter(tensor).tolist() == [1.0, 2.0]
+    ring.all_reduce(tensor)
+    assert tensor.tolist() == [1.0, 2.0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(world_size=st.integers(1, 12), numel=st.integers(0, 40))
+def test_any_number_of_ranks_and_elements(world_size: int, numel: int) -> None:
+    tensors = [torch.arange(numel, dtype=torch.float64) * (rank + 1) for rank in range(world_size)]
+    expected = torch.stack(tensors).sum(0)
+    hops = ring.simulate(tensors, average=False)
+    assert all(torch.equal(tensor, expected) for tensor in tensors)
+    assert len(hops) == 2 * (world_size - 1) * world_size
+    for rank in range(world_size):
+        own = [hop for hop in hops if hop.rank == rank]
+        assert sum(len(hop.sent) for hop in own) == ring.elements_sent(numel, world_size, rank)
+        for before, after in itertools.pairwise(own):
+            assert after.sent_chunk == before.received_chunk, "what arrives is passed on"
+
+
+def run_module(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-W", "error", "-m", "deepzero.comm.ring", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_module_prints_the_sources_example() -> None:
+    code, text = run_module()
+    assert code == 0, text
+    expected = []
+    for iteration, (sends, holds) in enumerate(REDUCE_SCATTER, 1):
+        expected += [f"GPU {r} sends Chunk {c} {values} to GPU {(r + 1) % 4}" for r, (c, values) in enumerate(sends)]
+        for rank, (chunk, total) in enumerate(holds):
+            own = ring.gradients(rank)[2 * chunk : 2 * chunk + 2].tolist()
+            done = f" ✓ (sum of all 4 GPUs for Chunk {chunk})" if iteration == 3 else ""
+            expected.append(f"GPU {rank}: Chunk {chunk} = {own} + {sends[rank - 1][1]} = {total}{done}")
+    expected += table([{chunk} for chunk, _ in REDUCE_SCATTER[-1][1]])
+    for chunks, known in ALL_GATHER:
+        expected += [f"GPU {r} sends Chunk {c} {SUMS[c]} to GPU {(r + 1) % 4}" for r, c in enumerate(chunks)]
+        expected += table(known)
+    expected.append("All GPUs: [7.0/4, 11.0/4] | [15.0/4, 19.0/4] | [23.0/4, 27.0/4] | [31.0/4, 35.0/4]")
+    expected.append("= [1.75, 2.75] | [3.75, 4.75] | [5.75, 6.75] | [7.75, 8.75]")
+    lines = [line.strip() for line in text.splitlines() if line and not line.startswith("---")]
+    start = lines.index(expected[0])
+    assert lines[start : start + len(expected)] == expected
+    assert len(lines[start + len(expected) :]) == 6
+    assert all(line.startswith("OK: ") for line in lines[start + len(expected) :])
+
+
+def table(known: list[set[int]]) -> list[str]:
+    """The sources' picture of which GPU has which finished chunk."""
+    return [
+        f"GPU {rank}: " + " | ".join(str(SUMS[c]) if c in has else "[?, ?]" for c in range(4))
+        for rank, has in enumerate(known)
+    ]
+
+
+def test_module_refuses_what_it_cannot_run() -> None:
+    code, text = run_module("--ranks", "99")
+    assert code == 2
+    assert "--ranks 99" in text
+
+
+def test_module_says_when_a_claim_fails() -> None:
+    tensors = [ring.gradients(rank) for rank in range(4)]
+    hops = ring.simulate(tensors)
+    good = list(ring.check(hops, [AVERAGE] * 4, AVERAGE, 8))
+    assert all(line.startswith("OK") for line in good)
+    wrong = list(ring.check(hops[1:], [AVERAGE] * 3 + [[0.0] * 8], [0.0] * 8, 8))
+    assert [line.startswith("FAILED") for line in wrong] == [True, False, True, True, False, True]
