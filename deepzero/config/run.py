@@ -122,6 +122,9 @@ class TrainConfig:
     eval_batches: int = 8
     """Global batches per validation."""
 
+    fallback_batch_size: int = 48
+    """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8, 12 … ranks."""
+
     log_every: int = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
 
@@ -135,7 +138,7 @@ class TrainConfig:
         require(self.steps >= 1, "train.steps", self.steps, "must be at least 1")
         for name in ("eval_every", "sample_tokens"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
-        for name in ("eval_batches", "log_every"):
+        for name in ("eval_batches", "log_every", "fallback_batch_size"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
         require(self.sample_temperature > 0, "train.sample_temperature", self.sample_temperature, "must be positive")
 

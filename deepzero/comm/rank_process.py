@@ -1,0 +1,245 @@
+"""One rank's process, around its program: what it says when it fails, and how it ends when it is told to.
+
+Both ways of starting ranks come through here. ``python train.py`` starts ``python -m deepzero.comm.rank_process JOB``
+once per rank (:mod:`deepzero.comm.launcher` wrote JOB and reads the reports); under ``torchrun`` the process exists
+already and calls :func:`run_here`.
+
+**Telling causes from consequences.** When one rank fails, its neighbours fail a moment later, because a collective
+lost its peer. A user wants the first error, not the three that follow from it. So every failure becomes a
+:class:`Report` with its time and a flag for "my peer is gone", and :func:`root_cause` picks.
+
+**Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
+does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
+rank whose launcher has vanished, so that a killed launcher leaves no orphan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import re
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deepzero.config.parse import ConfigError
+
+CONFIG_ERROR_EXIT = 2
+"""Exit status for settings that cannot be used, as argparse has it."""
+FAILURE_EXIT = 1
+ORPHAN_POLL_SECONDS = 0.5
+CONSEQUENCE_DELAY_SECONDS = 1.5
+"""Under torchrun: a rank whose error may be another rank's echo waits this long; torchrun ends it before it speaks."""
+
+# What gloo, NCCL, TCPStore and c10d say when the other side has gone away.
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|peer closed|remote process exited|ncclremoteerror|ncclsystemerror"
+    r"|socket timeout|read timeout|failed to recv|sendbytes failed|recvvalue failed|unable to reach peer"
+    r"|watchdog caught collective|communicator was aborted|timed out waiting \d+ms for (send|recv)"
+    r"|\[gloo|/gloo/|application timeout caused pair closure",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Why one rank ended."""
+
+    rank: int
+    kind: str
+    """``config``: the message says it all. ``error``: an exception. ``stopped``: a signal asked for it."""
+    title: str
+    """One line: type and message. For ``config`` the message alone."""
+    frames: str
+    """The user's own frames, innermost last; empty for ``config``."""
+    full: str
+    """The whole traceback, for the run folder."""
+    seconds: float
+    """``time.time()`` of the failure."""
+    peer_gone: bool
+    """Probably the echo of another rank's failure."""
+
+    def text(self) -> str:
+        """What the user reads."""
+        if self.kind == "config":
+            return self.title
+        return f"rank {self.rank} failed: {self.title}" + (f"\n{self.frames}" if self.frames else "")
+
+
+def describe(error: BaseException, rank: int) -> Report:
+    """Make a :class:`Report` of an exception that is being handled."""
+    full = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if isinstance(error, ConfigError):
+        return Report(rank, "config", str(error), "", full, time.time(), False)
+    title = _title(error)
+    cause = error.__cause__
+    if cause is not None:
+        title += f"\n  caused by {_title(cause)}"
+    chain = " ".join(str(e) for e in (error, cause, error.__context__) if e is not None)
+    gone = isinstance(error, (RuntimeError, OSError)) and _PEER_IS_GONE.search(chain) is not None
+    return Report(rank, "error", title, user_frames(error), full, time.time(), gone)
+
+
+def _title(error: BaseException) -> str:
+    message = str(error).strip()
+    return type(error).__name__ + (f": {message}" if message else "")
+
+
+def user_frames(error: BaseException, limit: int = 6) -> str:
+    """The last frames outside of installed packages and of this file; the very last ones where all are inside."""
+    frames = traceback.extract_tb(error.__traceback__)
+    hidden = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep, "<frozen", "<string>")
+    own = [f for f in frames if f.filename != __file__ and not any(part in f.filename for part in hidden)]
+    return "".join(traceback.format_list((own or list(frames))[-limit:])).rstrip()
+
+
+def root_cause(reports: Iterable[Report]) -> Report | None:
+    """The earliest failure that is not an echo; else the earliest echo; None when nobody reported."""
+    failures = [r for r in reports if r.kind != "stopped"]
+    return min(failures, key=lambda r: (r.peer_gone, r.seconds), default=None)
+
+
+def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
+    """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
+
+    Args:
+        parent: process number of the launcher; None: do not watch it.
+        on_stop: called with the reason in words before the process ends; it has to be quick.
+    """
+    if parent is not None:
+        _die_with_parent()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # The Python-level handler has nothing to do: the byte in the pipe is the message.
+        signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait_for_the_end() -> None:
+        while True:
+            ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
+            if ready:
+                number = os.read(reader, 1)[0]
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
+            elif parent is not None and os.getppid() != parent:
+                _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
+
+    threading.Thread(target=wait_for_the_end, name="deepzero-watch", daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """Linux: the kernel kills this process when its parent ends, even while C code holds Python's lock for good."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> NoReturn:
+    """``os._exit``: interpreter shutdown would wait for threads that wait for a peer that is gone."""
+    with contextlib.suppress(Exception):
+        if on_stop is not None:
+            on_stop(reason)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(status)
+
+
+def run_here(program: Callable[..., None], *args: Any, on_failure: Callable[[str], None] | None = None) -> None:
+    """Run ``program(*args)`` as a rank that torchrun has started, and end the process if it fails.
+
+    The error is printed by the rank that has it. Ranks whose error may be an echo, or the same as their neighbour's,
+    wait a moment first: torchrun ends them as soon as it sees the first one fail.
+
+    Args:
+        program: the rank's program.
+        args: its arguments.
+        on_failure: called with the reason in words when this rank fails or is stopped.
+    """
+    faulthandler.enable()
+    watch(None, on_failure)
+    try:
+        program(*args)
+    except BaseException as error:
+        fail_as_rank(error, on_failure)
+
+
+def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None = None) -> NoReturn:
+    """End a rank that torchrun has started: tell torchrun, tell the user, leave. See :func:`run_here`."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    report = describe(error, int(os.environ["RANK"]))
+    with contextlib.suppress(Exception):
+        get_error_handler().record_exception(error)  # torchrun's own summary then has it, too
+    if report.peer_gone or (report.kind == "config" and os.environ["LOCAL_RANK"] != "0"):
+        time.sleep(CONSEQUENCE_DELAY_SECONDS)
+    print(report.text(), file=sys.stderr, flush=True)
+    _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.text(), on_failure)
+
+
+def load_program(path: str, name: str) -> Callable[..., None]:
+    """The function ``name`` of the Python file ``path``, imported under the file's own name, not as ``__main__``."""
+    module_name = Path(path).stem
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, "__file__", None) != path:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    program = getattr(module, name)
+    if not callable(program):
+        raise TypeError(f"{name} of {path} is not a function")
+    return program
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Whole or not at all: the launcher may read while a rank writes."""
+    temporary = folder / f".rank{report.rank}.json"
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(folder / f"rank{report.rank}.json")
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """All reports that ranks have left in ``folder``."""
+    return [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank*.json"))]
+
+
+def main(job_path: str) -> int:
+    """``python -m deepzero.comm.rank_process JOB``: the life of a rank that the launcher has started."""
+    rank = int(os.environ["RANK"])
+    folder = Path(job_path).parent
+    (folder / f"rank{rank}.pid").write_text(str(os.getpid()), encoding="ascii")
+    faulthandler.enable()
+    # The launcher is a parent that this process can trust: it wrote the job into a folder that only this user can read.
+    job = pickle.loads(Path(job_path).read_bytes())
+    watch(job["parent"])
+    if os.getppid() != job["parent"]:
+        return FAILURE_EXIT
+    sys.path[:] = job["sys_path"]
+    try:
+        load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
+        return 0
+    except BaseException as error:
+        report = describe(error, rank)
+        write_report(folder, report)
+        _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.title, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,111 @@
+"""What a run leaves behind, written so that it can be read whatever happens: ``metrics.jsonl`` and ``summary.json``.
+
+- **Numbers round-trip.** Python writes a float with the fewest digits that give the same bits back, so two runs can be
+  compared for identical bits by their files.
+- **Always JSON.** ``NaN`` and ``Infinity`` are not JSON, though Python writes them; here they become ``null``, and the
+  entry's other fields (``skipped``, the error in the summary) say why.
+- **Always whole.** Each line of ``metrics.jsonl`` is written and flushed at once; ``summary.json`` is written beside
+  its place and moved there, so a reader sees the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Valid JSON of nested mappings, sequences and scalars.
+
+    Example:
+        >>> to_json({"loss": 0.1 + 0.2, "grad_norm": float("inf")})
+        '{"loss": 0.30000000000000004, "grad_norm": null}'
+    """
+    return json.dumps(_clean(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a JSON file")
+
+
+class MetricsFile:
+    """``metrics.jsonl`` of one run: one JSON object per line, each on disk as soon as it is known."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / METRICS).open("w", encoding="utf-8")
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        """Append an optimizer step."""
+        self._write(entry)
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        """Append a validation."""
+        self._write(entry)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Close the file; the summary has its own."""
+        self._file.close()
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        self._file.write(to_json(entry) + "\n")
+        self._file.flush()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """All whole lines of a run's ``metrics.jsonl``; empty when there is none. A torn last line is left out."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Put ``summary.json`` into place, whole."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    temporary = run_dir / f".{SUMMARY}.{os.getpid()}"
+    temporary.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / SUMMARY)
+
+
+def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
+    """A run that did not finish: why, and how far it came as ``metrics.jsonl`` tells. A finished run's is left alone.
+
+    It needs nothing but files, so that whoever is left can write it: the launcher when a rank was killed, a rank when
+    the launcher is torchrun.
+    """
+    path = run_dir / SUMMARY
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("status") == "finished":
+        return
+    entries = read_metrics(run_dir)
+    steps = [entry for entry in entries if "loss" in entry]
+    validations = [entry for entry in entries if "val_loss" in entry]
+    summary = {
+        "status": "failed",
+        "error": reason,
+        "steps": steps[-1]["step"] if steps else 0,
+        "loss": steps[-1]["loss"] if steps else None,
+        "val_loss_first": validations[0]["val_loss"] if validations else None,
+        "val_loss": validations[-1]["val_loss"] if validations else None,
+        "wall_seconds": wall_seconds,
+        "config": config,
+    }
+    write_summary(run_dir, summary)

@@ -1,0 +1,162 @@
+"""One object that the training loop talks to; everything that watches a run hangs on it.
+
+Every rank has a monitor, so that the loop has no ``if rank == 0``; only rank 0's has sinks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepzero.config.run import LoggerConfig
+from deepzero.monitor.files import SUMMARY, MetricsFile, write_summary
+from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
+from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
+from deepzero.monitor.throughput import rates
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the monitor must know of a run to speak of its speed."""
+
+    total_steps: int
+    """Optimizer steps."""
+    tokens_per_step: int
+    """Of a global batch."""
+    flops_per_token: float
+    """Forward and backward."""
+    world_size: int
+    peak_flops: float | None
+    """One device's, per second; None: not known."""
+    bytes_per_token: float | None
+    """For bits per byte; None: not known."""
+
+
+@dataclass
+class Monitor:
+    """Turns what the loop reports into entries, and hands them to the sinks."""
+
+    workload: Workload
+    run_dir: Path
+    sinks: list[Sink] = field(default_factory=list)
+    terminal: Terminal | None = None
+    """Also one of the sinks; None on ranks that are silent."""
+    started: float = field(default_factory=time.perf_counter)
+    tokens_seen: int = 0
+    validations: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    """The last step's entry."""
+
+    def line(self, text: str) -> None:
+        """Tell the person at the terminal."""
+        if self.terminal is not None:
+            self.terminal.line(text)
+
+    def step(self, record: Mapping[str, Any], seconds: float) -> None:
+        """An optimizer step is over.
+
+        Args:
+            record: ``step, loss, lr, grad_norm, grad_norm_clipped, loss_scale, skipped``.
+            seconds: from the first micro-batch's data to the end of the optimizer step.
+        """
+        work = self.workload
+        self.tokens_seen += work.tokens_per_step
+        self.last = {
+            **record,
+            "tokens": work.tokens_per_step,
+            "tokens_seen": self.tokens_seen,
+            "step_seconds": seconds,
+            **rates(work.tokens_per_step, seconds, work.flops_per_token, work.world_size, work.peak_flops),
+        }
+        for sink in self.sinks:
+            sink.step(self.last)
+
+    def validation(self, step: int, loss: float) -> None:
+        """A validation after ``step`` optimizer steps is over; ``loss`` in nats per token."""
+        self.validations.append(loss)
+        per_token = self.workload.bytes_per_token
+        bits = None if per_token is None else loss / math.log(2) / per_token
+        entry = {"step": step, "val_loss": loss, "val_bits_per_byte": bits, "tokens_seen": self.tokens_seen}
+        for sink in self.sinks:
+            sink.validation(entry)
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """The run is over: write the summary, close all sinks, print the table.
+
+        Args:
+            facts: what the loop knows: ``params_sha256, model_numel, world_size, memory, communication,
+                peak_rss_bytes, sample, config …``.
+        """
+        summary = {
+            "status": "finished",
+            "steps": self.last.get("step", 0),
+            "loss": self.last.get("loss"),
+            "val_loss_first": self.validations[0] if self.validations else None,
+            "val_loss": self.validations[-1] if self.validations else None,
+            "tokens_seen": self.tokens_seen,
+            "wall_seconds": time.perf_counter() - self.started,
+            **facts,
+        }
+        if self.sinks:
+            write_summary(self.run_dir, summary)
+        for sink in self.sinks:
+            sink.finish(summary)
+        if self.terminal is not None:
+            self.terminal.line(_last_words(summary, self.run_dir))
+
+
+def make_monitor(
+    workload: Workload, cfg: LoggerConfig, run_dir: Path, config: Mapping[str, Any], **options: Any
+) -> Monitor:
+    """Rank 0's monitor, with every sink that the config asks for.
+
+    Args:
+        workload: see there.
+        cfg: which loggers.
+        run_dir: the run folder.
+        config: all settings, for loggers that show them.
+        options: of :class:`Terminal`.
+    """
+    terminal = Terminal(workload.total_steps, **options)
+    monitor = Monitor(workload, run_dir, [MetricsFile(run_dir), terminal], terminal)
+    makers: dict[str, Callable[[], Sink]] = {
+        "wandb": lambda: WandB(cfg, run_dir, config, terminal.line),
+        "tensorboard": lambda: TensorBoard(run_dir),
+    }
+    monitor.sinks += [Guarded(name, makers[name], terminal.line) for name in dict.fromkeys(cfg.names)]
+    return monitor
+
+
+def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
+    lines = []
+    if summary.get("sample"):
+        lines += ["", "---- sample ----", printable(str(summary["sample"])), "----------------"]
+    lines += ["", ledger_table(summary)]
+    peak = short_bytes(summary["peak_rss_bytes"])
+    lines.append(f"peak resident memory, largest of {summary['world_size']} ranks: {peak}")
+    if summary["val_loss"] is not None:
+        lines.append(f"validation loss {summary['val_loss_first']:.4f} -> {summary['val_loss']:.4f}")
+    lines.append(f"{summary['steps']} steps in {summary['wall_seconds']:.1f} s; {run_dir / SUMMARY}")
+    return "\n".join(lines)
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had resident.
+
+    Linux's own high-water mark, where there is one: ``getrusage`` counts a child's memory from before it became itself,
+    when it still was a copy of its parent.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,139 @@
+"""The run as a person sees it: a bar on a terminal, plain lines anywhere else, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+class Terminal:
+    """Prints steps and validations to a stream.
+
+    Args:
+        total_steps: length of the run.
+        log_every: steps between two plain lines.
+        stream: a terminal gets a bar; a pipe or a file gets lines.
+    """
+
+    def __init__(self, total_steps: int, log_every: int = 1, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stdout
+        self._total = total_steps
+        self._log_every = log_every
+        self._width = len(str(total_steps))
+        self._bar: Any = None
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_steps, file=self._stream, unit="step", dynamic_ncols=True, leave=True)
+
+    def line(self, text: str) -> None:
+        """Print ``text`` without disturbing the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        """Move the bar, or print a line."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
+            self._bar.update(1)
+            if entry["skipped"]:
+                self.line(f"step {entry['step']}: overflow, skipped; loss scale was {entry['loss_scale']:g}")
+        elif entry["step"] % self._log_every == 0 or entry["step"] == self._total or entry["skipped"]:
+            self.line(f"step {entry['step']:>{self._width}}/{self._total}  {_step_text(entry, short=False)}")
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        """Print the validation loss."""
+        bits = entry["val_bits_per_byte"]
+        text = f"step {entry['step']:>{self._width}}/{self._total}  validation loss {entry['val_loss']:.4f}"
+        self.line(text + (f"  ({bits:.3f} bits per byte)" if bits is not None else ""))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _step_text(entry: Mapping[str, Any], short: bool) -> str:
+    parts = [f"loss {entry['loss']:.4f}"]
+    if not short:
+        parts += [f"lr {entry['lr']:.2e}", f"grad norm {entry['grad_norm']:.3f}"]
+        if entry["grad_norm_clipped"] != entry["grad_norm"]:
+            parts[-1] += f" -> {entry['grad_norm_clipped']:.3f}"
+        if entry["loss_scale"] != 1:
+            parts.append(f"loss scale {entry['loss_scale']:g}")
+    parts += [f"{short_number(entry['tokens_per_second'])} tokens/s", f"{entry['tflops']:.3g} TFLOP/s"]
+    if "mfu" in entry:
+        parts.append(f"MFU {entry['mfu']:.1%}")
+    if not short:
+        parts.append(f"{entry['step_seconds'] * 1000:.0f} ms")
+    if entry["skipped"]:
+        parts.append("overflow: step skipped")
+    return "  ".join(parts)
+
+
+def short_number(value: float) -> str:
+    """Three digits and a suffix.
+
+    Example:
+        >>> short_number(842_496), short_number(12.0), short_number(1.3e9)
+        ('842k', '12', '1.3G')
+    """
+    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def short_bytes(value: float) -> str:
+    """Decimal units, as the sources count.
+
+    Example:
+        >>> short_bytes(1_684_992), short_bytes(0)
+        ('1.685 MB', '0 B')
+    """
+    for suffix, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.4g} {suffix}"
+    return f"{value:.4g} B"
+
+
+def printable(text: str) -> str:
+    r"""Without control characters: an untrained model writes escape sequences that would turn a terminal upside down.
+
+    Example:
+        >>> printable("a\x1b[31m\n")
+        'a?[31m\n'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def ledger_table(report: Mapping[str, Any]) -> str:
+    """Predicted beside measured, as text: bytes held by one rank, bytes sent by one rank in one optimizer step.
+
+    Args:
+        report: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted": {"bytes", …},
+            "measured": …}}}``, as the engine's ledger reports.
+    """
+    memory = [(name, v["predicted"], v["measured"], "") for name, v in report["memory"].items()]
+    memory.append(("all of these", sum(r[1] for r in memory), sum(r[2] for r in memory), ""))
+    sent = []
+    for kind, values in report["communication"].items():
+        predicted, measured = values["predicted"], values["measured"]
+        note = f"{measured['calls']:g} calls, {measured['elements']:,.0f} elements"
+        if measured["padding_elements"]:
+            note += f" + {measured['padding_elements']:,.0f} padding"
+        sent.append((kind, predicted["bytes"], measured["bytes"], note))
+    sections = [_section("held by one rank", memory), _section("sent by one rank in one step", sent)]
+    return "\n".join(line for section in sections for line in section)
+
+
+def _section(title: str, rows: list[tuple[str, float, float, str]]) -> list[str]:
+    lines = [f"{title:<30}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
+    for name, predicted, measured, note in rows:
+        ratio = f"{measured / predicted:.4f}" if predicted else ("-" if not measured else "inf")
+        lines.append(f"  {name:<28}{short_bytes(predicted):>14}{short_bytes(measured):>14}{ratio:>9}   {note}".rstrip())
+    return lines

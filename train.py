@@ -1,0 +1,382 @@
+"""Train a GPT under ZeRO: ``python train.py zero.stage=2``. ``python train.py --help`` lists what can be chosen.
+
+Hydra composes ``configs/`` (:func:`main`, :func:`job`) → one frozen ``RunConfig``, checked as far as it can be before
+anything is started (:func:`preflight`) → ranks, started here or by torchrun → :func:`train`, the program of each rank,
+with the loop. Hydra and OmegaConf are imported in this file only; nothing behind ``RunConfig`` knows them.
+
+Exit status: 0 done · 1 a rank failed · 2 settings that cannot be used · 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import hydra
+import numpy as np
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import deepzero
+from deepzero.comm import process_group
+from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, run_here
+from deepzero.config.engine import resolve_batch
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.data.corpus import Corpus, load_corpus
+from deepzero.data.loader import TokenSequences
+from deepzero.data.sampler import GlobalBatchSampler
+from deepzero.models.gpt import GPT
+from deepzero.monitor.files import write_failed_summary
+from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
+from deepzero.monitor.throughput import peak_flops
+from deepzero.profiling.trace import check_profiler, trace
+from deepzero.runtime.agreement import check_precision
+from deepzero.runtime.lr_schedules import build_scheduler
+from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+
+HERE = Path(__file__).resolve()
+CONFIGS = HERE.parent / "configs"
+MAIN_PROCESS = os.getpid()
+STATUS = [0]
+"""Exit status so far: a job of a sweep that fails does not stop the others."""
+
+
+# ---- the program of each rank ----------------------------------------------------------------------------------------
+
+
+def train(run: RunConfig, run_dir_name: str) -> None:
+    """Build everything, train, validate, sample, sum up. Every rank runs this, however it was started."""
+    process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
+    run_dir = Path(process_group.broadcast_object(run_dir_name))  # under torchrun only rank 0's name counts
+    torch.autograd.set_detect_anomaly(run.debug.detect_anomaly)
+    corpus = load_corpus(run.data)
+    torch.manual_seed(run.train.seed)  # the same initial parameters on every rank
+    model = GPT(run.model)
+    engine, *_ = deepzero.initialize(model=model, config=run.engine, total_steps=run.train.steps)
+    torch.manual_seed(run.train.seed + 1 + engine.global_rank)  # from here on randomness is dropout, and differs
+    train_data, val_data = sequences(run, corpus)
+    sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
+    monitor = build_monitor(run, run_dir, engine, model, corpus)
+
+    with trace(run.profiler, run_dir, engine.global_rank) as end_of_step:
+        for step in range(run.train.steps):
+            if run.train.eval_every and step % run.train.eval_every == 0:
+                monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
+            started = time.perf_counter()
+            for micro_step in range(engine.batch.accumulation):
+                mine = sampler.rank_indices(
+                    step, micro_step, engine.global_rank, engine.batch.micro_batch, engine.world_size
+                )
+                input_ids, labels = (tensor.to(engine.device) for tensor in train_data.batch(mine))
+                loss = engine(input_ids, labels)
+                if run.debug.inject_overflow_at == step + 1 and engine.global_rank == 0:
+                    loss = loss * math.inf
+                engine.backward(loss)
+                engine.step()
+            monitor.step(vars(engine.last_step), time.perf_counter() - started)
+            end_of_step()
+
+    if run.train.eval_every:
+        monitor.validation(run.train.steps, validate(engine, val_data, run.train.eval_batches))
+    monitor.finish(final_facts(run, engine, sample(run, engine, model, corpus)))
+    process_group.shutdown()
+
+
+def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequences]:
+    """The corpus for training and for validation, cut into sequences of the model's length."""
+    size, vocabulary = run.model.block_size, run.model.vocab_size
+    return (
+        TokenSequences(corpus.train, size, "training corpus", vocabulary),
+        TokenSequences(corpus.val, size, "validation corpus", vocabulary),
+    )
+
+
+def build_monitor(run: RunConfig, run_dir: Path, engine: deepzero.Engine, model: GPT, corpus: Corpus) -> Monitor:
+    """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
+    batch, dtype = engine.batch, run.engine.precision.dtype
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
+    workload = Workload(
+        total_steps=run.train.steps,
+        tokens_per_step=batch.global_batch * run.model.block_size,
+        flops_per_token=model.flops_per_token(),
+        world_size=engine.world_size,
+        peak_flops=peak_flops(device, dtype),
+        bytes_per_token=corpus.bytes_per_token,
+    )
+    if engine.global_rank != 0:
+        return Monitor(workload, run_dir)
+    settings = dataclasses.asdict(run)
+    monitor = make_monitor(workload, run.logger, run_dir, settings, log_every=run.train.log_every)
+    monitor.line(f"data   {corpus.description}")
+    monitor.line(
+        f"model  {run.model.name}: {engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
+    )
+    sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
+    monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
+    return monitor
+
+
+@torch.no_grad()
+def validate(engine: deepzero.Engine, data: TokenSequences, batches: int) -> float:
+    """Mean loss over evenly spaced sequences, the same ones however many ranks share them.
+
+    Every rank makes the same number of forward passes, which partitioned parameters need; what a rank has too few of is
+    run on its first sequence and not counted.
+    """
+    wanted = min(batches * engine.batch.global_batch, len(data))
+    chosen = np.unique(np.linspace(0, len(data) - 1, wanted).astype(np.int64))
+    share, size = -(-len(chosen) // engine.world_size), engine.batch.micro_batch
+    mine = chosen[engine.global_rank * share : (engine.global_rank + 1) * share]
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, sequences
+    engine.eval()
+    for start in range(0, share, size):
+        part = mine[start : start + size]
+        count = len(part)
+        input_ids, labels = data.batch(part if count else chosen[:1])
+        loss = engine(input_ids.to(engine.device), labels.to(engine.device))
+        total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+    engine.train()
+    mean = engine.eval_mean(total)
+    return float(mean[0] / mean[1])
+
+
+def sample(run: RunConfig, engine: deepzero.Engine, model: GPT, corpus: Corpus) -> str | None:
+    """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that."""
+    text = None
+    if run.train.sample_tokens and engine.global_rank == 0:
+        separator = corpus.separator
+        new_file = separator is not None and bool((corpus.train[: 1 << 24] == separator).any())
+        prompt = [separator] if new_file else corpus.val[:16].tolist()
+        ids = torch.tensor([prompt], dtype=torch.int64, device=engine.device)
+        generator = torch.Generator(engine.device).manual_seed(run.train.seed)
+        with torch.no_grad():
+            ids = model.generate(ids, run.train.sample_tokens, run.train.sample_temperature, generator)
+        text = corpus.decode(ids[0, 1 if new_file else 0 :].tolist())
+    engine.barrier()
+    return text
+
+
+def final_facts(run: RunConfig, engine: deepzero.Engine, sample_text: str | None) -> dict[str, Any]:
+    """What the summary says besides losses. Collective: every rank calls it."""
+    rss = process_group.all_gather_object(peak_rss_bytes())
+    device_bytes = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
+    return {
+        "params_sha256": engine.params_sha256(),
+        "model_numel": engine.model_numel,
+        "world_size": engine.world_size,
+        **engine.report(),
+        "peak_rss_bytes": max(rss),
+        "peak_rss_bytes_per_rank": rss,
+        "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
+        "skipped_steps": engine.skipped_steps,
+        "sample": sample_text,
+        "config": dataclasses.asdict(run),
+    }
+
+
+# ---- from Hydra to ranks ---------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Let Hydra compose and call :func:`job`, once or for every job of a sweep; leave with the exit status."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
+    try:
+        if under_launcher():
+            _share_one_run_folder()
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
+    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+        problem = ConfigError(explain(error))
+        if under_launcher():
+            fail_as_rank(problem)
+        print(plain_names(str(problem)), file=sys.stderr)
+        STATUS[0] = CONFIG_ERROR_EXIT
+    except KeyboardInterrupt:
+        STATUS[0] = 128 + signal.SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    sys.exit(STATUS[0])
+
+
+def _share_one_run_folder() -> None:
+    """Under torchrun rank 0's Hydra makes the run folder; the others' Hydra must not make more of them."""
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
+    if os.environ["RANK"] != "0":
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+
+
+def job(cfg: DictConfig) -> None:
+    """One job: a run, or one point of a sweep."""
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if under_launcher():
+        started = time.time()
+
+        def on_failure(reason: str) -> None:
+            if os.environ["RANK"] == "0":
+                write_failed_summary(run_dir, reason, settings_of(cfg), time.time() - started)
+
+        run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
+        return
+    try:
+        start_ranks(read_config(cfg), run_dir)
+    except (ConfigError, RankFailed) as error:
+        print(plain_names(str(error)), file=sys.stderr, flush=True)
+        STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
+        if os.getpid() != MAIN_PROCESS:  # a launcher plugin runs jobs elsewhere and must hear of it
+            raise
+    except Interrupted as error:
+        # Not an Exception for Hydra to collect: it ends a sweep, too.
+        raise SystemExit(128 + error.signum) from None
+
+
+def _checked_train(cfg: DictConfig, run_dir: str) -> None:
+    """A rank that torchrun has started: what the launching process would have checked, then the program."""
+    run = read_config(cfg)
+    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if run.launch.nproc not in (None, nproc):
+        raise ConfigError(f"launch.nproc={run.launch.nproc}, but torchrun has started {nproc} ranks here; leave it out")
+    device = choose_device(run, nproc)
+    os.environ["DEEPZERO_DEVICE"] = device
+    if run.launch.threads_per_rank is not None:
+        torch.set_num_threads(run.launch.threads_per_rank)
+    preflight(run, int(os.environ["WORLD_SIZE"]), device)
+    train(run, run_dir)
+
+
+def read_config(cfg: DictConfig) -> RunConfig:
+    """Hydra's mapping to the typed settings; everything after this is plain dataclasses."""
+    run = RunConfig.from_mapping(settings_of(cfg))
+    engine = run.engine
+    if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
+        engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
+    return dataclasses.replace(run, engine=engine)
+
+
+def settings_of(cfg: DictConfig) -> dict[str, Any]:
+    """The composed config as plain dictionaries, interpolations resolved."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(settings, dict):
+        raise ConfigError("the composed config is not a mapping")
+    return {str(key): value for key, value in settings.items()}
+
+
+def start_ranks(run: RunConfig, run_dir: Path) -> None:
+    """Check what can be checked, start the ranks on this machine, wait for them."""
+    nproc = run.launch.nproc or default_nproc()
+    device = choose_device(run, nproc)
+    preflight(run, nproc, device)
+    threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
+    environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
+    started = time.time()
+    try:
+        launch(str(HERE), "train", (run, str(run_dir)), nproc=nproc, environment=environment)
+    except (ConfigError, RankFailed, Interrupted) as error:
+        if sys.stdout.isatty():
+            print()  # below the bar
+        write_failed_summary(run_dir, str(error), dataclasses.asdict(run), time.time() - started)
+        if isinstance(error, RankFailed) and error.full:
+            (run_dir / "error.txt").write_text(error.full, encoding="utf-8")
+            raise RankFailed(f"{error}\nwhole traceback: {run_dir / 'error.txt'}") from None
+        raise
+
+
+def choose_device(run: RunConfig, nproc: int) -> str:
+    """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if run.launch.device == "cuda" and gpus < nproc:
+        raise ConfigError(f"launch.device=cuda: {nproc} ranks want a GPU each, and this machine has {gpus}")
+    if run.launch.device == "auto":
+        return "cuda" if gpus >= nproc else "cpu"
+    return run.launch.device
+
+
+def preflight(run: RunConfig, world_size: int, device: str) -> None:
+    """Raise what would fail on every rank, once and before any rank starts: batch, precision, optimizer, data."""
+    batch = resolve_batch(run.engine, world_size)
+    check_precision(run.engine.precision.dtype, torch.device(device))
+    check_profiler(run.profiler, run.train.steps, world_size)
+    if run.engine.optimizer is None or run.engine.scheduler is None:
+        raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
+    optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    check_elementwise(optimizer)
+    build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
+    corpus = load_corpus(run.data)
+    if corpus.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={run.model.vocab_size}: data={run.data.name} has {corpus.vocab_size} different tokens"
+        )
+    train_data, _ = sequences(run, corpus)
+    GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
+
+
+# ---- errors in words -------------------------------------------------------------------------------------------------
+
+
+def explain(error: Exception) -> str:
+    """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists."""
+    lines = [line.strip() for e in (error, error.__cause__) if e is not None for line in str(e).splitlines()]
+    text = "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith("full_key:")))
+    unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    if unknown_choice:
+        group, choice = unknown_choice.groups()
+        choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+        if choices:
+            near = _nearest(choice, choices, f"{group}=")
+            return f"{group}={choice}: no such choice.{near} There are: {', '.join(choices)}"
+    twice = re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text)
+    if twice:
+        return f"{twice[1]} has a choice already; write {twice[1]}={twice[2]}, without +"
+    unknown_key = re.search(r"Could not override '([^']+)'", text)
+    if unknown_key:
+        key = unknown_key.group(1)
+        return f"unknown config key {key!r}.{_nearest(key, valid_keys())} `python train.py --help` lists all keys"
+    override = getattr(error, "override", None)  # of a parse error
+    return f"{override}: {text}" if override and str(override) not in text else text
+
+
+def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
+    """`` Did you mean …?``, or nothing. Full names are compared first, then last parts: ``lr`` finds optimizer.lr."""
+    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
+    if not near:
+        last = word.rsplit(".", 1)[-1]
+        near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def valid_keys() -> list[str]:
+    """Every key of the default config, dotted, and every group."""
+
+    def names(mapping: Mapping[str, Any], prefix: str) -> list[str]:
+        found = []
+        for key, value in mapping.items():
+            found.append(prefix + key)
+            if isinstance(value, Mapping):
+                found += names(value, f"{prefix}{key}.")
+        return found
+
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = OmegaConf.to_container(hydra.compose("train"), resolve=False)
+    groups = [path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir()]
+    return list(dict.fromkeys([*names(settings, ""), *groups]))  # type: ignore[arg-type]
+
+
+def plain_names(text: str) -> str:
+    """DeepSpeed's JSON puts arguments under ``params``; on the command line they stand directly in their group."""
+    return text.replace("optimizer.params.", "optimizer.").replace("scheduler.params.", "scheduler.")
+
+
+if __name__ == "__main__":
+    main()
