@@ -1,13 +1,18 @@
-"""Fixtures of all tests: the pool of ranks, and the GPU tests' skip."""
+"""What all tests share: the pool of ranks, the CPU as device, and the GPU tests' skip."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from _pytest.config import parse_warning_filter  # pytest has no public reader of its own filterwarnings setting
 
 from tests.distributed.pool import RankPool
+
+# Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start, unless a
+# test marked `gpu` takes this away again.
+os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="session")
