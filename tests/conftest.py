@@ -10,8 +10,8 @@ from _pytest.config import parse_warning_filter  # pytest has no public reader o
 
 from tests.distributed.pool import RankPool
 
-# Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start, unless a
-# test marked `gpu` takes this away again.
+# Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start too,
+# unless a test marked `gpu` takes this away again.
 os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
 
 

@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.offload", 2),
     ("deepzero.runtime", 3),
     ("deepzero.runtime.engine", 4),
+    ("deepzero.runtime.initialize", 4),
     ("deepzero.checkpoint", 4),
     ("deepzero.monitor", 4),
     ("deepzero.profiling", 4),
