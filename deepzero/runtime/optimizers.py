@@ -1,0 +1,198 @@
+"""Optimizers: from a name and some settings to a torch optimizer.
+
+Names are DeepSpeed's: ``Adam`` means decoupled weight decay, that is AdamW, unless ``adam_w_mode`` is false, and its
+default weight decay is 0 (torch's AdamW has 0.01; ``torch_adam: true`` or ``torch.optim.AdamW`` take that one). Any
+other class of ``torch.optim`` goes by its name, any class at all by its dotted path. Upper and lower case do not matter
+in names without a dot. All arithmetic is torch's, in its fused kernels where they exist.
+
+What ZeRO needs of an optimizer is found out elsewhere and for any class: :mod:`deepzero.runtime.optimizer_trial` asks
+whether it may be cut up, :mod:`deepzero.runtime.optimizer_state` allocates its state in advance.
+
+Source: DeepSpeed's ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/`` for names and defaults.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from deepzero.config.engine import OptimizerConfig
+from deepzero.config.parse import ConfigError, convert, unknown_key
+from deepzero.runtime.optimizer_state import allocate_state
+from deepzero.runtime.optimizer_trial import check_elementwise
+
+__all__ = ["allocate_state", "build_optimizer", "check_elementwise"]
+
+WHERE = "optimizer.params"
+
+NOT_HERE = {
+    "lamb": "is not elementwise: it needs the norm of each whole layer, and ZeRO gives a rank slices",
+    "muon": "is not elementwise: it needs whole matrices, and ZeRO gives a rank slices",
+    "lion": "is not in torch; name an elementwise class of yours by its dotted path, for example lion_pytorch.Lion",
+    "muadam": "needs the package mup; name its class by its dotted path, mup.MuAdam",
+    "muadamw": "needs the package mup; name its class by its dotted path, mup.MuAdamW",
+    "musgd": "needs the package mup; name its class by its dotted path, mup.MuSGD",
+}
+"""Optimizers that DeepSpeed has by name and deepzero has not."""
+
+
+def build_optimizer(config: OptimizerConfig, params: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer that a config asks for.
+
+    Args:
+        config: ``target`` is ``Adam``, ``AdamW``, the name of any class in ``torch.optim``, or a dotted path.
+            ``params`` are the class's keyword arguments, and for Adam DeepSpeed's ``adam_w_mode`` and ``torch_adam``.
+        params: tensors, or parameter groups as torch takes them.
+
+    Returns:
+        The optimizer; with ``fused=True`` where the class and the parameters' device can and the config is silent.
+
+    Raises:
+        ConfigError: an unknown name, an unknown argument (with the nearest valid one) or one that the class refuses.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> optimizer = build_optimizer(OptimizerConfig("Adam", {"lr": "1e-4", "betas": [0.9, 0.95]}), [weight])
+        >>> type(optimizer).__name__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
+        ('AdamW', 0.0001, 0.0)
+    """
+    groups = [_with_listed_params(group) for group in params]
+    given = dict(config.params)
+    if "max_grad_norm" in given:
+        raise ConfigError(f"{WHERE}.max_grad_norm={given['max_grad_norm']!r}: set gradient_clipping instead")
+    if config.target.lower() in ("adam", "adamw"):
+        cls: type[torch.optim.Optimizer] = _deepspeed_adam(config.target, given)
+    else:
+        cls = _find_class(config.target)
+    arguments = _read_arguments(cls, given)
+    if _fused_by_default(cls, arguments, groups):
+        arguments["fused"] = True
+    try:
+        return cls(groups, **arguments)
+    except (ValueError, TypeError, RuntimeError) as error:
+        listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error
+
+
+def _with_listed_params(group: Any) -> Any:
+    """Parameters that come from a generator can be looked at only once; a list can be looked at again."""
+    if isinstance(group, Mapping) and not isinstance(group["params"], torch.Tensor):
+        return {**group, "params": list(group["params"])}
+    return group
+
+
+def _deepspeed_adam(target: str, given: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """DeepSpeed's reading of ``Adam`` and ``AdamW``; takes the arguments that only it knows out of ``given``."""
+    decoupled = _flag(given, "adam_w_mode", True)
+    if target.lower() == "adamw" and not decoupled:
+        # DeepSpeed drops the switch without a word here.
+        raise ConfigError(f"{WHERE}.adam_w_mode=False contradicts optimizer {target!r}; use Adam for Adam's L2 decay")
+    if not _flag(given, "torch_adam", False):
+        given.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels
+    for name, meaning in (
+        ("bias_correction", "torch's Adam always corrects the bias"),
+        ("fp32_optimizer_states", "deepzero keeps optimizer states in fp32"),
+        ("set_grad_none", "deepzero frees gradients after each step"),
+    ):
+        if not _flag(given, name, True):
+            raise ConfigError(f"{WHERE}.{name}=False is not implemented: {meaning}")
+    return torch.optim.AdamW if decoupled else torch.optim.Adam
+
+
+def _flag(given: dict[str, Any], name: str, default: bool) -> bool:
+    return bool(convert(bool, given.pop(name, default), f"{WHERE}.{name}"))
+
+
+def _find_class(target: str) -> type[torch.optim.Optimizer]:
+    if target.lower() in NOT_HERE:
+        raise ConfigError(f"optimizer {target!r} {NOT_HERE[target.lower()]}")
+    if "." not in target:
+        known = {name.lower(): cls for name, cls in vars(torch.optim).items() if _is_optimizer(cls)}
+        if target.lower() in known:
+            return known[target.lower()]
+        near = difflib.get_close_matches(target.lower(), known, n=1)
+        hint = f" Did you mean {known[near[0]].__name__!r}?" if near else ""
+        names = ", ".join(sorted(cls.__name__ for cls in known.values()))
+        raise ConfigError(f"unknown optimizer {target!r}.{hint} Known: {names}, or the dotted path of a class")
+    module, _, name = target.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"optimizer {target!r} cannot be imported: {error}") from error
+    if not _is_optimizer(found):
+        raise ConfigError(f"optimizer {target!r} is not a subclass of torch.optim.Optimizer, but {found!r}")
+    return found
+
+
+def _is_optimizer(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, torch.optim.Optimizer) and thing is not torch.optim.Optimizer
+
+
+def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names against the class's signature, and read numbers that YAML or JSON left as strings and lists."""
+    accepted = dict(inspect.signature(cls).parameters)
+    accepted.pop("params", None)
+    names = [name for name, p in accepted.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    arguments: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in names:
+            if not open_ended:
+                raise unknown_key(name, names, WHERE)
+            arguments[name] = value
+            continue
+        default = accepted[name].default
+        arguments[name] = _read_value(value, 0.0 if name == "lr" else default, f"{WHERE}.{name}")
+    return arguments
+
+
+def _read_value(value: Any, default: Any, path: str) -> Any:
+    """``value`` in the kind of ``default``, where that is a kind that YAML and JSON can miss."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(default, bool):
+        return convert(bool, value, path)
+    if isinstance(default, (int, float)):
+        number = convert(float, value, path)
+        if isinstance(default, float):
+            return number
+        # A default of 0 says nothing: momentum's is 0 and 0.9 is meant; what counts something has to stay an integer.
+        return int(number) if isinstance(value, (int, str)) and number.is_integer() else number
+    if isinstance(default, tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default):
+            raise ConfigError(f"{path}={value!r} must be a list of {len(default)} numbers")
+        return tuple(v if isinstance(v, torch.Tensor) else convert(float, v, path) for v in value)
+    return value
+
+
+def _fused_by_default(cls: Any, arguments: Mapping[str, Any], groups: Sequence[Any]) -> bool:
+    if not cls.__module__.startswith("torch.optim.") or "fused" not in inspect.signature(cls).parameters:
+        return False
+    if any(arguments.get(name) is not None for name in ("fused", "foreach")) or arguments.get("differentiable"):
+        return False
+    tensors: list[torch.Tensor] = []
+    for group in groups:
+        inside = group["params"] if isinstance(group, Mapping) else group
+        # torch's order of cases: a named parameter is a pair, a group's parameters may be one tensor.
+        many = [inside] if isinstance(inside, torch.Tensor) or isinstance(group, tuple) else inside
+        tensors.extend(p[1] if isinstance(p, tuple) else p for p in many)
+    kinds = {(tensor.device.type, tensor.is_floating_point()) for tensor in tensors}
+    return bool(kinds) and all(floating and _fused_works(cls, device) for device, floating in kinds)
+
+
+@functools.cache
+def _fused_works(cls: Any, device: str) -> bool:
+    """One step on one element: torch says no either when it builds or when it steps."""
+    try:
+        probe = torch.zeros(1, device=device, requires_grad=True)
+        probe.grad = torch.zeros_like(probe)
+        cls([probe], lr=0.0, fused=True).step()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True

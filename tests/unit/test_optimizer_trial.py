@@ -1,0 +1,283 @@
+"""Elementwise or not: every optimizer of torch, some of other people, and no trace left in any of them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.optimizer_trial import borrowed, check_elementwise, settings_of
+
+optim = torch.optim
+
+
+def model_weights() -> list[torch.Tensor]:
+    """A matrix and a vector, as a model has them."""
+    return [torch.linspace(-1.0, 1.0, 12).reshape(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)]
+
+
+class Custom(optim.Optimizer):
+    """Descent with a twist that a subclass gives; counts its steps in three places."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **settings: Any):
+        super().__init__(params, {"lr": lr, "count": [0], **settings})
+        self.steps = 0
+        self.log: list[int] = []
+        self.offset = torch.zeros(1)
+        self.library = types  # a module cannot be copied
+        self.me = self
+
+    def change(self, grad: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What a step subtracts, before the learning rate."""
+        return grad
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step."""
+        assert self.me is self
+        self.steps += 1
+        self.log.append(self.steps)
+        self.offset += 1
+        for group in self.param_groups:
+            group["count"][0] += 1
+            for param in group["params"]:
+                self.state[param].setdefault("seen", torch.zeros_like(param)).add_(1)
+                param.sub_(group["lr"] * self.change(param.grad, param, group))
+
+
+class LayerNorm(Custom):
+    """LAMB's and LARS' heart: the norm of the whole parameter."""
+
+    def change(self, grad, param, group):
+        return grad * param.norm() / grad.norm()
+
+
+class OptionalLayerNorm(LayerNorm):
+    """The same, if the group says so."""
+
+    def change(self, grad, param, group):
+        return super().change(grad, param, group) if group["trust"] else grad
+
+
+class GlobalClip(Custom):
+    """Clips by the norm of all gradients it sees, which under ZeRO is only a part of them."""
+
+    def change(self, grad, param, group):
+        total = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
+        return grad / max(1.0, total.sqrt() / group.get("limit", 1.0))
+
+
+class Noisy(Custom):
+    """Adds noise, as Langevin dynamics does."""
+
+    def change(self, grad, param, group):
+        return grad + torch.randn_like(grad)
+
+
+class MatrixOnly(Custom):
+    """Cannot be without rows and columns."""
+
+    def change(self, grad, param, group):
+        if grad.dim() != 2:
+            raise ValueError("needs a matrix")
+        return grad
+
+
+class NeedsClosure(Custom):
+    """Evaluates the loss by itself."""
+
+    def step(self, closure):  # type: ignore[override]
+        """One step."""
+        closure()
+
+
+class Still(Custom):
+    """Never moves."""
+
+    def change(self, grad, param, group):
+        return torch.zeros_like(grad)
+
+
+class Breaks(Custom):
+    """Gives NaN."""
+
+    def change(self, grad, param, group):
+        return grad * float("nan")
+
+
+class Wrapper(optim.Optimizer):
+    """Lookahead's shape: another optimizer inside."""
+
+    def __init__(self, inner: optim.Optimizer):
+        self.inner = inner
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One step of the other."""
+        self.inner.step()
+
+
+ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
+    "AdamW-fused": lambda p: optim.AdamW(p, fused=True),
+    "AdamW-foreach-amsgrad": lambda p: optim.AdamW(p, foreach=True, amsgrad=True),
+    "AdamW-lr-0": lambda p: optim.AdamW(p, lr=0.0),
+    "AdamW-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(1e-8)),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "Adadelta": optim.Adadelta,
+    "Adagrad": lambda p: optim.Adagrad(p, initial_accumulator_value=0.1),
+    "Adagrad-fused": lambda p: optim.Adagrad(p, fused=True),
+    "RMSprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
+    "Rprop": optim.Rprop,
+    "ASGD": optim.ASGD,
+    "SGD": optim.SGD,
+    "SGD-fused-nesterov": lambda p: optim.SGD(p, momentum=0.9, nesterov=True, fused=True, weight_decay=0.1),
+    "SGD-dampening": lambda p: optim.SGD(p, momentum=0.9, dampening=0.5, maximize=True),
+    "custom": Custom,
+}
+
+NOT_ELEMENTWISE: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
+    "LBFGS": (optim.LBFGS, r"LBFGS failed in a trial.*closure"),
+    "Adafactor": (optim.Adafactor, r"Adafactor gave other results for slices"),
+    "SparseAdam": (optim.SparseAdam, r"SparseAdam failed in a trial.*dense gradients"),
+    "layer norm": (LayerNorm, r"LayerNorm gave other results for slices"),
+    "layer norm at lr 0": (lambda p: LayerNorm(p, lr=0.0), r"gave other results for slices"),
+    "layer norm at a tiny lr": (lambda p: LayerNorm(p, lr=1e-12), r"gave other results for slices"),
+    "global norm": (GlobalClip, r"GlobalClip gave other results for slices"),
+    "global norm, rarely reached": (lambda p: GlobalClip(p, limit=50.0), r"GlobalClip gave other results for slices"),
+    "noise": (Noisy, r"Noisy gave other results for slices"),
+    "matrices": (MatrixOnly, r"MatrixOnly failed in a trial on such slices \(ValueError: needs a matrix\)"),
+    "closure": (NeedsClosure, r"NeedsClosure failed in a trial.*closure"),
+    "still": (Still, r"Still moved nothing in a trial of 3 steps"),
+    "nan": (Breaks, r"Breaks gave other results for slices than for the whole, by up to nan"),
+}
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_elementwise_optimizers_pass(make):
+    check_elementwise(make(model_weights()))
+
+
+@pytest.mark.parametrize(("make", "message"), NOT_ELEMENTWISE.values(), ids=NOT_ELEMENTWISE)
+def test_others_are_refused_and_told_why(make, message):
+    with pytest.raises(ConfigError, match=r"1-D slice.*must be elementwise.*" + message + r".*; use AdamW"):
+        check_elementwise(make(model_weights()))
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="this torch has no Muon")
+def test_muon_is_refused():
+    with pytest.raises(ConfigError, match=r"Muon (failed|gave other results)"):
+        check_elementwise(optim.Muon([torch.ones(3, 4, requires_grad=True)]))
+
+
+def test_every_group_is_tried():
+    first, second = model_weights()
+    groups = [{"params": [first], "trust": False}, {"params": [second], "trust": True}]
+    with pytest.raises(ConfigError, match="OptionalLayerNorm gave other results"):
+        check_elementwise(OptionalLayerNorm(groups, trust=False))
+    groups[1]["trust"] = False
+    check_elementwise(OptionalLayerNorm(groups, trust=False))
+
+
+def test_an_empty_group_is_passed_over():
+    optimizer = OptionalLayerNorm([{"params": model_weights(), "trust": False}], trust=True)
+    optimizer.param_groups.append({**settings_of(optimizer.param_groups[0]), "trust": True, "params": []})
+    check_elementwise(optimizer)
+
+
+def test_a_wrapper_is_refused_before_it_touches_the_real_weights():
+    weights = model_weights()
+    before = [w.detach().clone() for w in weights]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(ConfigError, match=r"Wrapper holds another optimizer in its attribute 'inner'.*pass the inner"):
+        check_elementwise(Wrapper(Custom(weights)))
+    assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
+
+
+class TestNoTrace:
+    @pytest.mark.parametrize("make", [*ELEMENTWISE.values(), LayerNorm, Noisy, NeedsClosure])
+    def test_all_is_as_before(self, make):
+        weights = model_weights()
+        weights[0].grad = torch.full_like(weights[0], 3.0)
+        optimizer = make(weights)
+        called = []
+        optimizer.register_step_pre_hook(lambda *args: called.append("pre"))
+        optimizer.register_step_post_hook(lambda *args: called.append("post"))
+        attributes = dict(vars(optimizer))
+        settings = [repr(settings_of(group)) for group in optimizer.param_groups]
+        state = {
+            p: {k: v.clone() if torch.is_tensor(v) else v for k, v in s.items()} for p, s in optimizer.state.items()
+        }
+        values = [w.detach().clone() for w in weights]
+        random_state = torch.get_rng_state()
+
+        try:
+            check_elementwise(optimizer)
+        except ConfigError:
+            assert make in (LayerNorm, Noisy, NeedsClosure)
+
+        assert set(vars(optimizer)) == set(attributes)
+        assert all(vars(optimizer)[name] is value for name, value in attributes.items()), "the very same objects"
+        assert [repr(settings_of(group)) for group in optimizer.param_groups] == settings
+        assert set(optimizer.state) == set(state)
+        for param, values_of in state.items():
+            for key, value in values_of.items():
+                assert torch.equal(torch.as_tensor(optimizer.state[param][key]), torch.as_tensor(value))
+        assert all(torch.equal(a, b) for a, b in zip(weights, values, strict=True))
+        assert torch.equal(weights[0].grad, torch.full_like(weights[0], 3.0))
+        assert weights[1].grad is None
+        assert called == []
+        assert torch.equal(torch.get_rng_state(), random_state)
+        if isinstance(optimizer, Custom):
+            assert (optimizer.steps, optimizer.log, optimizer.offset.item()) == (0, [], 0.0)
+
+    def test_with_a_torch_scheduler_around_the_step(self):
+        optimizer = optim.SGD(model_weights(), lr=0.1)
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
+        step = optimizer.step
+        check_elementwise(optimizer)
+        assert optimizer.step is step
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+
+    def test_with_state_of_earlier_steps(self):
+        weights = model_weights()
+        optimizer = optim.AdamW(weights, fused=True)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        check_elementwise(optimizer)
+        for param, state in kept.items():
+            assert all(torch.equal(optimizer.state[param][k], v) for k, v in state.items())
+
+    def test_after_an_error_inside(self):
+        optimizer = Custom(model_weights())
+        attributes = dict(vars(optimizer))
+        with pytest.raises(KeyError), borrowed(optimizer) as lent:
+            assert lent is optimizer
+            assert lent.param_groups == []
+            lent.something_new = 1  # type: ignore[attr-defined]
+            raise KeyError
+        assert vars(optimizer) == attributes
+
+    def test_the_other_ranks_numbers_are_the_same(self):
+        """All ranks must come to the same verdict whatever their random generators have done before."""
+        verdicts = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            with pytest.raises(ConfigError) as caught:
+                check_elementwise(LayerNorm(model_weights()))
+            verdicts.append(str(caught.value))
+        assert verdicts[0] == verdicts[1]

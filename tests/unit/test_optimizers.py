@@ -1,0 +1,258 @@
+"""Building optimizers by name: DeepSpeed's names and defaults, torch's arithmetic, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.config.engine import OptimizerConfig
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.optimizers import build_optimizer
+
+
+def weights(*extents: int) -> list[torch.Tensor]:
+    """Leaves to optimize."""
+    return [torch.linspace(-1.0, 1.0, n).requires_grad_() for n in extents or (5,)]
+
+
+def built(target: str, **params: Any) -> torch.optim.Optimizer:
+    """The optimizer of a config over one small tensor."""
+    return build_optimizer(OptimizerConfig(target, params), weights())
+
+
+class OfTheUser(torch.optim.Optimizer):
+    """An optimizer that only a dotted path can find."""
+
+    def __init__(
+        self, params: Any, lr: float, period: int = 5, scale: float = 0, names: tuple[float, float] = (1.0, 2.0)
+    ):
+        super().__init__(params, {"lr": lr, "period": period, "scale": scale, "names": names})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Plain descent."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param -= group["lr"] * param.grad
+
+
+class TakesAnything(OfTheUser):
+    """Its constructor has an open end."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **more: Any):
+        super().__init__(params, lr)
+        self.more = more
+
+
+PATH = f"{__name__}.OfTheUser"
+
+
+class TestNames:
+    @pytest.mark.parametrize("name", ["Adam", "adam", "ADAM"])
+    def test_adam_means_decoupled_decay_as_in_deepspeed(self, name):
+        assert type(built(name)) is torch.optim.AdamW
+        assert type(built(name, adam_w_mode=True)) is torch.optim.AdamW
+        assert type(built(name, adam_w_mode=False)) is torch.optim.Adam
+
+    @pytest.mark.parametrize("name", ["AdamW", "adamw"])
+    def test_adamw_is_adamw(self, name):
+        assert type(built(name)) is torch.optim.AdamW
+        assert type(built(name, adam_w_mode=True)) is torch.optim.AdamW
+        with pytest.raises(ConfigError, match=r"adam_w_mode=False contradicts optimizer 'adamw'"):
+            built("adamw", adam_w_mode=False)
+
+    @pytest.mark.parametrize(
+        ("target", "params", "decay"),
+        [
+            ("Adam", {}, 0.0),
+            ("AdamW", {}, 0.0),
+            ("AdamW", {"weight_decay": 0.3}, 0.3),
+            ("AdamW", {"torch_adam": True}, 0.01),
+            ("Adam", {"torch_adam": True}, 0.01),
+            ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+            ("torch.optim.AdamW", {}, 0.01),
+        ],
+    )
+    def test_default_weight_decay(self, target, params, decay):
+        assert built(target, **params).defaults["weight_decay"] == decay
+
+    @pytest.mark.parametrize("name", ["SGD", "sgd", "RMSprop", "rmsprop", "Adagrad", "NAdam", "torch.optim.SGD"])
+    def test_classes_of_torch_go_by_name(self, name):
+        assert type(built(name)).__name__.lower() == name.rpartition(".")[2].lower()
+
+    def test_a_dotted_path_is_imported(self):
+        optimizer = built(PATH, lr=0.5)
+        assert type(optimizer).__name__ == "OfTheUser"
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+    @pytest.mark.parametrize(
+        ("target", "message"),
+        [
+            ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
+            ("Optimizer", r"unknown optimizer 'Optimizer'"),
+            ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
+            ("muon", r"'muon' is not elementwise"),
+            ("Lion", r"dotted path"),
+            ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
+            ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),
+            ("torch.nn.Linear", r"'torch.nn.Linear' is not a subclass"),
+            ("torch.optim.Optimizer", r"is not a subclass"),
+            (".Adam", r"'.Adam' cannot be imported"),
+        ],
+    )
+    def test_refused(self, target, message):
+        with pytest.raises(ConfigError, match=message):
+            built(target)
+
+
+class TestArguments:
+    def test_unknown_argument_names_the_nearest(self):
+        with pytest.raises(ConfigError, match=r"'optimizer.params.weight_decey'.*'optimizer.params.weight_decay'"):
+            built("AdamW", weight_decey=0.1)
+
+    def test_unknown_argument_of_a_users_class(self):
+        with pytest.raises(ConfigError, match=r"'optimizer.params.perod'.*'optimizer.params.period'"):
+            built(PATH, lr=0.1, perod=3)
+
+    def test_open_ended_constructors_take_anything(self):
+        assert built(f"{__name__}.TakesAnything", colour="red").more == {"colour": "red"}  # type: ignore[attr-defined]
+
+    def test_params_is_not_an_argument(self):
+        with pytest.raises(ConfigError, match=r"unknown config key 'optimizer.params.params'"):
+            built("AdamW", params=[1])
+
+    def test_numbers_that_yaml_reads_as_strings_and_lists(self):
+        optimizer = built("AdamW", lr="1e-4", betas=["0.9", 0.5], eps="1e-6", weight_decay=1)
+        assert optimizer.defaults["lr"] == 1e-4
+        assert optimizer.defaults["betas"] == (0.9, 0.5)
+        assert optimizer.defaults["eps"] == 1e-6
+
+    def test_an_integer_stays_one_and_a_zero_default_takes_a_fraction(self):
+        group = built(PATH, lr=1, period="7", scale=0.25).param_groups[0]
+        assert (group["lr"], group["period"], group["scale"]) == (1.0, 7, 0.25)
+        assert isinstance(group["period"], int)
+
+    @pytest.mark.parametrize(
+        ("target", "params", "message"),
+        [
+            ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
+            ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
+            ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
+            ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
+            ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
+            ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
+            ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
+            ("Adam", {"fp32_optimizer_states": False}, r"fp32_optimizer_states=False is not implemented"),
+            ("Adam", {"adam_w_mode": 1}, r"adam_w_mode=1 must be true or false"),
+            ("torch.optim.AdamW", {"adam_w_mode": True}, r"unknown config key 'optimizer.params.adam_w_mode'"),
+            ("SGD", {"nesterov": True}, r"cannot be built: Nesterov momentum requires a momentum"),
+            (PATH, {}, r"OfTheUser\(\) cannot be built: .*lr"),
+        ],
+    )
+    def test_refused(self, target, params, message):
+        with pytest.raises(ConfigError, match=message):
+            built(target, **params)
+
+    def test_deepspeeds_switches_that_are_fulfilled(self):
+        optimizer = built(
+            "Adam", bias_correction=True, fp32_optimizer_states=True, set_grad_none=True, torch_adam=False
+        )
+        assert type(optimizer) is torch.optim.AdamW
+
+
+class TestFused:
+    @pytest.mark.parametrize("target", ["AdamW", "Adam", "SGD", "torch.optim.AdamW", "Adagrad"])
+    def test_is_the_default_where_it_exists(self, target):
+        assert built(target).defaults["fused"] is True
+
+    @pytest.mark.parametrize(
+        "params", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
+    )
+    def test_the_users_choice_wins(self, params):
+        assert not built("AdamW", **params).defaults["fused"]
+
+    def test_classes_without_it(self):
+        assert "fused" not in built("RAdam").defaults
+
+    def test_integers_cannot(self):
+        optimizer = build_optimizer(OptimizerConfig("SGD"), [torch.zeros(2, dtype=torch.int64)])
+        assert not optimizer.defaults["fused"]
+
+    def test_device_without_kernels(self):
+        optimizer = build_optimizer(OptimizerConfig("AdamW"), [torch.zeros(2, device="meta", requires_grad=True)])
+        assert not optimizer.defaults["fused"]
+
+
+class TestParams:
+    def test_groups_keep_their_settings_and_may_come_from_generators(self):
+        a, b = weights(3, 4)
+        groups = ({"params": (p for p in [p]), "lr": lr} for p, lr in ((a, 0.1), (b, 0.2)))
+        optimizer = build_optimizer(OptimizerConfig("AdamW", {"lr": 0.3}), groups)
+        assert [(group["params"], group["lr"]) for group in optimizer.param_groups] == [([a], 0.1), ([b], 0.2)]
+        assert optimizer.defaults["fused"] is True
+
+    def test_named_parameters(self):
+        module = torch.nn.Linear(2, 2)
+        optimizer = build_optimizer(OptimizerConfig("AdamW"), module.named_parameters())
+        assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+        assert optimizer.defaults["fused"] is True
+
+    def test_a_group_of_one_tensor(self):
+        (a,) = weights(3)
+        optimizer = build_optimizer(OptimizerConfig("AdamW"), [{"params": a}])
+        assert optimizer.param_groups[0]["params"] == [a]
+        assert optimizer.defaults["fused"] is True
+
+    def test_the_config_is_left_as_it_was(self):
+        config = OptimizerConfig("Adam", {"adam_w_mode": False, "torch_adam": True, "betas": [0.9, 0.95]})
+        build_optimizer(config, weights())
+        assert config.params == {"adam_w_mode": False, "torch_adam": True, "betas": [0.9, 0.95]}
+
+
+class TestAgainstDeepSpeed:
+    @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.5}])
+    @pytest.mark.parametrize(
+        ("name", "extra"),
+        [
+            ("Adam", {"torch_adam": True}),
+            ("adam", {"torch_adam": True, "adam_w_mode": True}),
+            ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+            ("AdamW", {"torch_adam": True}),
+            ("adamw", {"torch_adam": True, "adam_w_mode": True}),
+            ("SGD", {"momentum": 0.9}),
+            ("RMSprop", {}),
+            ("Adagrad", {}),
+            ("adagrad", {"lr_decay": 0.1}),
+        ],
+    )
+    def test_same_class_and_the_same_steps(self, name, extra, decay):
+        """DeepSpeed's own choice, asked of its engine's method with an engine in which only the config is real."""
+        pytest.importorskip("deepspeed", exc_type=ImportError)
+        from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+        from deepspeed.runtime.engine import DeepSpeedEngine
+
+        params = {"lr": 0.01, **decay, **extra}
+        lowered = name.lower() if name.lower() in DEEPSPEED_OPTIMIZERS else name
+        engine = SimpleNamespace(optimizer_params=lambda: dict(params), optimizer_name=lambda: lowered)
+        engine.zero_use_cpu_optimizer = lambda: False
+        engine.get_optimizer_configuration = DeepSpeedEngine.get_optimizer_configuration.__get__(engine)
+        (mine,), (its,) = weights(7), weights(7)
+        theirs = DeepSpeedEngine._configure_basic_optimizer(engine, [its])
+        ours = build_optimizer(OptimizerConfig(name, {**params, "foreach": False}), [mine])
+        assert type(ours) is type(theirs)
+        for step in range(4):
+            for leaf, optimizer in ((mine, ours), (its, theirs)):
+                leaf.grad = torch.sin(torch.arange(7.0) + step)
+                optimizer.step()
+            assert torch.equal(mine, its), f"step {step}"
+
+    def test_default_weight_decay_is_that_of_its_kernels(self):
+        pytest.importorskip("deepspeed", exc_type=ImportError)
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+        for cls in (DeepSpeedCPUAdam, FusedAdam):
+            assert inspect.signature(cls).parameters["weight_decay"].default == built("AdamW").defaults["weight_decay"]
