@@ -101,6 +101,18 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A run of one parameter's elements that one rank owns: what the optimizer sees as one tensor."""
+
+    slot: Slot
+    start: int
+    """First element, counted within the parameter; a multiple of ``ALIGN``."""
+    shard_start: int
+    """Where it lies in the rank's ``master_S`` and ``grad_S``."""
+    numel: int
+
+
+@dataclass(frozen=True)
 class FlatLayout:
     """The layout of one group of parameters over ``world_size`` ranks."""
 
@@ -128,24 +140,28 @@ class FlatLayout:
         """B: elements a bucket must be able to hold."""
         return max((interval.numel for interval in self.intervals), default=0)
 
-    def owned_pieces(self, slot: Slot, rank: int) -> list[tuple[int, int, int]]:
-        """The pieces of a parameter that ``rank`` owns: at most one for every interval that the parameter lies in.
-
-        Returns:
-            ``(start in the parameter, start in the rank's shard, elements)`` for each piece, in elements.
+    def pieces(self, rank: int) -> list[Piece]:
+        """What ``rank`` owns, in the order in which it lies in the shard: at most one piece of every parameter.
 
         Example:
             >>> plan = plan_layout([100, 60], world_size=2, interval_limit=1 << 20)
-            >>> plan.owned_pieces(plan.slots[0], rank=0), plan.owned_pieces(plan.slots[1], rank=0)
-            ([(0, 0, 100)], [])
+            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.pieces(rank=0)]
+            [(0, 0, 0, 100)]
+            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.pieces(rank=1)]
+            [(1, 0, 0, 60)]
         """
         pieces = []
         for interval in self.intervals:
-            lo = max(slot.offset, interval.part_start(rank))
-            hi = min(slot.end, interval.part_start(rank) + interval.part_numel)
-            if lo < hi:
-                pieces.append((lo - slot.offset, interval.shard_offset + lo - interval.part_start(rank), hi - lo))
+            first = interval.part_start(rank)
+            for slot in interval.slots:
+                lo, hi = max(slot.offset, first), min(slot.end, first + interval.part_numel)
+                if lo < hi:
+                    pieces.append(Piece(slot, lo - slot.offset, interval.shard_offset + lo - first, hi - lo))
         return pieces
+
+    def whole_pieces(self) -> list[Piece]:
+        """Every parameter in one piece, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
+        return [Piece(slot, 0, slot.offset, slot.numel) for slot in self.slots if slot.numel]
 
 
 def interval_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int) -> int:

@@ -131,25 +131,15 @@ def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGro
 
 
 def _cut_state(optimizer: torch.optim.Optimizer, group: FlatGroup, states: list[dict[str, Any]]) -> None:
-    """Lay out and cut one group's optimizer state as its parameters are."""
-    extent = group.layout.padded_numel if group.whole else group.layout.shard_numel
-    keys = {key for state in states for key in state}
-    for key in sorted(keys):
-        if any(key not in state for state in states):
-            raise ConfigError(f"the optimizer has state {key!r} for some parameters only; it cannot be partitioned")
-        first = states[0][key]
-        elementwise = torch.is_tensor(first) and first.numel() == group.params[0].numel() and first.dim() > 0
-        flat = torch.zeros(extent, dtype=torch.float32, device=group.device)
-        if elementwise:
-            for slot, state in zip(group.layout.slots, states, strict=True):
-                values = state[key].reshape(-1)
-                pieces = [(0, slot.offset, slot.numel)] if group.whole else group.layout.owned_pieces(slot, group.rank)
-                for start, target, numel in pieces:
-                    flat[target : target + numel].copy_(values[start : start + numel])
-        for interval, master in zip(group.layout.intervals, group.masters, strict=True):
-            start = interval.offset if group.whole else interval.shard_offset
-            value = flat[start : start + master.numel()].clone() if elementwise else first
-            optimizer.state[master][key] = value.clone() if torch.is_tensor(value) and not elementwise else value
+    """Cut one group's optimizer state as its parameters are cut."""
+    for piece, master in zip(group.pieces, group.masters, strict=True):
+        for key, value in states[piece.slot.index].items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.slot.numel:
+                cut = value.reshape(-1)[piece.start : piece.start + piece.numel]
+                value = cut.to(device=group.device, dtype=torch.float32, copy=True)
+            elif torch.is_tensor(value):
+                value = value.clone()
+            optimizer.state[master][key] = value
 
 
 @dataclass(frozen=True)

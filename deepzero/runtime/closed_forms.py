@@ -90,8 +90,9 @@ def predicted_memory(numel: int, world_size: int, sizes: StateSizes) -> dict[str
 
 
 def padding_memory(padding: int, world_size: int, sizes: StateSizes) -> dict[str, int]:
-    """Bytes that the layout's ``padding`` elements take in each category: ``param.grad`` has none, flat buffers have."""
-    forms = predicted_memory(padding, world_size, sizes)
+    """Bytes that the layout's ``padding`` elements take in each category: flat buffers have them, tensors of autograd
+    (``param.grad``) and of the optimizer (moments) have none."""
+    forms = {**predicted_memory(padding, world_size, sizes), "moments": 0}
     if sizes.stage < 2 and (sizes.micro_batches == 1 or sizes.accumulation == sizes.compute):
         forms["gradients"] -= padding * sizes.compute
     return forms

@@ -352,7 +352,7 @@ class Engine(nn.Module):
         return params_sha256(self.module)
 
     def report(self) -> dict[str, Any]:
-        """The ledger, predicted beside measured. A collective: traffic is the mean over ranks, memory the most of any."""
+        """The ledger of all ranks, predicted beside measured. A collective; see ``inspect.gather_report``."""
         return gather_report(self.ledger)
 
     def eval_mean(self, values: torch.Tensor) -> torch.Tensor:

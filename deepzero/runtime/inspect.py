@@ -24,16 +24,17 @@ def params_sha256(model: nn.Module) -> str:
 
 
 def gather_report(ledger: Ledger) -> dict[str, Any]:
-    """All ranks' ledgers in one: traffic as the mean over ranks, memory as the most that any rank held.
+    """All ranks' ledgers in one: means over ranks, and for memory also the most that any rank held.
 
-    The mean is what the closed forms speak of: with padding at the end of an interval the last rank sends a few true
-    elements fewer than the first, and the sum over ranks is exact.
+    The mean is what the closed forms speak of: with padding at the end of an interval the last rank owns and sends a few
+    true elements fewer than the first, and the sum over ranks is exact.
     """
     reports = process_group.all_gather_object(ledger.report())
     combined: dict[str, Any] = {"memory": {}, "communication": {}}
     for category, entry in reports[0]["memory"].items():
-        most = max(report["memory"][category]["measured"] for report in reports)
-        combined["memory"][category] = {"predicted": entry["predicted"], "measured": most}
+        held = [report["memory"][category]["measured"] for report in reports]
+        mean = _whole(sum(held) / len(held))
+        combined["memory"][category] = {"predicted": entry["predicted"], "measured": mean, "largest": max(held)}
     kinds = sorted({kind for report in reports for kind in report["communication"]})
     for kind in kinds:
         total = Traffic()
@@ -56,18 +57,10 @@ def find_bad_gradient(model: nn.Module, groups: Sequence[FlatGroup], parts: Sequ
     Args:
         model: gives the order.
         groups: all groups.
-        parts: in the order of the groups' intervals, as ``stage.master_parts`` gives them.
+        parts: in the order of the groups' pieces, as ``stage.master_parts`` gives them.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
-    bad: list[str] = []
-    remaining = iter(parts)
-    for group in groups:
-        for interval in group.layout.intervals:
-            grad = next(remaining).grad
-            start = interval.offset if group.whole else interval.part_start(group.rank)
-            for slot in interval.slots:
-                lo, hi = max(slot.offset - start, 0), min(slot.end - start, grad.numel())
-                if lo < hi and not bool(torch.isfinite(grad[lo:hi]).all()):
-                    bad.append(group.names[slot.index])
+    owners = [group.names[piece.slot.index] for group in groups for piece in group.pieces]
+    bad = [name for name, part in zip(owners, parts, strict=True) if not bool(torch.isfinite(part.grad).all())]
     everyone = [name for names in process_group.all_gather_object(bad) for name in names]
     return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"

@@ -8,6 +8,11 @@ Masters are made from the values that the parameters have *before* they are cast
 them from the cast ones, and so throws the lower bits of a fresh initialisation away.
 
 In fp32 the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held twice.
+
+The optimizer gets one tensor for each *piece*: a parameter's elements that this rank owns. One tensor for the whole share
+would do for an elementwise optimizer but for the last bit: the vector loop and the scalar tail of torch's kernels round
+differently, so the position of tails matters. Pieces end where the parameter ends or at multiples of ``ALIGN`` elements; so
+an element is in a tail here exactly if it is in a loop over the parameters themselves, in every stage, at every W.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.layout import FlatLayout, Interval
+from deepzero.layout import FlatLayout, Interval, Piece
 
 
 def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:
@@ -63,9 +68,13 @@ class FlatGroup:
         if dtype != torch.float32:
             extent = layout.padded_numel if whole else layout.shard_numel
             self.master_storage = torch.zeros(extent, dtype=torch.float32, device=device)
-        self.masters = [self._master_of(interval) for interval in layout.intervals]
-        for slot, param in zip(layout.slots, self.params, strict=True):
-            self._move_in(slot.index, param)
+        self.pieces = layout.whole_pieces() if whole else layout.pieces(rank)
+        self.masters = [self._master_of(piece) for piece in self.pieces]
+        mine: dict[int, tuple[Piece, torch.Tensor]] = {
+            piece.slot.index: (piece, master) for piece, master in zip(self.pieces, self.masters, strict=True)
+        }
+        for index, param in enumerate(self.params):
+            self._move_in(index, param, mine.get(index))
 
     def target_of(self, interval: Interval) -> torch.Tensor:
         """What this rank's optimizer step writes of ``interval`` in the compute dtype: its part, or all of it."""
@@ -73,27 +82,31 @@ class FlatGroup:
             return self.flat_P[interval.offset : interval.offset + interval.numel]
         return self.partitions[interval.index][self.rank]
 
-    def _master_of(self, interval: Interval) -> torch.Tensor:
-        """A leaf that the optimizer may update: fp32, one-dimensional, this rank's part of the interval or all of it."""
+    def master_of(self, interval: Interval) -> torch.Tensor:
+        """The masters of what :meth:`target_of` names, padding included, as one tensor to cast from."""
         if self.master_storage is None:
-            view = self.target_of(interval)
+            return self.target_of(interval)
+        start = interval.offset if self.whole else interval.shard_offset
+        return self.master_storage[start : start + (interval.numel if self.whole else interval.part_numel)]
+
+    def _master_of(self, piece: Piece) -> torch.Tensor:
+        """A leaf that the optimizer may update: fp32, one-dimensional."""
+        if self.master_storage is None:
+            view = self.flat_P[piece.slot.offset + piece.start :][: piece.numel]
         else:
-            start = interval.offset if self.whole else interval.shard_offset
-            extent = interval.numel if self.whole else interval.part_numel
-            view = self.master_storage[start : start + extent]
+            view = self.master_storage[piece.shard_start : piece.shard_start + piece.numel]
         return view.detach().requires_grad_()
 
     @torch.no_grad()
-    def _move_in(self, index: int, param: nn.Parameter) -> None:
-        """Copy one parameter into the flat buffer and the masters, then let it be a view. Its old memory is freed here."""
+    def _move_in(self, index: int, param: nn.Parameter, mine: tuple[Piece, torch.Tensor] | None) -> None:
+        """Copy one parameter into the flat buffer and its master, then let it be a view. Its old memory is freed here."""
         slot = self.layout.slots[index]
         values = param.data.reshape(-1)
         view = self.flat_P[slot.offset : slot.end]
         view.copy_(values)
-        if self.master_storage is not None:
-            pieces = [(0, slot.offset, slot.numel)] if self.whole else self.layout.owned_pieces(slot, self.rank)
-            for start, target, numel in pieces:
-                self.master_storage[target : target + numel].copy_(values[start : start + numel])
+        if self.master_storage is not None and mine is not None:
+            piece, master = mine
+            master.copy_(values[piece.start : piece.start + piece.numel])
         param.data = view.view(param.shape)
 
     def gaps(self, interval: Interval) -> list[tuple[int, int]]:
@@ -106,7 +119,3 @@ class FlatGroup:
         if cursor < interval.offset + interval.numel:
             ranges.append((cursor - interval.offset, interval.numel))
         return ranges
-
-    def held(self) -> list[torch.Tensor]:
-        """Tensors counted as parameters."""
-        return [self.flat_P]

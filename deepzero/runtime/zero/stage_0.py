@@ -54,16 +54,16 @@ class ZeroStage0:
         return self.grad_P[entry.group][interval.offset : interval.offset + interval.numel]
 
     def master_parts(self) -> list[MasterPart]:
-        """Every interval whole: the optimizer of each rank steps on all parameters."""
+        """Every parameter whole: the optimizer of each rank steps on all of them."""
         return [
-            MasterPart(group.masters[interval.index], self._sum_of(Scheduled(g, interval)))
-            for g, group in enumerate(self.groups)
-            for interval in group.layout.intervals
+            MasterPart(master, grad[piece.shard_start : piece.shard_start + piece.numel])
+            for group, grad in zip(self.groups, self.grad_P, strict=True)
+            for piece, master in zip(group.pieces, group.masters, strict=True)
         ]
 
     def norm_grads(self) -> list[torch.Tensor]:
         """The gradients whose squares this rank adds to the global norm: rank 0's only, since all hold the same."""
-        return [part.grad for part in self.master_parts()] if self.reducer.comm.rank == 0 else []
+        return [self._sum_of(entry) for entry in self.order] if self.reducer.comm.rank == 0 else []
 
     def gradient_ready(self, param: nn.Parameter) -> None:
         """2: leave it where autograd put it, or add it to the wider accumulation buffer."""
@@ -85,7 +85,7 @@ class ZeroStage0:
         for group in self.groups:
             for interval in group.layout.intervals:
                 if group.dtype != torch.float32:
-                    group.target_of(interval).copy_(group.masters[interval.index].detach())
+                    group.target_of(interval).copy_(group.master_of(interval))
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients."""

@@ -24,6 +24,7 @@ post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_a
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import torch
@@ -137,19 +138,26 @@ class ZeroStage1And2:
 
     # ---- 4: step -----------------------------------------------------------------------------------------------------
 
+    def _my_sum(self, group: int, interval: Interval) -> torch.Tensor:
+        """This rank's part of an interval's reduced gradients."""
+        grad = self._sum_of(group, interval)
+        return grad.split(interval.part_numel)[self.comm.rank] if self.reducer.whole else grad
+
     def master_parts(self) -> list[MasterPart]:
-        """This rank's part of every interval."""
+        """This rank's piece of every parameter."""
         parts = []
         for g, group in enumerate(self.groups):
-            for interval in group.layout.intervals:
-                grad = self._sum_of(g, interval)
-                mine = grad.split(interval.part_numel)[self.comm.rank] if self.reducer.whole else grad
-                parts.append(MasterPart(group.masters[interval.index], mine))
+            sums = {interval.shard_offset: self._my_sum(g, interval) for interval in group.layout.intervals}
+            starts = sorted(sums)
+            for piece, master in zip(group.pieces, group.masters, strict=True):
+                start = starts[bisect.bisect_right(starts, piece.shard_start) - 1]
+                grad = sums[start][piece.shard_start - start :][: piece.numel]
+                parts.append(MasterPart(master, grad))
         return parts
 
     def norm_grads(self) -> list[torch.Tensor]:
-        """The gradients whose squares this rank adds to the global norm: its own part."""
-        return [part.grad for part in self.master_parts()]
+        """The gradients whose squares this rank adds to the global norm: its own part of every interval."""
+        return [self._my_sum(entry.group, entry.interval) for entry in self.order]
 
     # ---- 5: publish --------------------------------------------------------------------------------------------------
 
@@ -164,7 +172,7 @@ class ZeroStage1And2:
         """One interval of ``all_gather_dp_groups``; launched as soon as its part is cast, waited for together."""
         partitions = group.partitions[interval.index]
         if group.dtype != torch.float32:
-            partitions[self.comm.rank].copy_(group.masters[interval.index])
+            partitions[self.comm.rank].copy_(group.master_of(interval))
         whole = group.flat_P[interval.offset : interval.offset + interval.numel]
         padding = (self.comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(self.comm.rank))
         return self.comm.all_gather(ALL_GATHER, partitions, whole, padding, f"interval {interval.index}")

@@ -1,0 +1,63 @@
+"""The order of a step, read from the ledger: the numbers of DESIGN's path of a step, asserted."""
+
+from __future__ import annotations
+
+import pytest
+
+import deepzero
+from tests.distributed.training import config, make_model, my_micro_batches
+
+REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
+
+
+def events(rank, world, settings):
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    engine.ledger.trace = True
+    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
+        engine.backward(engine(ids, labels))
+        engine.step()
+    return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine._zero.groups[0].layout.intervals)
+
+
+def positions(log, what, kind=""):
+    return [i for i, (w, k, _) in enumerate(log) if w == what and (not kind or k == kind)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
+    log, intervals = ranks.run(events, config(stage=2, bucket=800, overlap=overlap), world_size=2)[0]
+    launches, end = positions(log, "launch", REDUCE), positions(log, "backward_end")[0]
+    assert len(launches) == intervals > 3
+    # 2: most buckets leave while gradients are still to come; all have left when the pass ends.
+    assert launches[-1] < end and launches[0] < positions(log, "gradient_ready")[-1]
+    # In the order of the layout, on every rank.
+    assert [log[i][2] for i in launches] == [f"interval {k}" for k in range(intervals)]
+    # With two buckets, the second leaves before the first has been waited for; with one, never.
+    first_wait = positions(log, "wait", REDUCE)[0]
+    assert (launches[1] < first_wait) is overlap
+    check_tail(log, end)
+
+
+def test_stage_1_reduces_once_at_the_boundary(ranks):
+    settings = config(stage=1, bucket=800, gradient_accumulation_steps=3)
+    log, intervals = ranks.run(events, settings, world_size=2)[0]
+    launches, ends = positions(log, "launch", REDUCE), positions(log, "backward_end")
+    assert len(launches) == intervals and len(ends) == 3 and launches[0] > ends[-1]
+    check_tail(log, launches[-1])
+
+
+def test_stage_0_reduces_and_gathers_gradients(ranks):
+    log, intervals = ranks.run(events, config(stage=0, bucket=800), world_size=2)[0]
+    assert len(positions(log, "launch", "gradients.all_gather")) == intervals
+    assert not positions(log, "launch", GATHER)
+
+
+def check_tail(log, after):
+    """3 boundary → 4 agree, step → 5 publish, each once, everything waited for before the next."""
+    boundary, agree = positions(log, "boundary")[0], positions(log, "launch", AGREE)[0]
+    step, publish = positions(log, "step")[0], positions(log, "publish")[0]
+    gathers = positions(log, "launch", GATHER)
+    assert after < boundary < agree < step < gathers[0] <= gathers[-1] < publish
+    assert positions(log, "wait", REDUCE)[-1] < boundary and positions(log, "wait", GATHER)[-1] < publish
+    assert len(positions(log, "wait")) == len(positions(log, "launch"))

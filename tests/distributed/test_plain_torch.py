@@ -1,0 +1,141 @@
+"""deepzero against plain torch: the same bits on one rank, the same numbers on several."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import deepzero
+from tests.distributed.training import config, make_batch, make_model, my_micro_batches
+
+OPTIMIZERS = {
+    "AdamW": dict(lr=1e-2, weight_decay=0.1),
+    "AdamW fused": dict(lr=1e-2, weight_decay=0.1, fused=True),
+    "Adam": dict(lr=1e-2, betas=(0.8, 0.95)),
+    "SGD": dict(lr=0.05, momentum=0.9, nesterov=True),
+    "RMSprop": dict(lr=1e-3, momentum=0.5),
+    "Adagrad": dict(lr=1e-2, initial_accumulator_value=0.1),
+}
+
+
+def build(name, params):
+    return getattr(torch.optim, name.split()[0])(params, **OPTIMIZERS[name])
+
+
+def one_rank_bits(rank, world, name, stage, bucket):
+    """20 steps beside a plain loop; every parameter and every moment compared after each. Returns steps compared."""
+    plain = make_model()
+    reference = build(name, plain.parameters())
+    model = make_model()
+    engine, optimizer, _, _ = deepzero.initialize(
+        model=model, optimizer=build(name, model.parameters()), config=config(stage=stage, bucket=bucket, gradient_clipping=0)
+    )
+    for step in range(20):
+        ids, labels = make_batch(step, 2)
+        reference.zero_grad()
+        plain(ids, labels).backward()
+        reference.step()
+        engine.backward(engine(ids, labels))
+        engine.step()
+        ours = dict(model.named_parameters())
+        for key, theirs in plain.named_parameters():
+            assert torch.equal(ours[key], theirs), (step, key)
+            for state, value in reference.state[theirs].items():
+                if torch.is_tensor(value) and value.shape == theirs.shape:
+                    assert torch.equal(moment(engine, optimizer, ours[key], state), value.flatten()), (step, key, state)
+    return step + 1
+
+
+def moment(engine, optimizer, param, state):
+    """One parameter's optimizer state, put together from the masters of its intervals."""
+    for group in engine._zero.groups:
+        for slot, candidate in zip(group.layout.slots, group.params, strict=True):
+            if candidate is param:
+                whole = torch.zeros(group.layout.padded_numel)
+                for piece, master in zip(group.pieces, group.masters, strict=True):
+                    start = piece.slot.offset + piece.start
+                    whole[start : start + piece.numel] = optimizer.state[master][state]
+                return whole[slot.offset : slot.end]
+    raise AssertionError("parameter in no group")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_rank_is_the_plain_loop(ranks, name, stage):
+    assert ranks.run(one_rank_bits, name, stage, 1500, world_size=1) == [20]
+
+
+def gradients(rank, world, stage, micro, accumulation):
+    """Reduced mean gradients of step 0 by name, put together over ranks."""
+    engine, *_ = deepzero.initialize(
+        model=make_model(),
+        config=config(
+            stage=stage, bucket=700, gradient_clipping=0, train_micro_batch_size_per_gpu=micro,
+            gradient_accumulation_steps=accumulation, optimizer={"type": "SGD", "params": {"lr": 1.0}},
+        ),
+    )  # fmt: skip
+    before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
+        engine.backward(engine(ids, labels))
+        engine.step()
+    # SGD with learning rate 1 and no momentum moves a parameter by exactly minus its gradient.
+    return {name: (before[name].double() - p.double()).detach() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 4, 1), (2, 1, 4), (4, 1, 2), (4, 2, 1), (1, 1, 8)])
+def test_gradients_against_double(ranks, stage, world, micro, accumulation):
+    model = make_model().double()
+    ids, labels = make_batch(0, micro * accumulation * world)
+    x = model.embed(ids)
+    for block in model.blocks:
+        x = x + block(x)
+    torch.nn.functional.cross_entropy(model.head(model.norm(x)).flatten(0, 1), labels.flatten()).backward()
+    for ours in ranks.run(gradients, stage, micro, accumulation, world_size=world):
+        for name, param in model.named_parameters():
+            difference = (ours[name] - param.grad).norm() / param.grad.norm()
+            # The reference is subtracted from parameters of size 1, in fp32: that rounding is part of the difference.
+            assert difference < 1e-6 + 2e-7 * before_over_gradient(param), name
+
+
+def before_over_gradient(param):
+    return float(param.detach().norm() / param.grad.norm())
+
+
+def losses_and_parameters(rank, world, stage, optimizer, steps):
+    settings = config(stage=stage, bucket=700, gradient_clipping=0, train_micro_batch_size_per_gpu=8 // world)
+    settings["optimizer"] = optimizer
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    losses = []
+    for step in range(steps):
+        ids, labels = make_batch(step, 8)
+        mine = slice(rank * 8 // world, (rank + 1) * 8 // world)
+        engine.backward(engine(ids[mine], labels[mine]))
+        engine.step()
+        losses.append(engine.last_step.loss)
+    return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+def test_trajectory_against_plain_loop(ranks, name, stage, world):
+    params = {"lr": 0.05} if name == "SGD" else {"lr": 1e-3, "weight_decay": 0.1}
+    plain = make_model()
+    reference = getattr(torch.optim, name)(plain.parameters(), **params)
+    losses = []
+    for step in range(10):
+        reference.zero_grad()
+        loss = plain(*make_batch(step, 8))
+        loss.backward()
+        reference.step()
+        losses.append(loss.item())
+    for ours, parameters in ranks.run(
+        losses_and_parameters, stage, {"type": name, "params": copy.deepcopy(params)}, 10, world_size=world
+    ):
+        assert ours == pytest.approx(losses, rel=1e-5)
+        if name == "SGD":
+            for key, param in plain.named_parameters():
+                assert torch.allclose(parameters[key], param, rtol=1e-6, atol=1e-6), key

@@ -1,0 +1,142 @@
+"""DeepSpeed's JSON: names, meanings, defaults; every other key refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from deepzero.config.deepspeed_json import SATISFIED, load_engine_config
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.parse import ConfigError
+
+FULL = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.3,
+    "steps_per_print": 10,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12},
+    "zero_optimization": {
+        "stage": 1,
+        "reduce_bucket_size": 5e7,
+        "allgather_bucket_size": "2e7",
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_scatter": False,
+    },
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "communication_data_type": "fp32",
+    "comm": {"reduce": "exact", "chaos": {"enabled": True, "seed": 3}},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def test_every_key_arrives(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(FULL))
+    for given in (FULL, path, str(path)):
+        config = load_engine_config(given)
+        assert (config.train_batch_size, config.gradient_accumulation_steps) == (16, 2)
+        assert (config.gradient_clipping, config.steps_per_print) == (0.3, 10)
+        assert config.precision.dtype == "bf16"
+        zero = config.zero
+        assert (zero.stage, zero.reduce_bucket_size, zero.allgather_bucket_size) == (1, 50_000_000, 20_000_000)
+        assert (zero.overlap_comm, zero.reduce_scatter) == (True, False)
+        assert config.optimizer.target == "AdamW" and config.optimizer.params["betas"] == [0.9, 0.95]
+        assert config.scheduler.type == "WarmupLR"
+        assert (config.grad_accum_dtype, config.communication_data_type) == ("bf16", "fp32")
+        assert (config.comm.reduce, config.comm.chaos.seed) == ("exact", 3)
+
+
+def test_defaults_are_deepspeeds():
+    config = load_engine_config({"train_batch_size": 4})
+    assert (config.zero.stage, config.zero.reduce_bucket_size, config.zero.overlap_comm) == (0, 500_000_000, False)
+    assert config.gradient_clipping == 1.0 and config.precision.dtype == "fp32"
+    fp16 = load_engine_config({"train_batch_size": 4, "fp16": {"enabled": True}}).precision
+    assert (fp16.initial_scale_power, fp16.loss_scale_window, fp16.hysteresis, fp16.min_loss_scale) == (16, 1000, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gradient_cliping": 1.0}, "gradient_clipping"),
+        ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stage'"),
+        ({"zero_optimization": {"stage": 7}}, "zero.stage=7"),
+        ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage='two' must be an integer"),
+        ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be an integer"),
+        ({"zero_optimization": {"contiguous_gradients": False}}, "contiguous_gradients=False is not implemented"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": True}, "must be an object"),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, "true or false"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
+        ({"bf16": {"enable": True}}, "enabled"),
+        ({"fp16": {"enabled": False, "loss_scal": 1}}, "loss_scale"),
+        ({"optimizer": {"typ": "AdamW"}}, "optimizer"),
+        ({"optimizer": {"type": "AdamW", "lr": 1}}, "optimizer.lr"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "int8"),
+        ({"train_batch_size": 0}, "train_batch_size=0"),
+        ({"train_batch_size": True}, "must be a number"),
+        ({"gradient_clipping": -1}, "gradient_clipping=-1"),
+        ({"comm": {"reduce": "exakt"}}, "exact"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler"),
+    ],
+)
+def test_refused(given, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        load_engine_config(given)
+
+
+@pytest.mark.parametrize("key", SATISFIED)
+def test_satisfied_keys(key):
+    """The value that deepzero fulfils is accepted; another is refused, not ignored."""
+    *blocks, name = key.split(".")
+
+    def wrap(value):
+        return {blocks[0]: {name: value}} if blocks else {name: value}
+
+    values, _ = SATISFIED[key]
+    for value in values:
+        assert load_engine_config(wrap(value)) == EngineConfig()
+    with pytest.raises(ConfigError, match=name):
+        load_engine_config(wrap("something else"))
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_engine_config(tmp_path / "absent.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        load_engine_config(str(tmp_path / "broken.json"))
+    (tmp_path / "twice.json").write_text('{"train_batch_size": 1, "train_batch_size": 2}')
+    with pytest.raises(ConfigError, match="twice"):
+        load_engine_config(tmp_path / "twice.json")
+    with pytest.raises(ConfigError, match="needs config="):
+        load_engine_config(None)
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "expected"),
+    [(24, 4, None, (24, 4, 2)), (24, None, 2, (24, 4, 2)), (None, 4, 2, (24, 4, 2)), (24, None, None, (24, 8, 1)),
+     (None, 4, None, (12, 4, 1)), (24, 4, 2, (24, 4, 2))],
+)  # fmt: skip
+def test_triad(total, micro, steps, expected):
+    config = EngineConfig(
+        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    )
+    batch = resolve_batch(config, world_size=3)
+    assert (batch.global_batch, batch.micro_batch, batch.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "steps", "message"),
+    [(10, 4, None, "12 would"), (25, 4, None, "24 or 36 would"), (24, 4, 3, "= 36"), (None, None, 2, "neither")],
+)
+def test_triad_that_does_not_divide(total, micro, steps, message):
+    config = EngineConfig(
+        train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=steps
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve_batch(config, world_size=3)

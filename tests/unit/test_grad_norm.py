@@ -1,0 +1,68 @@
+"""The gradient norm: exact integers, no order, and close to the truth."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from deepzero.layout import ALIGN
+from deepzero.runtime.grad_norm import block_norms, exact_square_sum, norm_from_words, square_sum_words
+
+CPU = torch.device("cpu")
+
+
+def norm(*grads):
+    return norm_from_words(square_sum_words(list(grads), CPU).tolist())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12, 65504.0])
+def test_close_to_double(scale):
+    grad = torch.randn(ALIGN * 1000, generator=torch.Generator().manual_seed(1)) * scale
+    assert norm(grad) == pytest.approx(grad.double().norm().item(), rel=1e-7)
+
+
+def test_no_order():
+    """Any cut at block boundaries, in any order of pieces, gives the same integers."""
+    generator = torch.Generator().manual_seed(2)
+    grad = torch.randn(ALIGN * 64, generator=generator) * torch.logspace(-18, 18, ALIGN * 64)
+    expected = norm(grad)
+    for pieces in (2, 4, 16, 64):
+        parts = list(grad.split(grad.numel() // pieces))
+        order = torch.randperm(pieces, generator=generator).tolist()
+        assert norm(*(parts[i] for i in order)) == expected
+    words = sum(square_sum_words([part], CPU) for part in grad.split(ALIGN * 8))
+    assert norm_from_words(words.tolist()) == expected
+
+
+def test_integers_are_exact():
+    """The sum over blocks is the exact sum of the squares of the fp32 block norms."""
+    norms = block_norms(torch.randn(ALIGN * 300, generator=torch.Generator().manual_seed(3)) * 1e-3)
+    exact = sum(Fraction(x) ** 2 for x in norms.tolist())
+    root = Fraction(norm_from_words(exact_square_sum(norms).tolist()))
+    assert abs(root * root / exact - 1) < Fraction(1, 2**51)
+
+
+def test_denormal_blocks_and_zeros():
+    tiny = torch.full((ALIGN,), 1e-41)
+    assert norm(torch.zeros(ALIGN)) == 0.0
+    assert norm(tiny) == pytest.approx(0.0, abs=1e-39)
+    assert math.isfinite(norm(tiny, torch.ones(ALIGN))) and norm(tiny, torch.ones(ALIGN)) == 8.0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan"), 1e30])
+def test_not_finite(bad):
+    grad = torch.ones(ALIGN * 3)
+    grad[70] = bad
+    assert norm(grad) == math.inf
+
+
+def test_narrow_gradients_are_widened():
+    grad = torch.randn(ALIGN * 4, generator=torch.Generator().manual_seed(4)).bfloat16()
+    assert norm(grad) == norm(grad.float())
+
+
+def test_nothing():
+    assert norm() == 0.0
