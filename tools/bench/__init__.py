@@ -1,0 +1,15 @@
+"""deepzero beside its peers: the same model, data, precision and clipping, interleaved in one run.
+
+``python -m tools.bench.zero`` is the command. How the files depend on each other, lowest first:
+
+    stats       medians and ratios, nothing else
+    workload    the model, the tokens and the optimizer's numbers that every contender shares
+    contenders  who takes part, in which variants, and what each needs to be installed
+    master_adamw  AdamW with fp32 masters, for the peers that bring none
+    ours · peers · peer_deepspeed · floor   how each contender builds its training step
+    rank        one rank of one contender: build, warm up, time, measure memory, write one JSON file
+    launch      starts the ranks, with a time limit, and leaves none behind
+    bars        the limits that deepzero sets itself, as pass or fail
+    report      tables for the terminal and the dated page under docs/benchmarks
+    zero        the command line: rounds, and which variants stay after the first one
+"""

@@ -1,0 +1,149 @@
+"""The work that every contender does: one GPT, one stream of tokens, one set of optimizer numbers.
+
+All contenders build the model from the same seed in fp32, read the same tokens in the same order, and train with AdamW
+on fp32 masters with fp32 moments under bf16 computation, the global gradient norm clipped. What a contender may choose
+freely is *how* it does that.
+
+The tokens are pairs of bytes of the Python standard library's source, the most frequent pairs of them, so the text is
+real and uses the whole vocabulary. They depend on the installed Python, which is the same for all contenders of a run.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes and numbers of one benchmark run; travels to every rank as JSON."""
+
+    n_layer: int = 12
+    n_embd: int = 768
+    n_head: int = 12
+    vocab_size: int = 8192
+    block_size: int = 256
+    """Tokens per sequence."""
+
+    micro_batch: int = 1
+    """Sequences per rank and step; there is no accumulation."""
+
+    ranks: int = 2
+    threads: int = 1
+    """Intra-op threads of each rank, on CPU."""
+
+    device: str = "cpu"
+    """``cpu`` (gloo) or ``cuda`` (NCCL, one GPU per rank)."""
+
+    lr: float = 1e-4
+    """Low and constant, so that the losses of the contenders stay comparable without a warm-up."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    """Largest global gradient norm."""
+
+    seed: int = 1234
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.ranks * self.micro_batch * self.block_size
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Keyword arguments of ``torch.optim.AdamW``."""
+        return {
+            "lr": self.lr,
+            "betas": (self.beta1, self.beta2),
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, for JSON."""
+        return asdict(self)
+
+
+TINY = Workload(n_layer=2, n_embd=64, n_head=2, vocab_size=256, block_size=32)
+"""``--quick``: the same path through the code in seconds; its times mean nothing."""
+
+
+def build_model(work: Workload) -> nn.Module:
+    """The GPT in fp32 on the CPU, with the same initial values in every contender and on every rank.
+
+    The head is untied: 97.9 M parameters at the default size.
+
+    Returns:
+        A module with ``forward(input_ids, labels) -> mean cross-entropy``.
+    """
+    from deepzero.config.run import ModelConfig
+    from deepzero.models.gpt import GPT
+
+    torch.manual_seed(work.seed)
+    config = ModelConfig(
+        name="bench",
+        vocab_size=work.vocab_size,
+        block_size=work.block_size,
+        n_layer=work.n_layer,
+        n_head=work.n_head,
+        n_embd=work.n_embd,
+        tied=False,
+    )
+    return GPT(config)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The list of transformer blocks, which FSDP2 wraps one by one: the model's first ``ModuleList``."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            return module
+    raise ValueError(f"{type(model).__name__} has no ModuleList of blocks to shard one by one")
+
+
+def make_tokens(vocab_size: int, count: int) -> np.ndarray:
+    """``count`` tokens of standard library source, as int64 in ``[0, vocab_size)``.
+
+    Two bytes make one token. The ``vocab_size - 1`` most frequent pairs get the numbers from 1, frequent ones first;
+    every other pair is token 0.
+    """
+    need = 2 * count
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = bytearray()
+    # Modules of the top folder, in name order: some 6 MB, enough for thousands of steps, read in milliseconds.
+    for path in sorted(folder.glob("*.py")):
+        text += path.read_bytes()
+        if len(text) >= need:
+            break
+    if not text:
+        raise FileNotFoundError(f"no Python source in {folder}; the benchmark reads its text there")
+    data = np.frombuffer(bytes(text), dtype=np.uint8)
+    data = np.resize(data, need)  # repeats the text when it is shorter than asked for
+    pairs = data[0::2].astype(np.int64) * 256 + data[1::2]
+    frequency = np.bincount(pairs, minlength=65536)
+    numbers = np.zeros(65536, dtype=np.int64)
+    common = np.argsort(-frequency, kind="stable")[: vocab_size - 1]
+    numbers[common] = np.arange(1, len(common) + 1)
+    return numbers[pairs]
+
+
+def tokens_needed(work: Workload, steps: int) -> int:
+    """Tokens that ``steps`` optimizer steps read, the last target included."""
+    return steps * work.tokens_per_step + 1
+
+
+def batch(work: Workload, tokens: np.ndarray, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of one rank in one step, both int64 ``[micro_batch, block_size]``, on the CPU."""
+    size = work.micro_batch * work.block_size
+    start = step * work.tokens_per_step + rank * size
+    window = torch.from_numpy(np.ascontiguousarray(tokens[start : start + size + 1]))
+    shape = (work.micro_batch, work.block_size)
+    return window[:-1].view(shape), window[1:].view(shape)
