@@ -35,7 +35,9 @@ PARTS = {
 
 def measured(name: str, seconds: float, peak: float = 100.0, idle: float | None = 50.0, variant: int = 0) -> Measured:
     contender = by_name(name)
-    return Measured(contender, contender.variants[variant], seconds, seconds, 4, peak, peak, peak, (5.0, 4.0), idle)
+    return Measured(
+        contender, contender.variants[variant], seconds, seconds, seconds, 4, peak, peak, peak, (5.0, 4.0), idle
+    )
 
 
 def plan(folder: Path, timeout_seconds: float = 200.0) -> Plan:
@@ -61,13 +63,22 @@ def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
 def test_rounds_are_pooled_and_failed_rounds_left_out() -> None:
     ddp = by_name("ddp")
     rounds = [
-        Outcome(seconds={"step": [1.0, 3.0]}, losses=[5.0], build_peak_bytes=10, step_peak_bytes=7),
+        Outcome(
+            seconds={"step": [1.0, 3.0]},
+            cpu_seconds={"step": 1.0},
+            losses=[5.0],
+            build_peak_bytes=10,
+            step_peak_bytes=7,
+        ),
         Outcome(error="rank 1 ended with 1"),
-        Outcome(seconds={"step": [2.0, 9.0]}, losses=[5.0], build_peak_bytes=6, step_peak_bytes=8),
+        Outcome(
+            seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6, step_peak_bytes=8
+        ),
     ]
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
     assert (row.median_seconds, row.best_seconds, row.samples) == (2.5, 1.0, 4)
+    assert row.cpu_seconds == 1.5
     assert (row.peak_bytes, row.model_bytes) == (9.0, 5.0)
     assert summarize(ddp, ddp.variants[0], [rounds[1]], idle=None) is None
 
@@ -101,7 +112,7 @@ def test_bars_use_the_fastest_variant_for_time_and_the_leanest_for_memory() -> N
 
 def test_slow_and_failing_variants_drop_out_after_the_first_round() -> None:
     entries = [(by_name("ddp"), v) for v in by_name("ddp").variants[:3]] + [(FLOOR, FLOOR.variants[0])]
-    outcomes = [Outcome(seconds={"step": [s]}) for s in (1.0, 1.05)] + [
+    outcomes = [Outcome(seconds={"step": [s]}, cpu_seconds={"step": s}) for s in (1.0, 1.05)] + [
         Outcome(error="no"),
         Outcome(seconds={part: [1.0] for part in PARTS}),
     ]

@@ -29,6 +29,8 @@ class Measured:
     variant: Variant
     median_seconds: float
     best_seconds: float
+    cpu_seconds: float
+    """Processor time of one step of the busiest rank, all its threads together."""
     samples: int
     peak_bytes: float
     """Median over rounds, as the two below."""
@@ -97,6 +99,7 @@ def summarize(
         variant=variant,
         median_seconds=median(samples),
         best_seconds=min(samples),
+        cpu_seconds=median([o.cpu_seconds["step"] for o in good]),
         samples=len(samples),
         peak_bytes=median([o.peak_bytes for o in good]),
         build_peak_bytes=median([o.build_peak_bytes for o in good]),

@@ -38,6 +38,10 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     """Mean over ranks, of every step from the first untimed one."""
 
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    """Piece to processor seconds per step, all threads of one rank together, of the busiest rank. Time in a table that
+    is far above it was spent waiting, for another rank or for a processor that somebody else had."""
+
     build_peak_bytes: int = 0
     """Largest resident size until the model is built, of the largest rank."""
 
@@ -99,6 +103,7 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.work.ranks)]
     return Outcome(
         seconds={piece: slowest_rank([r["seconds"][piece] for r in results]) for piece in results[0]["seconds"]},
+        cpu_seconds={piece: max(r["cpu_seconds"][piece] for r in results) for piece in results[0]["cpu_seconds"]},
         losses=mean_over_ranks([r["losses"] for r in results]),
         build_peak_bytes=max(r["build_peak_bytes"] for r in results),
         step_peak_bytes=max(r["step_peak_bytes"] for r in results),

@@ -87,26 +87,30 @@ def pick_device(work: Workload, local_rank: int) -> torch.device:
 
 def timed_steps(
     step: Step, context: Context, tokens: np.ndarray, warmup: int, steps: int
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float], float]:
     """Run ``warmup + steps`` steps.
 
     Returns:
-        Seconds of each timed step, and this rank's loss of every step, the untimed ones included.
+        Seconds of each timed step; this rank's loss of every step, the untimed ones included; and the processor time of
+        one timed step, over all threads of this process.
     """
     seconds: list[float] = []
     losses: list[torch.Tensor] = []
+    cpu_start = 0.0
     for number in range(warmup + steps):
         inputs, targets = (t.to(context.device) for t in batch(context.work, tokens, number, context.rank))
         if number == warmup:
             barrier()
             _synchronize(context.device)
+            cpu_start = time.process_time()
         # Only the wait for this rank's own device stands between two steps, as in a training loop that logs its loss.
         start = time.perf_counter()
         losses.append(step(inputs, targets))
         _synchronize(context.device)
         if number >= warmup:
             seconds.append(time.perf_counter() - start)
-    return seconds, [float(loss) for loss in losses]
+    cpu_seconds = (time.process_time() - cpu_start) / steps
+    return seconds, [float(loss) for loss in losses], cpu_seconds
 
 
 def _synchronize(device: torch.device) -> None:
@@ -130,14 +134,16 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     reset_peak(device)
 
     seconds: dict[str, list[float]] = {}
-    losses: list[float] = []
+    losses: dict[str, list[float]] = {}
+    cpu_seconds: dict[str, float] = {}
     for name, step in pieces.items():
         barrier()
-        seconds[name], found = timed_steps(step, context, tokens, spec["warmup"], spec["steps"])
-        losses = losses or found
+        timed = timed_steps(step, context, tokens, spec["warmup"], spec["steps"])
+        seconds[name], losses[name], cpu_seconds[name] = timed
     return {
         "seconds": seconds,
-        "losses": losses,
+        "losses": next(iter(losses.values())),
+        "cpu_seconds": cpu_seconds,
         "build_peak_bytes": build_peak,
         "step_peak_bytes": peak(device),
         "parameters": sum(p.numel() for p in context.model.parameters()),

@@ -58,6 +58,7 @@ def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) ->
                 row.variant.name,
                 f"{row.median_seconds:.3f}",
                 f"{row.best_seconds:.3f}",
+                f"{row.cpu_seconds:.3f}",
                 str(row.samples),
                 f"{work.tokens_per_step / row.median_seconds:.0f}",
                 f"{row.median_seconds / below:.2f}" if below else "-",
@@ -67,7 +68,7 @@ def step_table(rows: Sequence[Measured], floor: Floor | None, work: Workload) ->
                 f"{row.step_peak_bytes / MIB:.0f}",
             ]
         )
-    head = ["contender", "variant", "median s", "best s", "steps", "tokens/s", "x floor"]
+    head = ["contender", "variant", "median s", "best s", "cpu s", "steps", "tokens/s", "x floor"]
     head += ["peak MiB", "of the model", "at build", "at steps"]
     return table(head, lines)
 
