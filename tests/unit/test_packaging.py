@@ -1,0 +1,47 @@
+"""What ``pip install`` brings: all that the package imports, and all of the package."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.house import read_house
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
+"""Modules whose distribution has another name."""
+
+
+def project() -> dict[str, Any]:
+    """The table ``[project]`` of pyproject.toml."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_every_import_is_declared() -> None:
+    declared = {re.split(r"[<>=!\[; ]", line)[0] for line in project()["dependencies"]}
+    used: dict[str, str] = {}
+    for file in read_house(ROOT).files:
+        if file.path == "train.py" or file.path.startswith("deepzero/"):
+            used.update({use.target.split(".")[0]: f"{file.path}:{use.line}" for use in file.imports})
+    foreign = {name: place for name, place in used.items() if name not in {*sys.stdlib_module_names, "deepzero"}}
+    assert {"torch", "numpy", "hydra"} <= set(foreign)
+    missing = {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared}
+    assert missing == {}
+
+
+def test_every_folder_is_packaged() -> None:
+    folders = {path.parent for path in (ROOT / "deepzero").rglob("*.py")}
+    assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+def test_version_and_licence() -> None:
+    table = project()
+    assert table["name"] == "deepzero"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", table["version"])
+    assert table["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")[:200]
