@@ -1,4 +1,4 @@
-"""One layout serves all stages: parameters end to end, cut into intervals, every interval cut into W equal parts.
+r"""One layout serves all stages: parameters end to end, cut into intervals, every interval cut into W equal parts.
 
 This module is pure integers: no tensor, no process. It can be asked about 10,000 ranks on a laptop.
 
@@ -17,7 +17,7 @@ This module is pure integers: no tensor, no process. It can be asked about 10,00
 
         interval 0                interval 1                        interval 2
         |  r0  |  r1  |  r2  |    |   r0    |   r1    |   r2    |   |  r0  |  r1  |  r2  |      flat_P
-            \\                          \\                                \\
+            \                          \                                \
              +--------------------------+---------------------------------+---> r0's master_S, grad_S
 
     So every bucket is one balanced reduce-scatter straight into ``grad_S``, and every publication one all-gather
@@ -210,7 +210,9 @@ def plan_layout(numels: Sequence[int], world_size: int, interval_limit: int, ali
         (3300, 3584, 896)
     """
     if world_size < 1 or interval_limit < 1 or any(n < 0 for n in numels):
-        raise ValueError(f"cannot lay out {len(numels)} parameters over {world_size} ranks in buckets of {interval_limit}")
+        raise ValueError(
+            f"cannot lay out {len(numels)} parameters over {world_size} ranks in buckets of {interval_limit}"
+        )
     slots: list[Slot] = []
     intervals: list[Interval] = []
     pending: list[Slot] = []

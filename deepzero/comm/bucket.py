@@ -1,8 +1,8 @@
 """Buckets: gradients on their way from every rank to the rank that owns them.
 
 A bucket holds one interval in the wire dtype. The reducer owns a fixed number of them (two when communication overlaps
-with the backward pass, one when it does not) and keeps them for the whole run: fresh memory costs several times the copy
-that fills it. The life of a bucket::
+with the backward pass, one when it does not) and keeps them for the whole run: fresh memory costs several times the
+copy that fills it. The life of a bucket::
 
     acquire            launch                  finish                             acquire again
     copy gradients in  send parts to owners    sum the W received parts in fp32
@@ -10,9 +10,9 @@ that fills it. The life of a bucket::
 
 Two ways of summing:
 
-``exact``   every part travels in the wire dtype to its owner, who adds the W contributions in fp32 **in rank order**. The
-            sum of an element then depends on nothing but its W contributions: not on the bucket it travelled in, not on
-            the stage, not on timing. It is also more accurate than adding in bf16 hop by hop along a ring.
+``exact``   every part travels in the wire dtype to its owner, who adds the W contributions in fp32 **in rank order**.
+            The sum of an element then depends on nothing but its W contributions: not on the bucket it travelled in,
+            not on the stage, not on timing. It is also more accurate than adding in bf16 hop by hop along a ring.
 ``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
 
 Volume per rank: an interval of B elements sends ``(W-1)/W * B``, in both.
@@ -140,7 +140,7 @@ class BucketReducer:
         return sum(t.numel() * t.element_size() for t in self.buffers())
 
     def acquire(self, interval: Interval) -> torch.Tensor:
-        """The bucket to fill with ``interval``, of its extent; waits for the oldest reduction when all are in flight."""
+        """The bucket to fill with ``interval``, of its extent; waits for the oldest one when all are in flight."""
         while not self._buckets:
             self._finish(self._in_flight.popleft())
         bucket = self._buckets[0]
@@ -160,7 +160,9 @@ class BucketReducer:
         send = bucket.send[: interval.numel]
         parts = list(send.split(interval.part_numel))
         where = f"interval {interval.index}"
-        padding = (interval.numel - interval.part_numel) - (interval.true_numel() - interval.true_numel_of(self.comm.rank))
+        padding = (interval.numel - interval.part_numel) - (
+            interval.true_numel() - interval.true_numel_of(self.comm.rank)
+        )
         if self.method == "exact":
             recv = self._receivers(bucket.recv, interval)
             pending = self.comm.exchange(REDUCE_SCATTER, parts, recv, padding, where)

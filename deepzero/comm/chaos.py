@@ -1,7 +1,7 @@
 """Chaos mode: seeded delays at every launch and wait, and released buffers poisoned with NaN.
 
-A race in a ZeRO implementation reads a buffer too early or refills it too early, and gives a slightly wrong gradient on a
-busy machine once a week. Under chaos it gives NaN, at once, in a test: what is released is overwritten, and each rank
+A race in a ZeRO implementation reads a buffer too early or refills it too early, and gives a slightly wrong gradient on
+a busy machine once a week. Under chaos it gives NaN, at once, in a test: what is released is overwritten, and each rank
 sleeps where the others do not expect it. Results must keep their bits; the tests compare them with a calm run.
 """
 

@@ -35,16 +35,14 @@ _TAG = 0x5A52
 class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
-    def __init__(
-        self, works: Sequence[dist.Work | None], ledger: Ledger, chaos: Chaos, kind: str, where: str
-    ) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], ledger: Ledger, chaos: Chaos, kind: str, where: str) -> None:
         self._works = [work for work in works if work is not None]
         self._ledger, self._chaos = ledger, chaos
         self._kind, self._where = kind, where
         self._done = False
 
     def wait(self) -> None:
-        """Return when the result may be read: at once on the CPU, in stream order on a GPU. Waiting twice is harmless."""
+        """Return when the result may be read; on a GPU, in stream order. Waiting twice is harmless."""
         if self._done:
             return
         self._chaos.delay()
@@ -75,7 +73,7 @@ class Communicator:
     def exchange(
         self, kind: str, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], padding: int = 0, where: str = ""
     ) -> Pending:
-        """All-to-all: ``send[q]`` goes to rank q, ``recv[q]`` is filled by rank q; the entries of this rank are not used.
+        """All-to-all: ``send[q]`` goes to rank q, ``recv[q]`` is filled by rank q; this rank's entries are not used.
 
         Args:
             kind: the ledger's name for it.
@@ -101,8 +99,10 @@ class Communicator:
             return self._exchange_through_host(inputs, outputs, kind, where)
         return self._pending([dist.all_to_all(outputs, inputs, async_op=True)], kind, where)
 
-    def all_gather(self, kind: str, parts: Sequence[torch.Tensor], whole: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
-        """Every rank's part, in place: ``parts`` are the W equal parts of ``whole``, and this rank's is already there."""
+    def all_gather(
+        self, kind: str, parts: Sequence[torch.Tensor], whole: torch.Tensor, padding: int = 0, where: str = ""
+    ) -> Pending:
+        """Every rank's part, in place: ``parts`` are the W parts of ``whole``, and this rank's is there."""
         if self._pairwise or self.world_size == 1:
             return self.exchange(kind, [parts[self.rank]] * self.world_size, parts, padding, where)
         self._before(kind, where)
@@ -110,14 +110,16 @@ class Communicator:
         self.ledger.record(kind, (self.world_size - 1) * mine.numel(), mine.element_size(), padding)
         return self._pending([_all_gather_single(whole, mine, async_op=True)], kind, where)
 
-    def reduce_scatter(self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
+    def reduce_scatter(
+        self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = ""
+    ) -> Pending:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
         self._before(kind, where)
         self.ledger.record(kind, (self.world_size - 1) * output.numel(), output.element_size(), padding)
         return self._pending([_reduce_scatter_single(output, whole, async_op=True)], kind, where)
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
-        """The backend's own sum, in place, on every rank. Its volume is counted as a ring's: ``2 (W-1)/W`` per element."""
+        """The backend's own sum, in place, on every rank; counted as a ring's, ``2 (W-1)/W`` per element."""
         self._before(kind, where)
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         self.ledger.record(kind, sent, tensor.element_size(), padding)
@@ -145,7 +147,7 @@ class Communicator:
     def _exchange_through_host(
         self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], kind: str, where: str
     ) -> Pending:
-        """gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
+        """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
         inputs = torch.cat(list(send)).cpu()
         outputs = torch.empty(sum(t.numel() for t in recv), dtype=inputs.dtype)
         splits_out, splits_in = [t.numel() for t in recv], [t.numel() for t in send]

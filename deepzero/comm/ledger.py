@@ -95,7 +95,9 @@ class Ledger:
         """An optimizer step is complete."""
         self.last_step, self.traffic = self.traffic, {}
 
-    def watch(self, category: str, tensors: Callable[[], Iterable[torch.Tensor | None]], padding_bytes: int = 0) -> None:
+    def watch(
+        self, category: str, tensors: Callable[[], Iterable[torch.Tensor | None]], padding_bytes: int = 0
+    ) -> None:
         """Let :meth:`sample` ask ``tensors()`` for what is held under ``category`` at that moment.
 
         Args:

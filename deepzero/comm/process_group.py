@@ -64,7 +64,9 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
         return
     if len(present) < len(_LAUNCHER_VARIABLES):
         missing = sorted(set(_LAUNCHER_VARIABLES) - set(present))
-        raise ConfigError(f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all")
+        raise ConfigError(
+            f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all"
+        )
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
 
 

@@ -1,9 +1,10 @@
 """Streams and events, once, behind a null object where there is no GPU.
 
 A *lane* is a side stream on which the reducer sums received buckets while the compute stream goes on with the backward
-pass. A *gate* is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and ``free`` (its reader
-is done), and whoever needs the buffer waits for *that* gate only. Nothing here waits for a whole stream, and nothing
-needs ``record_stream``: buffers live as long as their owner, so the caching allocator never reuses one in flight.
+pass. A *gate* is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and ``free`` (its
+reader is done), and whoever needs the buffer waits for *that* gate only. Nothing here waits for a whole stream, and
+nothing needs ``record_stream``: buffers live as long as their owner, so the caching allocator never reuses one in
+flight.
 
 On CPU a lane runs in line and a gate is always open: the same code runs, and chaos mode takes the place of timing.
 """

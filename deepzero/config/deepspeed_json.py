@@ -1,8 +1,8 @@
 """DeepSpeed's JSON config, read strictly into :class:`~deepzero.config.engine.EngineConfig`.
 
-Every key is one of three things: implemented, and read; *satisfied*, when deepzero's only way is what the given value asks
-for; or refused, by name, with the list of what is implemented. None is ignored. DeepSpeed itself ignores unknown keys at the
-top level, which is how a misspelt ``gradient_cliping`` trains for a week.
+Every key is one of three things: implemented, and read; *satisfied*, when deepzero's only way is what the given value
+asks for; or refused, by name, with the list of what is implemented. None is ignored. DeepSpeed itself ignores unknown
+keys at the top level, which is how a misspelt ``gradient_cliping`` trains for a week.
 
 Our own extension stands in the same mapping under ``comm``.
 """
@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deepzero.config.engine import CommConfig, EngineConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig, ZeroConfig
+from deepzero.config.engine import (
+    CommConfig,
+    EngineConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    SchedulerConfig,
+    ZeroConfig,
+)
 from deepzero.config.parse import ConfigError, build, convert, unknown_key
 
 _SCALARS = (
@@ -26,8 +33,10 @@ _SCALARS = (
 )
 _BLOCKS = ("zero_optimization", "fp16", "bf16", "bfloat16", "comm", "optimizer", "scheduler", "data_types")
 _DTYPE_NAMES = {
-    "fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"
-}  # fmt: skip
+    **dict.fromkeys(("fp32", "float32"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
 
 SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_allow_untested_optimizer": ((True, False), "deepzero tests every optimizer by experiment"),
@@ -48,7 +57,10 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_weights": ((False,), ""),
     "zero_optimization.zero_quantized_gradients": ((False,), ""),
     "bf16.check_grad_overflow": ((True,), "a gradient that is not finite always stops the run"),
-    "bf16.immediate_grad_update": ((True, False), "stage 2 always reduces gradients as they come, stages 0 and 1 never"),
+    "bf16.immediate_grad_update": (
+        (True, False),
+        "stage 2 always reduces gradients as they come, stages 0 and 1 never",
+    ),
     "fp16.fp16_master_weights_and_grads": ((False,), "masters are fp32"),
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
 }
@@ -71,7 +83,9 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | N
     if isinstance(config, EngineConfig):
         return config
     if config is None:
-        raise ConfigError("initialize needs config=: a DeepSpeed-style dict, the path of a JSON file, or an EngineConfig")
+        raise ConfigError(
+            "initialize needs config=: a DeepSpeed-style dict, the path of a JSON file, or an EngineConfig"
+        )
     if isinstance(config, (str, Path)):
         config = _read_json(Path(config))
     if not isinstance(config, Mapping):
@@ -130,7 +144,9 @@ def _drop_satisfied(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
             kept[key] = value
         elif value not in rule[0]:
             allowed = " or ".join(json.dumps(v) for v in rule[0])
-            raise ConfigError(f"{where}{key}={value!r} is not implemented; {allowed} is" + (f": {rule[1]}" if rule[1] else ""))
+            raise ConfigError(
+                f"{where}{key}={value!r} is not implemented; {allowed} is" + (f": {rule[1]}" if rule[1] else "")
+            )
     return kept
 
 

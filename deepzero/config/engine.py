@@ -31,7 +31,7 @@ class ZeroConfig:
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients."""
 
     reduce_bucket_size: int = 500_000_000
-    """At most this many elements are reduced at a time. An upper limit: see ``layout.interval_limit`` for small models."""
+    """At most this many elements are reduced at a time. For small models see ``layout.interval_limit``."""
 
     allgather_bucket_size: int = 500_000_000
     """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits an interval."""
@@ -173,7 +173,7 @@ class EngineConfig:
     """None: the caller passes a scheduler, or the learning rate stays as it is."""
 
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
-    """``data_types.grad_accum_dtype``: dtype in which gradients are summed over micro-batches and kept until the step."""
+    """``data_types.grad_accum_dtype``: dtype in which gradients are summed and kept until the step."""
 
     communication_data_type: Literal["bf16", "fp16", "fp32"] | None = None
     """Wire dtype of gradients. None: the compute dtype."""
@@ -235,12 +235,12 @@ def resolve_batch(config: EngineConfig, world_size: int) -> BatchSizes:
             f"= {implied}; leave one of the three out",
         )
         return BatchSizes(implied, micro, steps, ranks)
-    if total is None:
-        return BatchSizes(micro * ranks, micro, 1, ranks)  # type: ignore[operator]
-    if micro is not None:
+    if total is None and micro is not None:
+        return BatchSizes(micro * ranks, micro, 1, ranks)
+    if total is not None and micro is not None:
         _divides(total, micro * ranks, f"train_micro_batch_size_per_gpu {micro} x {ranks} ranks")
         return BatchSizes(total, micro, total // (micro * ranks), ranks)
-    steps = steps or 1
+    total, steps = total or 0, steps or 1
     _divides(total, steps * ranks, f"gradient_accumulation_steps {steps} x {ranks} ranks")
     return BatchSizes(total, total // (steps * ranks), steps, ranks)
 

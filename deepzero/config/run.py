@@ -123,7 +123,7 @@ class TrainConfig:
     """Global batches per validation."""
 
     fallback_batch_size: int = 48
-    """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8, 12 … ranks."""
+    """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
 
     log_every: int = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
@@ -236,7 +236,7 @@ class RunConfig:
             "optimizer": OptimizerConfig,
             "scheduler": SchedulerConfig,
         }
-        scalars = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        scalars: tuple[str, ...] = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         scalars += ("gradient_clipping", "grad_accum_dtype", "communication_data_type", "steps_per_print")
         own = ("model", "data", "train", "launch", "logger", "profiler", "debug")
         engine: dict[str, Any] = {}
@@ -262,7 +262,9 @@ def _with_params(cls: type, value: Any, where: str) -> Any:
     settings = dict(value)
     name = settings.pop("_target_", None) or settings.pop("type", None)
     if not isinstance(name, str):
-        raise ConfigError(f"{where} needs a type, for example {where}.type=" + ("AdamW" if cls is OptimizerConfig else "constant"))
+        raise ConfigError(
+            f"{where} needs a type, for example {where}.type=" + ("AdamW" if cls is OptimizerConfig else "constant")
+        )
     params = settings.pop("params", None)
     if params is not None and settings:
         raise ConfigError(f"{where} has both params and {sorted(settings)}; put all of them in one place")

@@ -1,11 +1,12 @@
 """What ranks must agree on, and how they find out: before the first step, and in every step.
 
 Ranks that disagree hang each other or, worse, train. Before the first step each rank tells the others what it was
-configured with and which parameters it has; a difference is raised on *every* rank, with what differs and on which rank.
+configured with and which parameters it has; a difference is raised on *every* rank, with what differs and on which
+rank.
 
 In each step they exchange one small message (:class:`StepAgreement`): the exact sum of squares of the gradients, from
-which all compute the same norm, and the losses, from which all compute the same mean. It travels as integers in a single
-all-reduce, which is exact and has no order.
+which all compute the same norm, and the losses, from which all compute the same mean. It travels as integers in a
+single all-reduce, which is exact and has no order.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class StepAgreement:
     """What all ranks know alike about a step before the optimizer runs."""
 
     norm: float
-    """2-norm of the summed gradients as they travelled: times ranks, micro-batches and loss scale. ``inf``: not finite."""
+    """2-norm of the summed gradients: times ranks, micro-batches and loss scale. ``inf``: not finite."""
     loss: float
     """Mean over ranks of each rank's mean over its micro-batches; NaN when no loss was seen."""
 

@@ -1,7 +1,8 @@
 """Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors.
 
-In order: move and broadcast the parameters · plan the layout over them in the order their gradients will arrive · move them
-into flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory happens now.
+In order: move and broadcast the parameters · plan the layout over them in the order their gradients will arrive · move
+them into flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
+happens now.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.layout import interval_limit, plan_layout
-from deepzero.runtime.closed_forms import StateSizes, moment_bytes_per_element, padding_memory, predicted_memory, predicted_traffic
+from deepzero.runtime.closed_forms import (
+    StateSizes,
+    moment_bytes_per_element,
+    padding_memory,
+    predicted_memory,
+    predicted_traffic,
+)
 from deepzero.runtime.optimizers import allocate_state, check_elementwise
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, schedule
@@ -50,8 +57,8 @@ class Dtypes:
 def place_model(model: nn.Module, comm: Communicator) -> None:
     """Move the model to its device, and give every rank rank 0's values.
 
-    Parameters travel before they are cast, so that masters start from rank 0's full-precision values. Buffers keep their
-    dtype, as in DeepSpeed.
+    Parameters travel before they are cast, so that masters start from rank 0's full-precision values. Buffers keep
+    their dtype, as in DeepSpeed.
     """
     model.to(comm.device)
     with torch.no_grad():
@@ -88,8 +95,8 @@ def build_groups(
         for param in group["params"]:
             if param not in names:
                 raise ConfigError(
-                    f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is not a parameter of the "
-                    "model given to initialize; build the optimizer from model.parameters()"
+                    f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is not a parameter of "
+                    "the model given to initialize; build the optimizer from model.parameters()"
                 )
             if param in seen:
                 raise ConfigError(f"parameter {names[param]!r} is in the optimizer twice")
@@ -97,7 +104,9 @@ def build_groups(
         chosen.append(sorted((p for p in group["params"] if p.requires_grad), key=arrival.__getitem__))
     left_out = [name for param, name in names.items() if param.requires_grad and param not in seen]
     if left_out:
-        log.warning("%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0])
+        log.warning(
+            "%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0]
+        )
     total = sum(param.numel() for params in chosen for param in params)
     if total == 0:
         raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
@@ -174,6 +183,7 @@ def build_zero(
     place_model(model, comm)
     cast_frozen(model, dtypes.compute)
     groups, arrival = build_groups(model, optimizer, config, comm, dtypes.compute)
+    moment_bytes = moment_bytes_per_element(optimizer, comm.device)
     hand_over_masters(optimizer, groups)
     allocate_state(optimizer)
     order = schedule(groups, arrival)
@@ -191,7 +201,7 @@ def build_zero(
         engine_stage = ZeroStage0(groups, order, source, reducer, dtypes.accumulation)
     else:
         engine_stage = ZeroStage1And2(groups, order, source, reducer, comm, stage == 2, dtypes.accumulation)
-    built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes_per_element(optimizer))
+    built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes)
     _open_ledger(built, optimizer, config, comm, micro_batches)
     return built
 

@@ -1,7 +1,8 @@
 """The closed forms of ZeRO: what a run will hold and send, said before it starts.
 
-With Ψ true elements, W ranks, c bytes of the compute dtype, a bytes of the accumulation dtype, m bytes of optimizer moments
-per element (8 for Adam), and x bytes of a separate fp32 master (4; 0 in fp32, whose parameters are their own masters):
+With Ψ true elements, W ranks, c bytes of the compute dtype, a bytes of the accumulation dtype, m bytes of optimizer
+moments per element (8 for Adam), and x bytes of a separate fp32 master (4; 0 in fp32, whose parameters are their own
+masters):
 
 ===========  ==========  ==================================  ============  ============
 stage        parameters  gradients                           masters       moments
@@ -11,20 +12,20 @@ stage        parameters  gradients                           masters       momen
 2            cΨ          aΨ/W                                xΨ/W          mΨ/W
 ===========  ==========  ==================================  ============  ============
 
-u is what unreduced gradients take: c, or a when several micro-batches are summed in a wider dtype. With 2-byte gradients
-throughout (``grad_accum_dtype`` = compute dtype), and x + m = K, these are the paper's ``4Ψ + KΨ/W`` and ``2Ψ + (2+K)Ψ/W``.
+u is what unreduced gradients take: c, or a when several micro-batches are summed in a wider dtype. With 2-byte
+gradients throughout (``grad_accum_dtype`` = compute dtype), and x + m = K, these are the paper's ``4Ψ + KΨ/W`` and ``2Ψ
++ (2+K)Ψ/W``.
 
-Sent by one rank per optimizer step, in elements, mean over ranks: a reduce-scatter or an all-gather of all parameters is
-``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch. Besides,
-ranks exchange one message of 4 KiB per step (``agreement.py``).
+Sent by one rank per optimizer step, in elements, mean over ranks: a reduce-scatter or an all-gather of all parameters
+is
+``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch.
+Besides, ranks exchange one message of 4 KiB per step (``agreement.py``).
 
 Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes; ZeRO paper, sections 3, 5 and 7.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ from deepzero.comm.ledger import Traffic
 from deepzero.layout import FlatLayout
 from deepzero.runtime.agreement import AGREEMENT
 from deepzero.runtime.grad_norm import WORDS
+from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
 
 
@@ -53,20 +55,27 @@ class StateSizes:
     exact: bool
 
 
-def moment_bytes_per_element(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of state that ``optimizer`` keeps for one element, found by one step on a tensor of its own."""
+def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    """Bytes of state that ``optimizer`` keeps for one element of its first group: one step on a tensor of our own.
+
+    Args:
+        optimizer: still over the model's parameters; nothing of it changes.
+        device: where its masters will lie.
+    """
     extent = 64
-    probe = copy.copy(optimizer)
-    probe.state = defaultdict(dict)
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    tensor = torch.zeros(extent, device=optimizer.param_groups[0]["params"][0].device).requires_grad_()
+    group = next(g for g in optimizer.param_groups if g["params"])
+    tensor = torch.zeros(extent, device=device).requires_grad_()
     tensor.grad = torch.zeros_like(tensor)
-    probe.param_groups = [{**settings, "params": [tensor]}]
-    # The hooks of the real optimizer belong to the real optimizer.
-    probe._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
-    probe._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
-    probe.step()
-    kept = [v for state in probe.state.values() for v in state.values() if torch.is_tensor(v) and v.numel() == extent]
+    settings, first = settings_of(group), group["params"][0]
+    state = state_like(optimizer.state[first], first, tensor) if first in optimizer.state else {}
+    with borrowed(optimizer) as lent:
+        lent.param_groups = [{**settings, "params": [tensor]}]
+        if state:
+            lent.state[tensor] = state
+        lent.step()
+        kept = [
+            v for entry in lent.state.values() for v in entry.values() if torch.is_tensor(v) and v.numel() == extent
+        ]
     return sum(v.element_size() for v in kept)
 
 
@@ -91,7 +100,8 @@ def predicted_memory(numel: int, world_size: int, sizes: StateSizes) -> dict[str
 
 def padding_memory(padding: int, world_size: int, sizes: StateSizes) -> dict[str, int]:
     """Bytes that the layout's ``padding`` elements take in each category: flat buffers have them, tensors of autograd
-    (``param.grad``) and of the optimizer (moments) have none."""
+    (``param.grad``) and of the optimizer (moments) have none.
+    """
     forms = {**predicted_memory(padding, world_size, sizes), "moments": 0}
     if sizes.stage < 2 and (sizes.micro_batches == 1 or sizes.accumulation == sizes.compute):
         forms["gradients"] -= padding * sizes.compute
@@ -107,7 +117,12 @@ def predicted_traffic(layouts: Sequence[FlatLayout], world_size: int, sizes: Sta
 
     def sent(times: int, itemsize: int, halves: int = 1) -> Traffic:
         traffic = Traffic()
-        traffic.add(Traffic(calls, halves * true * share, halves * padding * share, halves * (true + padding) * share * itemsize), times)
+        traffic.add(
+            Traffic(
+                calls, halves * true * share, halves * padding * share, halves * (true + padding) * share * itemsize
+            ),
+            times,
+        )
         return traffic
 
     times = sizes.micro_batches if sizes.stage == 2 else 1

@@ -13,9 +13,10 @@ Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` coun
 ``global_steps`` optimizer steps whether applied or skipped, ``skipped_steps`` those that overflowed, ``global_samples``
 sequences. The learning-rate schedule advances with every applied step.
 
-Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then applied
-where the gradient enters the model's output. NaN gradients in bf16 and fp32 stop the run instead of silently skipping
-steps. And gradients are averaged, unscaled and clipped by one fp32 division after all additions (``sharded_step.py``).
+Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then
+applied where the gradient enters the model's output. NaN gradients in bf16 and fp32 stop the run instead of silently
+skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division after all additions
+(``sharded_step.py``).
 """
 
 from __future__ import annotations
@@ -263,9 +264,9 @@ class Engine(nn.Module):
             return
         where = find_bad_gradient(self.module, self._zero.groups, self.stage.master_parts())
         raise NonFiniteError(
-            f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). Parameters and "
-            "optimizer state are those of the step before. Lower the learning rate, clip gradients, or look at the data; "
-            "debug=anomaly finds the operation"
+            f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
+            "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "
+            "look at the data; debug=anomaly finds the operation"
         )
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
@@ -284,7 +285,9 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
         if self.config.zero.stage >= 2:
-            raise RuntimeError("no_sync would keep whole gradients, which is what zero.stage=2 is there to avoid; use stage 1")
+            raise RuntimeError(
+                "no_sync would keep whole gradients, which is what zero.stage=2 is there to avoid; use stage 1"
+            )
         if self._inside_no_sync:
             raise RuntimeError("no_sync is entered already")
         self._inside_no_sync = True
@@ -302,7 +305,7 @@ class Engine(nn.Module):
     # ---- what others ask ---------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last optimizer step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
+        """Norm of the last step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
         return self.last_step.grad_norm if self.last_step is not None else None
 
     def was_step_applied(self) -> bool:

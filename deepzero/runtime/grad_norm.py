@@ -6,10 +6,10 @@ stage. So the sum of squares is made in two parts, neither of which depends on t
 1. **Blocks.** Parameters start at multiples of ``ALIGN`` elements and no part boundary falls inside an aligned block
    (see ``layout.py``). So the blocks of a parameter are the same in every layout, and the norm of each one, an fp32
    computed from its ``ALIGN`` elements alone, is too.
-2. **Integers.** An fp32 block norm is ``m * 2**e`` with a 24-bit integer m. Its square is the integer ``m*m`` at exponent
-   ``2e``. For each of the 256 exponents the squares are added as integers, in two halves of 24 bits, which is exact and
-   can be done in any order, over blocks, intervals, groups and ranks. The ranks add their 512 integers with one
-   small all-reduce; Python's big integers make the total, and one square root rounds once.
+2. **Integers.** An fp32 block norm is ``m * 2**e`` with a 24-bit integer m. Its square is the integer ``m*m`` at
+   exponent ``2e``. For each of the 256 exponents the squares are added as integers, in two halves of 24 bits, which is
+   exact and can be done in any order, over blocks, intervals, groups and ranks. The ranks add their 512 integers with
+   one small all-reduce; Python's big integers make the total, and one square root rounds once.
 
 Cost on 49 M elements, one thread: 15 ms for the blocks, as much as ``torch.linalg.vector_norm`` needs, and a few
 milliseconds for the integers.

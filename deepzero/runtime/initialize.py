@@ -35,27 +35,25 @@ def initialize(
     """Wrap a model for training under ZeRO. Joins the process group when nobody has.
 
     Args:
-        args: only ``args.deepspeed_config`` is read, when ``config`` is None.
-        model: any ``nn.Module``, on any device; every rank must build the same one. Afterwards its trainable parameters are
-            views of flat buffers on the rank's device, in the configured precision, with rank 0's values.
-        optimizer: an elementwise optimizer over ``model``'s parameters, or a callable that makes one from them; None builds
-            the one that the configuration names. Afterwards it holds this rank's fp32 masters.
-        model_parameters: parameters or param groups for an optimizer that is built here; None takes all trainable ones.
+        args: ``args.deepspeed_config`` is read, when ``config`` is None.
+        model: any ``nn.Module``, the same on every rank. Afterwards its trainable parameters are views of flat buffers
+            on the rank's device, in the configured precision, with rank 0's values.
+        optimizer: an elementwise optimizer over ``model``'s parameters, or a callable that makes one from them; None
+            builds the one that the configuration names. Afterwards it holds this rank's fp32 masters.
+        model_parameters: for an optimizer that is built here; None takes all trainable parameters.
         training_data: a dataset; the third return value is then a loader of this rank's micro-batches.
-        lr_scheduler: an object with ``step()``, or a callable that makes one from the optimizer; None builds the one that
-            the configuration names, if any.
-        dist_init_required: False refuses to join a process group here; None and True join unless there is one.
+        lr_scheduler: an object with ``step()``, a callable that makes one from the optimizer, or None for the config's.
+        dist_init_required: False refuses to join a process group here.
         collate_fn: for the loader.
         config: a DeepSpeed-style mapping, the path of a JSON file with one, or an :class:`EngineConfig`.
-        config_params: DeepSpeed's older name of ``config``.
+        config_params: the older name of ``config``.
         total_steps: optimizer steps of the whole run, for schedules that end with it.
 
     Returns:
         ``(engine, optimizer, dataloader, lr_scheduler)``.
 
     Raises:
-        ConfigError: a setting that cannot be used.
-        RankMismatchError: ranks that were started with different settings or models.
+        ConfigError, RankMismatchError: settings that cannot be used, or that differ between ranks.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -96,11 +94,15 @@ def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any
     from_args = getattr(args, "deepspeed_config", None)
     given = [value for value in (config, config_params, from_args) if value is not None]
     if len(given) > 1:
-        raise ConfigError("the configuration is given twice (config, config_params, args.deepspeed_config); give it once")
+        raise ConfigError(
+            "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
+        )
     return given[0] if given else None
 
 
-def _optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, settings: EngineConfig) -> torch.optim.Optimizer:
+def _optimizer(
+    model: nn.Module, optimizer: Any, model_parameters: Any, settings: EngineConfig
+) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             _check_same_parameters(optimizer, model_parameters)
@@ -126,7 +128,9 @@ def _check_same_parameters(optimizer: torch.optim.Optimizer, model_parameters: A
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [tuple(p.shape) for p in flat if p.requires_grad and id(p) not in held]
     if missing:
-        raise ConfigError(f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape {missing[0]}")
+        raise ConfigError(
+            f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape {missing[0]}"
+        )
 
 
 def _loader(engine: Engine, data: Dataset[Any], collate_fn: Any) -> DataLoader[Any]:

@@ -16,7 +16,7 @@ from deepzero.runtime.zero.sharded_step import MasterPart
 
 
 def params_sha256(model: nn.Module) -> str:
-    """SHA-256 over the raw bytes of every parameter, in the order of their sorted names; a tied parameter counts once."""
+    """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once."""
     digest = hashlib.sha256()
     for _, param in sorted(model.named_parameters()):
         digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -26,15 +26,18 @@ def params_sha256(model: nn.Module) -> str:
 def gather_report(ledger: Ledger) -> dict[str, Any]:
     """All ranks' ledgers in one: means over ranks, and for memory also the most that any rank held.
 
-    The mean is what the closed forms speak of: with padding at the end of an interval the last rank owns and sends a few
-    true elements fewer than the first, and the sum over ranks is exact.
+    The mean is what the closed forms speak of: with padding at the end of an interval the last rank owns and sends a
+    few true elements fewer than the first, and the sum over ranks is exact.
     """
     reports = process_group.all_gather_object(ledger.report())
     combined: dict[str, Any] = {"memory": {}, "communication": {}}
     for category, entry in reports[0]["memory"].items():
         held = [report["memory"][category]["measured"] for report in reports]
-        mean = _whole(sum(held) / len(held))
-        combined["memory"][category] = {"predicted": entry["predicted"], "measured": mean, "largest": max(held)}
+        combined["memory"][category] = {
+            "predicted": entry["predicted"],
+            "measured": _whole(sum(held) / len(held)),
+            "largest": max(held),
+        }
     kinds = sorted({kind for report in reports for kind in report["communication"]})
     for kind in kinds:
         total = Traffic()

@@ -30,7 +30,9 @@ def one_rank_bits(rank, world, name, stage, bucket):
     reference = build(name, plain.parameters())
     model = make_model()
     engine, optimizer, _, _ = deepzero.initialize(
-        model=model, optimizer=build(name, model.parameters()), config=config(stage=stage, bucket=bucket, gradient_clipping=0)
+        model=model,
+        optimizer=build(name, model.parameters()),
+        config=config(stage=stage, bucket=bucket, gradient_clipping=0),
     )
     for step in range(20):
         ids, labels = make_batch(step, 2)

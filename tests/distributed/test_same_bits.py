@@ -49,7 +49,7 @@ def test_plain_backward(ranks, world):
 
 
 def test_accumulation_in_twins(ranks):
-    """Stages 0 and 1 sum micro-batches before they reduce, stage 2 after: each twin agrees to the bit for any bucket."""
+    """Stages 0 and 1 sum micro-batches before they reduce, stage 2 after: twins agree to the bit for any bucket."""
     for stages in ((0, 1), (2,)):
         settings = [
             config(stage=stage, precision="bf16", bucket=bucket, gradient_accumulation_steps=3)

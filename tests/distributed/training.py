@@ -14,13 +14,14 @@ VOCAB, WIDTH, LENGTH = 40, 24, 8
 
 
 class TinyModel(nn.Module):
-    """Embedding, two blocks with odd sizes (nothing divides by 3 or by 64), tied head: padding and tying are exercised."""
+    """Embedding, two blocks of odd sizes (nothing divides by 3 or 64), tied head: padding and tying are exercised."""
 
     def __init__(self, hidden: int = 37) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
+            for _ in range(2)
         )
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
@@ -66,7 +67,7 @@ BASE: dict[str, Any] = {
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """``BASE`` with changes: ``stage``, ``bucket``, ``overlap``, ``precision``, ``reduce``, ``chaos`` or top-level keys."""
+    """``BASE`` changed: ``stage``, ``bucket``, ``overlap``, ``precision``, ``reduce``, ``chaos`` or top-level keys."""
     out = copy.deepcopy(BASE)
     zero = {"stage": changes.pop("stage", 0)}
     if (bucket := changes.pop("bucket", None)) is not None:
@@ -87,7 +88,9 @@ def config(**changes: Any) -> dict[str, Any]:
     return out
 
 
-def train(rank: int, world: int, settings: dict[str, Any], steps: int = 20, plain_backward: bool = False) -> dict[str, Any]:
+def train(
+    rank: int, world: int, settings: dict[str, Any], steps: int = 20, plain_backward: bool = False
+) -> dict[str, Any]:
     """Train ``make_model()`` and return everything that must be the same bits: losses, norms, the parameters' hash."""
     engine, *_ = deepzero.initialize(model=make_model(), config=settings)
     losses, norms = [], []

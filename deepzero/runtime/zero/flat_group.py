@@ -1,18 +1,20 @@
 """One group of parameters as ZeRO's tensors: ``flat_P``, its parts, and the fp32 masters over them.
 
 A group holds the trainable parameters of one optimizer group and one dtype. Building it moves every parameter into one
-flat buffer and leaves the parameter a *view* of it (step 0 of a training step: build). From then on, whatever is written
-into the flat buffer, by the optimizer or by an all-gather, is in the model: publishing needs no copy out.
+flat buffer and leaves the parameter a *view* of it (step 0 of a training step: build). From then on, whatever is
+written into the flat buffer, by the optimizer or by an all-gather, is in the model: publishing needs no copy out.
 
 Masters are made from the values that the parameters have *before* they are cast to the compute dtype. DeepSpeed makes
 them from the cast ones, and so throws the lower bits of a fresh initialisation away.
 
-In fp32 the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held twice.
+In fp32 the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held
+twice.
 
-The optimizer gets one tensor for each *piece*: a parameter's elements that this rank owns. One tensor for the whole share
-would do for an elementwise optimizer but for the last bit: the vector loop and the scalar tail of torch's kernels round
-differently, so the position of tails matters. Pieces end where the parameter ends or at multiples of ``ALIGN`` elements; so
-an element is in a tail here exactly if it is in a loop over the parameters themselves, in every stage, at every W.
+The optimizer gets one tensor for each *piece*: a parameter's elements that this rank owns. One tensor for the whole
+share would do for an elementwise optimizer but for the last bit: the vector loop and the scalar tail of torch's kernels
+round differently, so the position of tails matters. Pieces end where the parameter ends or at multiples of ``ALIGN``
+elements; so an element is in a tail here exactly if it is in a loop over the parameters themselves, in every stage, at
+every W.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class FlatGroup:
 
     @torch.no_grad()
     def _move_in(self, index: int, param: nn.Parameter, mine: tuple[Piece, torch.Tensor] | None) -> None:
-        """Copy one parameter into the flat buffer and its master, then let it be a view. Its old memory is freed here."""
+        """Copy one parameter into flat buffer and master, then let it be a view. Its old memory is freed here."""
         slot = self.layout.slots[index]
         values = param.data.reshape(-1)
         view = self.flat_P[slot.offset : slot.end]

@@ -2,8 +2,8 @@
 
 Three small parts, used by all stages:
 
-:class:`GradientHooks`   tells a stage that a parameter's gradient is complete, and that the backward pass has ended, for
-                         ``engine.backward(loss)`` and for a plain ``loss.backward()`` alike.
+:class:`GradientHooks`   tells a stage that a parameter's gradient is complete, and that the backward pass has ended,
+                         for ``engine.backward(loss)`` and for a plain ``loss.backward()`` alike.
 :class:`GradientSource`  what waits in ``param.grad``, or, while micro-batches are accumulated in a wider dtype than the
                          parameters', in a flat buffer over the layout.
 :func:`schedule`         the one order in which all ranks launch intervals.
@@ -56,9 +56,9 @@ class GradientHooks:
     """Calls ``ready(param)`` for each completed gradient and ``end()`` once at the end of each backward pass.
 
     The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
-    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the hooks
-    from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them only when
-    nothing else has.
+    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the
+    hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them
+    only when nothing else has.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GradientHooks:
         """Ask to be called at the end of the backward pass that is under way."""
         if not self._armed:
             self._armed = True
-            Variable._execution_engine.queue_callback(self._on_end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._on_end)
 
     def disarm(self) -> None:
         """Forget a backward pass that broke off with an exception."""
@@ -112,7 +112,9 @@ class GradientSource:
         self._unused_named: set[str] = set()
         self._gaps = {(g, i.index): group.gaps(i) for g, group in enumerate(groups) for i in group.layout.intervals}
         self._place = {
-            param: (g, slot) for g, group in enumerate(groups) for param, slot in zip(group.params, group.layout.slots)
+            param: (g, slot)
+            for g, group in enumerate(groups)
+            for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
         self._arrived: set[nn.Parameter] = set()
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)

@@ -1,7 +1,7 @@
 """The optimizer step on this rank's share: unscale and clip, step. Shared by all stages, composed.
 
-Step 4 of a training step. Before it, every rank holds the *sum* over ranks and micro-batches of its part of the gradients,
-times the loss scale. Mean, loss scale and clipping are one division:
+Step 4 of a training step. Before it, every rank holds the *sum* over ranks and micro-batches of its part of the
+gradients, times the loss scale. Mean, loss scale and clipping are one division:
 
     g = sum / (ranks * micro-batches * loss_scale * clip)       clip = max(1, (norm + 1e-6) / max_norm)
 
@@ -68,8 +68,8 @@ class ShardedStep:
     def _refuse_direct_step(self, *_: object) -> None:
         if not self._allowed:
             raise RuntimeError(
-                "optimizer.step() was called directly; under ZeRO this rank's optimizer holds a share of the parameters "
-                "and its gradients are not reduced yet. Call engine.step() instead"
+                "optimizer.step() was called directly; under ZeRO this rank's optimizer holds a share of the "
+                "parameters and its gradients are not reduced yet. Call engine.step() instead"
             )
 
     @torch.no_grad()

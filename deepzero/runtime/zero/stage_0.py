@@ -1,10 +1,10 @@
 """Stage 0: naive data parallelism, the twin that the other stages are tested against.
 
-Every rank holds everything: parameters, gradients, masters and moments. After the backward pass the gradients are summed
-over ranks with all-reduces, bucket by bucket, and every rank takes the same optimizer step on the whole model.
+Every rank holds everything: parameters, gradients, masters and moments. After the backward pass the gradients are
+summed over ranks with all-reduces, bucket by bucket, and every rank takes the same optimizer step on the whole model.
 
-Memory per rank with 2-byte parameters and gradients: ``2Ψ + 2Ψ + KΨ`` (K = 12 for Adam), plus ``4Ψ`` for the sums, which
-are kept in fp32. Volume per step: an all-reduce is a reduce-scatter and an all-gather, ``2Ψ(W-1)/W``.
+Memory per rank with 2-byte parameters and gradients: ``2Ψ + 2Ψ + KΨ`` (K = 12 for Adam), plus ``4Ψ`` for the sums,
+which are kept in fp32. Volume per step: an all-reduce is a reduce-scatter and an all-gather, ``2Ψ(W-1)/W``.
 
 In ``reduce=exact`` the second half of the all-reduce carries the fp32 sums, unrounded: that is what makes the same bits
 as stages 1 and 2, where a rank uses the fp32 sum of its part without sending it anywhere.

@@ -5,21 +5,24 @@ all-gather per interval. They differ in what happens to gradients:
 
 ``stage 1``  keeps them whole until the boundary, then reduce-scatters them, once per optimizer step however many
              micro-batches were accumulated. Memory ``2Ψ + 2Ψ + KΨ/W``.
-``stage 2``  reduce-scatters each bucket as soon as it is full, while autograd goes on, and frees the gradients that left.
-             Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``. With accumulation it reduces every micro-batch.
+``stage 2``  reduce-scatters each bucket as soon as it is full, while autograd goes on, and frees the gradients that
+             left. Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``. With accumulation it reduces every
+             micro-batch.
 
-(with 2-byte parameters and gradients; a rank's reduced share ``grad_S`` is fp32 here, so ``4Ψ/W`` in place of ``2Ψ/W``.)
+(with 2-byte parameters and gradients; a rank's reduced share ``grad_S`` is fp32 here, so ``4Ψ/W`` in place of
+``2Ψ/W``.)
 
 Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, the same as plain data parallelism. With
 ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
 receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin so that a test can count that.
 
-One gradient's way, in the numbers of a training step: autograd completes ``param.grad`` → **2** ``gradient_ready`` lays it
-into the bucket and frees it → the bucket is full: ``reducer.launch`` sends its parts to their owners → **3**
+One gradient's way, in the numbers of a training step: autograd completes ``param.grad`` → **2** ``gradient_ready`` lays
+it into the bucket and frees it → the bucket is full: ``reducer.launch`` sends its parts to their owners → **3**
 ``finish_gradients`` flushes what is left and waits → **4** ``ShardedStep.step`` → **5** ``publish``.
 
-Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the DeepSpeed
-post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are kept.
+Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the
+DeepSpeed post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are
+kept.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class ZeroStage1And2:
         # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
         extents = [g.layout.padded_numel if reducer.whole else g.layout.shard_numel for g in groups]
         self.grad_S = [
-            torch.zeros(extent, dtype=grad_dtype, device=group.device) for extent, group in zip(extents, groups, strict=True)
+            torch.zeros(extent, dtype=grad_dtype, device=group.device)
+            for extent, group in zip(extents, groups, strict=True)
         ]
         # Stage 2's position in ``order`` within this backward pass, and which gradients have arrived in it.
         self._cursor = 0
@@ -99,8 +103,8 @@ class ZeroStage1And2:
             return
         for entry in self.order[self._cursor :]:
             self._reduce(entry)
-        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and the
-        # second may come after its bucket left. It is sent after the first and added to it.
+        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
+        # the second may come after its bucket left. It is sent after the first and added to it.
         for entry in self.order:
             params = self.groups[entry.group].params
             if any(params[slot.index].grad is not None for slot in entry.interval.slots):
@@ -163,7 +167,7 @@ class ZeroStage1And2:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """5: cast each master into my part of the flat buffer and gather the interval. Parameters are views: that is all."""
+        """5: cast each master into my part of the flat buffer, gather the interval. Parameters are views of it."""
         gathers = [self._gather(group, interval) for group in self.groups for interval in group.layout.intervals]
         for gather in gathers:
             gather.wait()
