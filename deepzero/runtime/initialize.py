@@ -32,7 +32,7 @@ def initialize(
     config_params: Mapping[str, Any] | None = None,
     total_steps: int | None = None,
 ) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
-    """Wrap a model for training under ZeRO. Joins the process group when nobody has.
+    """Wrap a model for training under ZeRO; joins the process group when nobody has.
 
     Args:
         args: ``args.deepspeed_config`` is read, when ``config`` is None.
@@ -56,10 +56,9 @@ def initialize(
         ConfigError, RankMismatchError: settings that cannot be used, or that differ between ranks.
 
     Example:
-        >>> model = nn.Linear(4, 1)
         >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         ...           "zero_optimization": {"stage": 2}}
-        >>> engine, optimizer, _, _ = initialize(model=model, config=config)
+        >>> engine, optimizer, _, _ = initialize(model=nn.Linear(4, 1), config=config)
         >>> loss = engine(torch.ones(2, 4)).pow(2).mean()
         >>> _ = engine.backward(loss)
         >>> engine.step()
