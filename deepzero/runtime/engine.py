@@ -118,7 +118,7 @@ class Engine(nn.Module):
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
         self._boundary_override: bool | None = None
-        self._inside_no_sync = False
+        self._inside_no_sync = self._step_applied = False
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
         self._forward_loss: torch.Tensor | None = None
@@ -138,7 +138,7 @@ class Engine(nn.Module):
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
         outputs = self.module(*args, **kwargs)
-        if torch.is_grad_enabled() and self.training:
+        if torch.is_grad_enabled():
             self._forward_loss = scalar_loss(outputs)
             for tensor in output_tensors(outputs):
                 if tensor.requires_grad:
@@ -212,11 +212,14 @@ class Engine(nn.Module):
         """
         if self._inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+        self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             self._take_model_step(lr_kwargs or {})
         self.micro_steps += 1
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
+        for group in self._zero.groups:
+            group.take_over_writes()
         # 3 boundary: flush, wait.
         self.ledger.sample()
         self.stage.finish_gradients()
@@ -240,12 +243,23 @@ class Engine(nn.Module):
                 self.lr_scheduler.step(**lr_kwargs)
         else:
             self.skipped_steps += 1
+        self._step_applied = agreement.finite
         self.global_steps += 1
         self.global_samples += self.batch.global_batch
         self.last_step = StepRecord(
             self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
         )
         self.ledger.close_step()
+        self._print_progress(self.last_step)
+
+    def _print_progress(self, record: StepRecord) -> None:
+        every = self.config.steps_per_print
+        if every is not None and self.global_rank == 0 and record.step % every == 0:
+            print(
+                f"step={record.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, loss={record.loss:.6g}, "
+                f"grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}",
+                flush=True,
+            )
 
     @property
     def _scaled(self) -> bool:
@@ -310,9 +324,7 @@ class Engine(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Whether the last call of :meth:`step` changed the parameters."""
-        at_boundary = self.micro_steps > 0 and self.last_step is not None and self.batch.accumulation > 0
-        ended = self.micro_steps % self.batch.accumulation == 0 or self._boundary_override is True
-        return bool(at_boundary and ended and self.last_step is not None and not self.last_step.skipped)
+        return self._step_applied
 
     def get_lr(self) -> list[float]:
         """Learning rate of every param group."""
@@ -369,3 +381,17 @@ class Engine(nn.Module):
     def barrier(self) -> None:
         """Wait until every rank is here."""
         process_group.barrier()
+
+    def module_state_dict(self) -> dict[str, Any]:
+        """The model's own state dict, in the compute dtype; parameters are whole in stages 0 to 2."""
+        return self.module.state_dict()
+
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load values into the model on every rank; the masters follow before the next step."""
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def destroy(self) -> None:
+        """Let go of the model: it keeps its values and may be given to ``initialize`` again."""
+        self._hooks.remove()
+        for group in self._zero.groups:
+            group.release()

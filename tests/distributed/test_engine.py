@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import math
 
@@ -350,6 +352,55 @@ def direct_optimizer_step(rank, world):
 
 def test_misuse(ranks):
     ranks.run(direct_optimizer_step, world_size=2)
+
+
+def writes_between_steps(rank, world, stage, precision):
+    engine = start(make_model(), stage=stage, precision=precision, bucket=800, optimizer=SGD)
+    one_step(engine, rank, world)
+    saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    hashes = []
+    for _ in range(2):
+        engine.load_module_state_dict(saved)
+        one_step(engine, rank, world, step=1)
+        hashes.append(engine.params_sha256())
+    return hashes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_loading_weights_reaches_the_masters(ranks, stage, precision):
+    for first, second in ranks.run(writes_between_steps, stage, precision, world_size=2):
+        assert first == second
+
+
+def taken_away(rank, world):
+    model = make_model()
+    engine = start(model, stage=2, precision="bf16")
+    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
+        start(model, stage=2, precision="bf16")
+    model.float()
+    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+    with pytest.raises(RuntimeError, match=r"has left ZeRO's flat buffer: it is now torch\.float32"):
+        engine.step()
+    engine.destroy()
+    one_step(start(model, stage=1), rank, world)
+
+
+def test_model_moved_or_wrapped_twice(ranks):
+    ranks.run(taken_away, world_size=2)
+
+
+def progress(rank, world):
+    engine = start(make_model(), stage=1, steps_per_print=2)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step in range(4):
+            one_step(engine, rank, world, step)
+    return out.getvalue().splitlines()
+
+
+def test_steps_per_print(ranks):
+    lines, silent = ranks.run(progress, world_size=2)
+    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"] and not silent
 
 
 def different(rank, world, what):

@@ -19,12 +19,17 @@ every W.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
+
+_OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters, by id, that are views of some group's flat buffer. Two engines over one model would both reduce its gradients."""
 
 
 def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:
@@ -77,6 +82,9 @@ class FlatGroup:
         }
         for index, param in enumerate(self.params):
             self._move_in(index, param, mine.get(index))
+        self._mine = mine
+        self._places = [param.data_ptr() for param in self.params]
+        self._versions = [param._version for param in self.params]
 
     def target_of(self, interval: Interval) -> torch.Tensor:
         """What this rank's optimizer step writes of ``interval`` in the compute dtype: its part, or all of it."""
@@ -100,8 +108,40 @@ class FlatGroup:
         return view.detach().requires_grad_()
 
     @torch.no_grad()
+    def take_over_writes(self) -> None:
+        """Before a step: what was written into parameters since the last one (``load_state_dict``, an init) is kept.
+
+        Without this the next publication would silently overwrite it from the masters. A write through ``param.data``
+        leaves no trace in the parameter's version and cannot be seen.
+
+        Raises:
+            RuntimeError: a parameter no longer lies in the flat buffer, for example after ``model.to(...)``.
+        """
+        for index, param in enumerate(self.params):
+            if param.data_ptr() != self._places[index] or param.dtype != self.dtype:
+                raise RuntimeError(
+                    f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
+                    f"{param.device}. Do not call model.to(), .half() or .bfloat16(), or assign param.data, after deepzero.initialize"
+                )
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
+                if self.master_storage is not None and index in self._mine:
+                    piece, master = self._mine[index]
+                    master.copy_(param.reshape(-1)[piece.start : piece.start + piece.numel])
+
+    def release(self) -> None:
+        """Let the parameters belong to nobody again."""
+        for param in self.params:
+            _OWNED.pop(id(param), None)
+
+    @torch.no_grad()
     def _move_in(self, index: int, param: nn.Parameter, mine: tuple[Piece, torch.Tensor] | None) -> None:
         """Copy one parameter into flat buffer and master, then let it be a view. Its old memory is freed here."""
+        if id(param) in _OWNED:
+            raise ConfigError(
+                f"parameter {self.names[index]!r} belongs to another engine; call engine.destroy() on that one first"
+            )
+        _OWNED[id(param)] = param
         slot = self.layout.slots[index]
         values = param.data.reshape(-1)
         view = self.flat_P[slot.offset : slot.end]

@@ -119,7 +119,7 @@ class GradientSource:
         self._arrived: set[nn.Parameter] = set()
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         for g, group in enumerate(self.groups):
-            if accumulate_dtype is not None and accumulate_dtype != group.dtype:
+            if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
                 self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
 
     def held(self) -> list[torch.Tensor]:
