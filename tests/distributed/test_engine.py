@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import logging
 import math
 
@@ -13,23 +11,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
-from deepzero.runtime.agreement import RankMismatchError
-from tests.distributed.training import LENGTH, VOCAB, TinyModel, config, make_batch, make_model, my_micro_batches
-
-SGD = {"type": "SGD", "params": {"lr": 0.1}}
-
-
-def start(model, **changes):
-    engine, *_ = deepzero.initialize(model=model, config=config(**changes))
-    return engine
-
-
-def one_step(engine, rank, world, step=0):
-    for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-        engine.backward(engine(ids, labels))
-        engine.step()
-    return engine.last_step
-
+from tests.distributed.training import (
+    LENGTH,
+    SGD,
+    VOCAB,
+    TinyModel,
+    config,
+    make_batch,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
 
 # ---- fp16 ------------------------------------------------------------------------------------------------------------
 
@@ -333,161 +326,3 @@ def broken_backward(rank, world, stage):
 def test_backward_that_raises(ranks, stage):
     norms = ranks.run(broken_backward, stage, world_size=2)
     assert norms[0] == norms[1] > 0
-
-
-# ---- misuse ----------------------------------------------------------------------------------------------------------
-
-
-def direct_optimizer_step(rank, world):
-    engine = start(make_model(), stage=2)
-    engine.backward(engine(*make_batch(0, 2)))
-    with pytest.raises(RuntimeError, match=r"engine\.step"):
-        engine.optimizer.step()
-    with pytest.raises(RuntimeError, match="use stage 1"), engine.no_sync():
-        pass
-    with pytest.raises(ValueError, match="scalar loss"):
-        engine.backward(torch.ones(3, requires_grad=True))
-    engine.step()
-
-
-def test_misuse(ranks):
-    ranks.run(direct_optimizer_step, world_size=2)
-
-
-def writes_between_steps(rank, world, stage, precision):
-    engine = start(make_model(), stage=stage, precision=precision, bucket=800, optimizer=SGD)
-    one_step(engine, rank, world)
-    saved = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    hashes = []
-    for _ in range(2):
-        engine.load_module_state_dict(saved)
-        one_step(engine, rank, world, step=1)
-        hashes.append(engine.params_sha256())
-    return hashes
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_loading_weights_reaches_the_masters(ranks, stage, precision):
-    for first, second in ranks.run(writes_between_steps, stage, precision, world_size=2):
-        assert first == second
-
-
-def taken_away(rank, world):
-    model = make_model()
-    engine = start(model, stage=2, precision="bf16")
-    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
-        start(model, stage=2, precision="bf16")
-    model.float()
-    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
-    with pytest.raises(RuntimeError, match=r"has left ZeRO's flat buffer: it is now torch\.float32"):
-        engine.step()
-    engine.destroy()
-    one_step(start(model, stage=1), rank, world)
-
-
-def test_model_moved_or_wrapped_twice(ranks):
-    ranks.run(taken_away, world_size=2)
-
-
-def progress(rank, world):
-    engine = start(make_model(), stage=1, steps_per_print=2)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        for step in range(4):
-            one_step(engine, rank, world, step)
-    return out.getvalue().splitlines()
-
-
-def test_steps_per_print(ranks):
-    lines, silent = ranks.run(progress, world_size=2)
-    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"] and not silent
-
-
-def different(rank, world, what):
-    changes = {"stage": 1}
-    model = make_model()
-    if what == "config":
-        changes["gradient_clipping"] = 1.0 + rank
-    elif what == "shape" and rank == 1:
-        torch.manual_seed(0)
-        model = TinyModel(hidden=38)
-    elif what == "frozen" and rank == 1:
-        model.norm.bias.requires_grad_(False)
-    with pytest.raises(RankMismatchError) as error:
-        start(model, **changes)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("config", "gradient_clipping: '1.0' on rank 0, '2.0' on rank 1"),
-        ("shape", "(38, 24)"),
-        ("frozen", "trained=False"),
-    ],
-)
-def test_ranks_that_differ_all_raise(ranks, what, words):
-    messages = ranks.run(different, what, world_size=3)
-    assert all(words in message for message in messages)
-
-
-def different_values(rank, world):
-    torch.manual_seed(rank)
-    engine = start(TinyModel(), stage=2)
-    return engine.params_sha256()
-
-
-def test_rank_0s_values_win(ranks):
-    assert len(set(ranks.run(different_values, world_size=3))) == 1
-
-
-def not_elementwise(rank, world):
-    model = make_model()
-    with pytest.raises(deepzero.ConfigError, match="elementwise"):
-        deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
-    with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
-        deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
-
-
-def test_optimizers_that_do_not_fit(ranks):
-    ranks.run(not_elementwise, world_size=2)
-
-
-# ---- front door ------------------------------------------------------------------------------------------------------
-
-
-class Numbers(torch.utils.data.Dataset):
-    """Twelve samples."""
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, i):
-        return torch.full((4,), float(i)), i
-
-
-def front_door(rank, world):
-    model = nn.Linear(4, 1)
-    settings = config(stage=2, precision="bf16", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
-    del settings["optimizer"]
-    engine, optimizer, loader, scheduler = deepzero.initialize(
-        model=model,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        training_data=Numbers(),
-        config=settings,
-    )
-    assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler and len(loader) == 12 // world // 2
-    seen = []
-    for x, index in loader:
-        seen += index.tolist()
-        engine.backward(engine(x.bfloat16()).float().mean())
-        engine.step()
-        assert engine.was_step_applied()
-    assert engine.global_steps == len(loader) and engine.global_samples == 12
-    assert model.weight.dtype == torch.bfloat16 and engine.get_lr()[0] > 0
-    return sorted(seen)
-
-
-def test_front_door(ranks):
-    parts = ranks.run(front_door, world_size=2)
-    assert sorted(parts[0] + parts[1]) == list(range(12))

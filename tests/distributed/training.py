@@ -106,3 +106,20 @@ def train(
         losses.append(engine.last_step.loss)
         norms.append((engine.last_step.grad_norm, engine.last_step.grad_norm_clipped))
     return {"losses": losses, "norms": norms, "sha256": engine.params_sha256(), "report": engine.report()}
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def start(model: nn.Module, **changes: Any) -> deepzero.Engine:
+    """An engine over ``model`` with ``config(**changes)``."""
+    engine, *_ = deepzero.initialize(model=model, config=config(**changes))
+    return engine
+
+
+def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> Any:
+    """One optimizer step on the data of ``step``; its record."""
+    for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
+        engine.backward(engine(ids, labels))
+        engine.step()
+    return engine.last_step

@@ -29,7 +29,7 @@ from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters, by id, that are views of some group's flat buffer. Two engines over one model would both reduce its gradients."""
+"""Parameters, by id, that lie in some group's flat buffer. Two engines over one model would both reduce its gradients."""
 
 
 def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:
@@ -121,7 +121,8 @@ class FlatGroup:
             if param.data_ptr() != self._places[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
-                    f"{param.device}. Do not call model.to(), .half() or .bfloat16(), or assign param.data, after deepzero.initialize"
+                    f"{param.device}. Do not call model.to(), .half() or .bfloat16(), or assign param.data, after "
+                    "deepzero.initialize"
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
