@@ -238,6 +238,7 @@ def job(cfg: DictConfig) -> None:
         if os.getpid() != MAIN_PROCESS:  # a launcher plugin runs jobs elsewhere and must hear of it
             raise
     except Interrupted as error:
+        print(f"{error}; what there is lies in {run_dir}", file=sys.stderr, flush=True)
         # Not an Exception for Hydra to collect: it ends a sweep, too.
         raise SystemExit(128 + error.signum) from None
 
@@ -286,10 +287,11 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
     except (ConfigError, RankFailed, Interrupted) as error:
         if sys.stdout.isatty():
             print()  # below the bar
-        write_failed_summary(run_dir, str(error), dataclasses.asdict(run), time.time() - started)
+        headline = error.headline if isinstance(error, RankFailed) else str(error)
+        write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
         if isinstance(error, RankFailed) and error.full:
             (run_dir / "error.txt").write_text(error.full, encoding="utf-8")
-            raise RankFailed(f"{error}\nwhole traceback: {run_dir / 'error.txt'}") from None
+            raise RankFailed(error.headline, f"{error.frames}\nwhole traceback: {run_dir / 'error.txt'}") from None
         raise
 
 
@@ -327,6 +329,8 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
 
 def explain(error: Exception) -> str:
     """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists."""
+    if isinstance(error, ConfigError):
+        return str(error)
     lines = [line.strip() for e in (error, error.__cause__) if e is not None for line in str(e).splitlines()]
     text = "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith("full_key:")))
     unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)

@@ -42,11 +42,17 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 
 class RankFailed(RuntimeError):
-    """A rank failed. The message is what its user should read; ``full`` is the whole traceback."""
+    """A rank failed. The message is what its user should read: a headline and the user's own frames.
 
-    def __init__(self, message: str, full: str = "") -> None:
-        super().__init__(message)
-        self.full = full
+    Args:
+        headline: which rank, and why.
+        frames: where, shortened.
+        full: the whole traceback.
+    """
+
+    def __init__(self, headline: str, frames: str = "", full: str = "") -> None:
+        super().__init__(headline + (f"\n{frames}" if frames else ""))
+        self.headline, self.frames, self.full = headline, frames, full
 
 
 class Interrupted(Exception):
@@ -142,7 +148,7 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
     """The ranks' environment: the agent hands on this process's own, so it is changed and put back."""
     # gloo's C++ errors repeat what the exception says; NCCL's watchdog ends a process with nothing but its log line.
     gloo = extra.get("DEEPZERO_DEVICE", os.environ.get("DEEPZERO_DEVICE")) == "cpu"
-    defaults = {"TORCH_CPP_LOG_LEVEL": "FATAL" if gloo else "ERROR"}
+    defaults = {"TORCH_CPP_LOG_LEVEL": "FATAL" if gloo else "ERROR", "KINETO_LOG_LEVEL": "99"}
     if Path("/sys/class/net/lo").exists():
         defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the machine's name, which need not resolve
     wanted = {key: value for key, value in defaults.items() if key not in os.environ}
@@ -246,7 +252,7 @@ def _failure(reports: list[Report], exit_codes: Mapping[int, int]) -> Exception:
             return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")
     if cause.kind == "config":
         return ConfigError(cause.title)
-    return RankFailed(cause.text(), cause.full)
+    return RankFailed(f"rank {cause.rank} failed: {cause.title}", cause.frames, cause.full)
 
 
 def _killed_text(rank: int, number: int) -> str:

@@ -180,15 +180,22 @@ def run_here(program: Callable[..., None], *args: Any, on_failure: Callable[[str
 
 def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None = None) -> NoReturn:
     """End a rank that torchrun has started: tell torchrun, tell the user, leave. See :func:`run_here`."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     report = describe(error, int(os.environ["RANK"]))
-    with contextlib.suppress(Exception):
-        get_error_handler().record_exception(error)  # torchrun's own summary then has it, too
     if report.peer_gone or (report.kind == "config" and os.environ["LOCAL_RANK"] != "0"):
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     print(report.text(), file=sys.stderr, flush=True)
+    _tell_torchrun(report)
     _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.text(), on_failure)
+
+
+def _tell_torchrun(report: Report) -> None:
+    """The error file that torchrun shows as root cause, in torch's format, with our text in place of a traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": report.text(), "timestamp": str(int(report.seconds))}
+        message = {"message": {"message": report.title, "extraInfo": details}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message), encoding="utf-8")
 
 
 def load_program(path: str, name: str) -> Callable[..., None]:

@@ -22,10 +22,6 @@ class Terminal:
         self._log_every = log_every
         self._width = len(str(total_steps))
         self._bar: Any = None
-        if self._stream.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total_steps, file=self._stream, unit="step", dynamic_ncols=True, leave=True)
 
     def line(self, text: str) -> None:
         """Print ``text`` without disturbing the bar."""
@@ -36,6 +32,10 @@ class Terminal:
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Move the bar, or print a line."""
+        if self._bar is None and self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, file=self._stream, unit="step", dynamic_ncols=True)
         if self._bar is not None:
             self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
             self._bar.update(1)

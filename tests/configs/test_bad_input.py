@@ -1,0 +1,134 @@
+"""Settings that cannot be used: one clear message, with the offending value, the nearest valid one, before any rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.configs.compose import complaint
+
+KEYS = [
+    ("zero.stagee=1", ["'zero.stagee'", "Did you mean 'zero.stage'?"]),
+    ("zro.stage=1", ["'zro.stage'", "'zero.stage'"]),
+    ("zero.stage.x=1", ["zero.stage"]),
+    ("lr=1", ["'lr'", "'optimizer.lr'"]),
+    ("optimizer.betass=1", ["'optimizer.betas'"]),
+    ("optimzer=adamw", ["'optimizer'"]),
+    ("experimnt=smoke", ["'experiment'"]),
+    ("optimizer=adamww", ["optimizer=adamww", "'optimizer=adamw'", "sgd"]),
+    ("precision=bf17", ["precision=bf17", "'precision=bf16'", "fp32"]),
+    ("model=gpt2_124", ["'model=gpt2_124m'"]),
+    ("scheduler=cosine", ["scheduler=cosine", "warmup_cosine"]),
+    ("+optimizer=sgd", ["optimizer=sgd", "without +"]),
+    ("+zero.foo=1", ["'zero.foo'", "reduce_bucket_size"]),
+    ("+zero.stages=1", ["'zero.stages'", "'zero.stage'"]),
+    ("+nonsense=1", ["'nonsense'"]),
+    ("+optimizer.foo=1", ["foo", "weight_decay"]),
+    ("+scheduler.warmup=1", ["scheduler.warmup", "warmup_steps"]),
+    ("zero.stage=[1", ["zero.stage=[1"]),
+    ("zero.stage", ["zero.stage", "EQUAL"]),
+]
+VALUES = [
+    (["zero.stage=7"], ["zero.stage=7", "0, 1 and 2"]),
+    (["zero.stage=two"], ["zero.stage='two'", "integer"]),
+    (["zero.stage="], ["zero.stage=''"]),
+    (["zero.overlap_comm=maybe"], ["zero.overlap_comm='maybe'", "true or false"]),
+    (["zero.reduce_scatter=false"], ["zero.reduce_scatter=False", "stage 1"]),
+    (["launch.nproc=0"], ["launch.nproc=0"]),
+    (["launch.threads_per_rank=0"], ["launch.threads_per_rank=0"]),
+    (["launch.device=tpu"], ["launch.device='tpu'", "cpu"]),
+    (["train.steps=0"], ["train.steps=0"]),
+    (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
+    (["train_batch_size=7"], ["train_batch_size=7", "6 or 8"]),
+    (["train_batch_size=12", "train_micro_batch_size_per_gpu=4"], ["train_batch_size=12", "8 or 16"]),
+    (
+        ["train_batch_size=16", "train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=4"],
+        ["train_batch_size=16", "32"],
+    ),
+    (["comm.reduce=exactly"], ["comm.reduce='exactly'", "'exact'"]),
+    (["optimizer.lr=fast"], ["optimizer.lr='fast'"]),
+    (["optimizer._target_=torch.optim.AdamX"], ["AdamX"]),
+    (["optimizer._target_=torch.nn.Linear"], ["torch.nn.Linear"]),
+    (["scheduler.warmup_steps=-1"], ["scheduler.warmup_steps=-1"]),
+    (["precision.dtype=fp8"], ["precision.dtype='fp8'", "bf16"]),
+    (["model.n_head=3"], ["model.n_head=3", "128"]),
+    (["model.vocab_size=100"], ["model.vocab_size=100", "256"]),
+    (["model.block_size=2000000"], ["model.block_size=2000000", "validation corpus"]),
+    (["data=text"], ["data.path"]),
+    (["data=text", "data.path=/nowhere"], ["/nowhere", "does not exist"]),
+    (["data=tokens", "data.path=/nowhere"], ["/nowhere"]),
+    (["profiler=torch", "train.steps=3"], ["train.steps=3", "6 steps"]),
+    (["profiler=torch", "profiler.ranks=[2]"], ["profiler.ranks=[2]", "0 to 1"]),
+    (["profiler=torch", "profiler.active=0"], ["profiler.active=0"]),
+    (["logger.names=[wandb,neptune]"], ["neptune", "tensorboard"]),
+]
+
+
+@pytest.mark.parametrize(("override", "fragments"), KEYS, ids=[override for override, _ in KEYS])
+def test_keys_and_choices(override: str, fragments: list[str]) -> None:
+    message = complaint(override)
+    assert all(fragment in message for fragment in fragments), message
+    assert len(message.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(("overrides", "fragments"), VALUES, ids=[" ".join(overrides) for overrides, _ in VALUES])
+def test_values(overrides: list[str], fragments: list[str]) -> None:
+    message = complaint(*overrides)
+    assert all(fragment in message for fragment in fragments), message
+    assert len(message.splitlines()) == 1
+    assert ".params." not in message
+
+
+def test_an_optimizer_that_is_not_elementwise() -> None:
+    message = complaint("optimizer=sgd", "optimizer._target_=torch.optim.Adafactor", "~optimizer.momentum",
+                        "~optimizer.dampening", "~optimizer.nesterov")  # fmt: skip
+    assert "Adafactor" in message
+
+
+def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "launch.device=cuda" in complaint("launch.device=cuda")
+
+
+def test_an_empty_corpus(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    message = complaint("data=text", f"data.path={tmp_path / 'empty.txt'}")
+    assert str(tmp_path / "empty.txt") in message
+    assert "empty" in message
+
+
+def test_the_good_default_has_nothing_to_complain_about(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    assert complaint("data=text", f"data.path={tmp_path / 'text.txt'}") == ""
+
+
+def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """``python train.py ARGUMENTS`` for commands that start no rank."""
+    command = [sys.executable, "-W", "error", str(train.HERE), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -> None:
+    done = cli("zero.stage=1", "zro.stage=2", "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "Did you mean 'zero.stage'?" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
+    done = cli("launch.nproc=0", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "launch.nproc=0: must be at least 1 rank\n")
+
+
+def test_help_is_worth_reading(tmp_path: Path) -> None:
+    done = cli("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for word in ("zero.stage=1", "-m zero.stage=0,1,2", "torchrun", "gpt2_124m", "warmup_cosine", "reduce_bucket_size"):
+        assert word in done.stdout

@@ -1,0 +1,167 @@
+"""Every choice of every group composes into typed settings, and repeats the defaults that the dataclasses have."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+
+import train
+from deepzero.config.run import RunConfig
+from deepzero.models.presets import PRESETS
+from deepzero.runtime.lr_schedules import CURVES, build_scheduler
+from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from tests.configs.compose import run_config, settings
+
+GROUPS = sorted(path.name for path in train.CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((train.CONFIGS / group).glob("*.yaml"))]
+
+DEPARTURES: dict[str, Any] = {
+    "engine.zero.stage": 2,
+    "engine.zero.overlap_comm": True,
+    "engine.precision.dtype": "bf16",
+}
+"""Where the default run chooses otherwise than a bare dataclass; starred in configs/train.yaml and configs/zero/."""
+
+
+def choose(group: str, choice: str) -> list[str]:
+    """Overrides for one choice, with what it asks for besides."""
+    overrides = [f"{group}={choice}"]
+    if choice in ("text", "tokens") or group == "experiment":
+        overrides.append("data.path=/some/path")
+    return overrides
+
+
+def test_the_groups_are_those_of_the_design() -> None:
+    expected = "zero model data optimizer scheduler precision comm logger profiler experiment debug"
+    assert set(GROUPS) == set(expected.split())
+
+
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids="=".join)
+def test_every_choice_composes(group: str, choice: str) -> None:
+    run = run_config(*choose(group, choice))
+    assert isinstance(run, RunConfig)
+    assert run.engine.optimizer is not None
+    assert run.engine.scheduler is not None
+
+
+def leaves(value: Any, prefix: str) -> dict[str, Any]:
+    """Dotted names and values of nested dataclasses."""
+    if not dataclasses.is_dataclass(value):
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        found |= leaves(getattr(value, field.name), f"{prefix}.{field.name}" if prefix else field.name)
+    return found
+
+
+def test_yaml_repeats_the_defaults_of_the_dataclasses() -> None:
+    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+        composed = RunConfig.from_mapping(train.settings_of(hydra.compose("train")))
+    chosen, default = leaves(composed, ""), leaves(RunConfig(), "")
+    chosen = {
+        key: value for key, value in chosen.items() if not key.startswith(("engine.optimizer", "engine.scheduler"))
+    }
+    differs = {key: value for key, value in chosen.items() if value != default[key]}
+    assert differs == DEPARTURES
+
+
+def keys_of(cls: type) -> set[str]:
+    """Dotted names of all fields of nested dataclasses, as they stand in the YAML files."""
+    names = set()
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+            names |= {f"{name}.{inner}" for inner in keys_of(kind)}
+        else:
+            names.add(name)
+    return names
+
+
+def dotted(mapping: dict[str, Any], prefix: str = "") -> set[str]:
+    """Dotted names of all leaves of a nested mapping."""
+    names = set()
+    for key, value in mapping.items():
+        names |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+    return names
+
+
+def test_every_setting_can_be_typed_without_a_plus() -> None:
+    wanted = {name.removeprefix("engine.") for name in keys_of(RunConfig)} - {"optimizer", "scheduler"}
+    assert wanted <= dotted(settings())
+
+
+@pytest.mark.parametrize("choice", [choice for group, choice in CHOICES if group == "scheduler"])
+def test_schedulers_show_every_parameter(choice: str) -> None:
+    given = settings(f"scheduler={choice}")["scheduler"]
+    assert given["type"] == choice
+    assert set(given) - {"type"} == {field.name for field in dataclasses.fields(CURVES[choice])}
+
+
+def test_every_scheduler_has_a_file() -> None:
+    assert {choice for group, choice in CHOICES if group == "scheduler"} == set(CURVES)
+
+
+@pytest.mark.parametrize("optimizer", [choice for group, choice in CHOICES if group == "optimizer"])
+@pytest.mark.parametrize("scheduler", ["constant", "warmup_cosine", "OneCycle"])
+def test_optimizers_and_schedulers_can_be_built(optimizer: str, scheduler: str) -> None:
+    run = run_config(f"optimizer={optimizer}", f"scheduler={scheduler}", "optimizer.lr=0.25", "train.steps=7")
+    assert run.engine.optimizer is not None
+    assert run.engine.scheduler is not None
+    built = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(3))])
+    assert built.defaults["lr"] == 0.25
+    check_elementwise(built)
+    assert len(build_scheduler(run.engine.scheduler, built, run.train.steps).get_last_lr()) == 1
+
+
+def test_model_files_are_the_presets() -> None:
+    assert {choice for group, choice in CHOICES if group == "model"} == set(PRESETS)
+    for name, preset in PRESETS.items():
+        assert run_config(f"model={name}").model == preset
+
+
+def test_schedules_follow_the_length_of_the_run() -> None:
+    assert settings("train.steps=77")["scheduler"]["total_steps"] == 77
+
+
+def test_chaos_is_one_word() -> None:
+    assert run_config("debug=chaos").engine.comm.chaos.enabled
+    assert not run_config().engine.comm.chaos.enabled
+
+
+@pytest.mark.parametrize(
+    ("overrides", "total", "micro", "accumulation"),
+    [
+        ([], 48, None, None),
+        (["train_batch_size=12"], 12, None, None),
+        (["train_micro_batch_size_per_gpu=2"], None, 2, None),
+        (["train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=4"], None, 2, 4),
+        (["gradient_accumulation_steps=4"], 48, None, 4),
+        (["experiment=smoke"], 12, None, None),
+    ],
+)
+def test_the_fallback_batch_never_contradicts_what_was_typed(
+    overrides: list[str], total: int | None, micro: int | None, accumulation: int | None
+) -> None:
+    engine = run_config(*overrides).engine
+    assert engine.train_batch_size == total
+    assert engine.train_micro_batch_size_per_gpu == micro
+    assert engine.gradient_accumulation_steps == accumulation
+
+
+def test_slurm_preset_names_the_plugin() -> None:
+    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+        cfg = hydra.compose("train", overrides=["hydra/launcher=submitit_slurm"], return_hydra_config=True)
+    assert cfg.hydra.launcher["_target_"].endswith("SlurmLauncher")
+    assert cfg.hydra.launcher.tasks_per_node == 1
+
+
+def test_every_line_of_the_contents_page_has_a_comment() -> None:
+    page = Path(train.CONFIGS / "train.yaml").read_text(encoding="utf-8")
+    lines = page[page.index("defaults:") : page.index("\nhydra:")].splitlines()
+    bare = [line for line in lines if line.strip() and "#" not in line and not line.endswith(":")]
+    assert bare == []

@@ -1,0 +1,148 @@
+"""Start `python train.py` or torchrun as a user would, with a time-out, and leave no process behind whatever happens.
+
+Every started process carries a mark in its environment, which all its descendants inherit: that is how ranks are found
+again that live in sessions of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "train.py")
+TIMEOUT_SECONDS = 90.0
+MARK = "DEEPZERO_TEST_MARK"
+
+TINY = (
+    "experiment=smoke",
+    "model.n_layer=1",
+    "model.block_size=16",
+    "train.sample_tokens=8",
+    "data=text",
+)
+"""A model of 22,000 parameters; the caller gives data.path."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """An ended command."""
+
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Command:
+    """A running command."""
+
+    def __init__(self, arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        # One thread a rank whoever starts it: the tests share few cores.
+        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark, **environment}
+        for name in ("PYTHONPATH", "WANDB_MODE", "WANDB_API_KEY"):
+            env.pop(name, None)  # train.py has to find its package by itself, and nobody is logged in
+        self.process = subprocess.Popen(
+            arguments,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started = time.monotonic()
+
+    def wait(self, timeout: float = TIMEOUT_SECONDS) -> Done:
+        """Wait for the end; on time-out everything is killed and the test fails with what was printed."""
+        try:
+            out, err = self.process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            out, err = self.process.communicate()
+            raise TimeoutError(f"no end after {timeout} s\n--- stdout\n{out}\n--- stderr\n{err}") from None
+        return Done(self.process.returncode, out, err, time.monotonic() - self.started)
+
+    def processes(self) -> dict[int, str]:
+        """Every living process that descends from this command: number and command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process numbers of the ranks, in rank order."""
+        by_rank = {}
+        for pid, command in self.processes().items():
+            if "rank_process" in command:
+                with contextlib.suppress(OSError):
+                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                    # The agent hands RANK over at the start of the process, so it is in the initial environment.
+                    by_rank[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = pid
+        return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def kill(self) -> None:
+        """SIGKILL to everything that is left."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **environment: str) -> Iterator[Command]:
+    """A command that is surely gone afterwards."""
+    command = Command(arguments, cwd, stdout, **environment)
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.process.communicate()
+
+
+def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
+    """``python train.py OVERRIDES``; warnings of the launching process are errors."""
+    with started([sys.executable, "-W", "error", TRAIN, *overrides], cwd, **environment) as command:
+        done = command.wait(timeout)
+        assert command.processes() == {}
+    return done
+
+
+def entries(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The steps and the validations of a run's metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    everything = [json.loads(line, parse_constant=_refuse) for line in lines]
+    return [e for e in everything if "loss" in e], [e for e in everything if "val_loss" in e]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """The run's summary.json."""
+    value = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"), parse_constant=_refuse)
+    assert isinstance(value, dict)
+    return value
+
+
+def wait_until(condition: Any, what: str, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Poll ``condition`` until it is true."""
+    end = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"{what}: not within {timeout} s")
+        time.sleep(0.05)

@@ -1,0 +1,147 @@
+"""Ranks that fail, are killed or are interrupted: what the user is told, and that no process stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+
+PROGRAMS = str(runs.ROOT / "tests" / "e2e" / "programs.py")
+
+
+def launch(how: str, folder: Path) -> runs.Done:
+    """``programs.py HOW``, whose end must leave no process."""
+    with runs.started([sys.executable, "-W", "error", PROGRAMS, how, str(folder)], folder) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0
+    assert list(folder.glob("deepzero-launch-*")) == []
+    return done
+
+
+def test_an_exception_on_one_rank(tmp_path: Path) -> None:
+    done = launch("raise", tmp_path)
+    lines = done.out.splitlines()
+    assert lines[0] == "RankFailed: rank 1 failed: ValueError: rank 1 has had enough"
+    assert "programs.py" in lines[1]
+    assert len(lines) == 3
+    assert done.err == ""  # neither the agent's page nor rank 0's lost connection
+
+
+def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
+    done = launch("kill", tmp_path)
+    assert done.out.startswith("RankFailed: rank 1 was killed by signal 9 (SIGKILL)")
+    assert "out of memory" in done.out
+    assert done.err == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves(tmp_path: Path) -> None:
+    done = launch("exit", tmp_path)
+    assert done.out.startswith("RankFailed: rank 1 failed: SystemExit: 5")
+    assert done.err == ""
+
+
+def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
+    done = launch("config", tmp_path)
+    assert done.out == "ConfigError: zero.stage=7: no such stage\n"
+    assert done.err == ""
+
+
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
+        ([signal.SIGINT, signal.SIGINT], "interrupted by 2\n"),
+        pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.slow),
+    ],
+    ids=["ctrl-c", "ctrl-c-twice", "sigterm"],
+)
+def test_signals_to_the_launcher(signals: list[signal.Signals], said: str, tmp_path: Path) -> None:
+    with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
+        assert len(command.ranks()) == 2
+        began = time.monotonic()
+        for number in signals:
+            os.kill(command.process.pid, number)
+        done = command.wait(30)
+        assert time.monotonic() - began < 15
+        assert command.processes() == {}
+    assert (done.out, done.err) == (said, "")
+
+
+def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+    with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
+        command.process.kill()
+        runs.wait_until(lambda: command.processes() == {}, "the ranks' end", 15)
+
+
+def test_ctrl_c_in_the_middle_of_training(tiny: list[str], tmp_path: Path) -> None:
+    arguments = [sys.executable, runs.TRAIN, *tiny, "train.steps=100000", "train.eval_every=0", "hydra.run.dir=run"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with runs.started(arguments, tmp_path) as command:
+        runs.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, "the first steps")
+        os.killpg(command.process.pid, signal.SIGINT)
+        done = command.wait(30)
+        assert command.processes() == {}
+    assert done.status == 130
+    assert done.err.startswith("stopped by SIGINT")
+    assert done.err.count("\n") == 1
+    steps, _ = runs.entries(tmp_path / "run")
+    summary = runs.summary(tmp_path / "run")
+    assert summary["status"] == "failed"
+    assert summary["error"] == "stopped by SIGINT"
+    assert summary["steps"] == steps[-1]["step"] >= 2
+    assert summary["config"]["train"]["steps"] == 100000
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    arguments = [*torchrun, runs.TRAIN, *tiny, "zero.stage=2"]
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for node in nodes:
+        node.mkdir()
+    with runs.started(arguments, nodes[0]) as first, runs.started(arguments, nodes[1]) as second:
+        ends = [first.wait(), second.wait()]
+        assert first.processes() == second.processes() == {}
+    assert [done.status for done in ends] == [0, 0], ends[0].err + ends[1].err
+    # One run folder, on the node that has rank 0, whichever that is; the other node's folder stays empty.
+    run_dirs = [path.parent for node in nodes for path in node.rglob("summary.json")]
+    assert len(run_dirs) == 1
+    assert (run_dirs[0] / ".hydra" / "config.yaml").exists()
+    assert sorted(len(list(node.iterdir())) for node in nodes) == [0, 1]
+    assert sorted("validation loss" in done.out for done in ends) == [False, True]
+    # However they were started, two ranks compute the same.
+    alone = runs.summary(sweep[0] / "2")
+    assert runs.summary(run_dirs[0])["params_sha256"] == alone["params_sha256"]
+    assert runs.summary(run_dirs[0])["world_size"] == 2
+
+
+def test_under_torchrun_an_error_is_said_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with runs.started([*torchrun, runs.TRAIN, "zero.stagee=1"], tmp_path) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 1
+    assert done.out == ""
+    assert done.err.splitlines()[0].startswith("unknown config key 'zero.stagee'. Did you mean 'zero.stage'?")
+    assert done.err.count("unknown config key") == 2  # and once more in torchrun's own report
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,184 @@
+"""Real runs of `python train.py`: what they print, what they leave behind, and that the stages agree to the bit."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import runs
+
+STEP_KEYS = {
+    "step", "loss", "lr", "grad_norm", "grad_norm_clipped", "loss_scale", "skipped", "tokens", "tokens_per_second",
+    "step_seconds",
+}  # fmt: skip
+
+
+def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> None:
+    folder, done = sweep
+    assert done.err == ""
+    for stage in (0, 1, 2):
+        run_dir = folder / str(stage)
+        assert {p.name for p in run_dir.iterdir()} == {".hydra", "metrics.jsonl", "summary.json"}
+        assert runs.summary(run_dir)["config"]["engine"]["zero"]["stage"] == stage
+        assert f"ZeRO stage {stage}" in done.out
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["out"]
+
+
+def test_piped_output_is_plain_lines(sweep: tuple[Path, runs.Done]) -> None:
+    _, done = sweep
+    assert "\r" not in done.out
+    assert "\x1b" not in done.out
+    assert done.out.count("step 10/10  loss") == 3
+    assert done.out.count("predicted      measured    ratio") == 6
+
+
+def test_metrics_of_every_step(sweep: tuple[Path, runs.Done]) -> None:
+    folder, _ = sweep
+    steps, validations = runs.entries(folder / "1")
+    assert [entry["step"] for entry in steps] == list(range(1, 11))
+    for entry in steps:
+        assert set(entry) >= STEP_KEYS
+        assert entry["tokens"] == 12 * 16
+        assert entry["tokens_per_second"] == pytest.approx(entry["tokens"] / entry["step_seconds"])
+        assert entry["grad_norm_clipped"] <= min(entry["grad_norm"], 1.0 + 1e-6)
+        assert entry["loss_scale"] == 1.0
+        assert entry["skipped"] is False
+    assert [entry["step"] for entry in validations] == [0, 5, 10]
+    for entry in validations:
+        assert entry["val_bits_per_byte"] == pytest.approx(entry["val_loss"] / math.log(2))
+    assert validations[-1]["val_loss"] < validations[0]["val_loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+def test_the_stages_agree_to_the_bit(sweep: tuple[Path, runs.Done]) -> None:
+    folder, _ = sweep
+
+    def trajectory(stage: int) -> Any:
+        steps, validations = runs.entries(folder / str(stage))
+        numbers = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in steps]
+        return numbers, [entry["val_loss"] for entry in validations], runs.summary(folder / str(stage))["params_sha256"]
+
+    assert trajectory(0) == trajectory(1) == trajectory(2)
+
+
+def test_the_summary_says_what_zero_promises(sweep: tuple[Path, runs.Done]) -> None:
+    folder, _ = sweep
+    for stage in (0, 1, 2):
+        summary = runs.summary(folder / str(stage))
+        steps, validations = runs.entries(folder / str(stage))
+        assert summary["status"] == "finished"
+        assert summary["world_size"] == 2
+        assert len(summary["params_sha256"]) == 64
+        assert summary["loss"] == steps[-1]["loss"]
+        assert summary["val_loss"] == validations[-1]["val_loss"]
+        assert summary["val_loss_first"] == validations[0]["val_loss"]
+        assert len(summary["peak_rss_bytes_per_rank"]) == 2
+        assert 50e6 < summary["peak_rss_bytes"] == max(summary["peak_rss_bytes_per_rank"]) < 5e9
+        assert isinstance(summary["sample"], str)
+        numel = summary["model_numel"]
+        # With two ranks each sends 2 (W-1)/W of the model's elements per reduction and gather.
+        sent = {
+            kind: v["measured"]["elements"] for kind, v in summary["communication"].items() if "agreement" not in kind
+        }
+        assert sum(sent.values()) == 2 * numel / 2
+        for values in summary["communication"].values():
+            assert values["measured"] == values["predicted"]
+        for category in ("parameters", "gradients", "masters", "moments"):
+            held = summary["memory"][category]
+            assert held["measured"] == pytest.approx(held["predicted"], rel=0.02), (stage, category)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple[Path, runs.Done]:
+    """Three ranks, and an infinite loss on rank 0 in step 5."""
+    cwd = tmp_path_factory.mktemp("broken")
+    return cwd / "run", runs.train(*tiny, "launch.nproc=3", "debug=overflow", "hydra.run.dir=run", cwd=cwd)
+
+
+def test_nan_stops_the_run_and_leaves_it_readable(broken: tuple[Path, runs.Done]) -> None:
+    run_dir, done = broken
+    assert done.status == 1
+    assert done.err.count("NonFiniteError: step 5") == 1
+    assert "Traceback" not in done.err
+    assert "elastic" not in done.err
+    summary = runs.summary(run_dir)
+    assert (summary["status"], summary["steps"]) == ("failed", 4)
+    assert "NonFiniteError: step 5" in summary["error"]
+    assert len(runs.entries(run_dir)[0]) == 4
+    assert "Traceback" in (run_dir / "error.txt").read_text(encoding="utf-8")
+
+
+def test_two_and_three_ranks_validate_alike(sweep: tuple[Path, runs.Done], broken: tuple[Path, runs.Done]) -> None:
+    two, three = (runs.entries(run_dir)[1][0] for run_dir in (sweep[0] / "0", broken[0]))
+    assert three["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
+
+
+def test_fp16_overflow_is_skipped_and_training_goes_on(tiny: list[str], tmp_path: Path) -> None:
+    done = runs.train(
+        *tiny, "debug=overflow", "precision=fp16", "precision.hysteresis=1", "precision.initial_scale_power=8",
+        "hydra.run.dir=run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.status == 0, done.err
+    steps, _ = runs.entries(tmp_path / "run")
+    assert [entry["skipped"] for entry in steps] == [entry["step"] == 5 for entry in steps]
+    assert steps[4]["grad_norm"] is None  # infinite, which JSON cannot say
+    assert [entry["loss_scale"] for entry in steps] == [256.0] * 5 + [128.0] * 5
+    assert runs.summary(tmp_path / "run")["skipped_steps"] == 1
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple[Path, str]:
+    """A run on a terminal, with everything that can watch one; nobody is logged in anywhere."""
+    cwd = tmp_path_factory.mktemp("watched")
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    arguments = [*tiny, "train.steps=30", "logger=all", "profiler=torch", "profiler.ranks=[0,1]", "hydra.run.dir=run"]
+    nobody = {"HOME": str(cwd), "NETRC": str(cwd / "none")}
+    with runs.started([sys.executable, runs.TRAIN, *arguments], cwd, stdout=follower, **nobody) as command:
+        os.close(follower)
+        seen = _read_all(leader, command)
+        assert command.process.wait(10) == 0
+        assert command.processes() == {}
+    os.close(leader)
+    return cwd / "run", seen
+
+
+def test_a_terminal_gets_a_bar(watched: tuple[Path, str]) -> None:
+    _, seen = watched
+    assert "30/30 [" in seen
+    assert "\r" in seen
+    assert "sent by one rank in one step" in seen
+
+
+def test_loggers_and_profiler_need_no_account(watched: tuple[Path, str]) -> None:
+    run_dir, seen = watched
+    assert "to upload: wandb sync" in seen
+    assert "training goes on without" not in seen
+    assert list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    traces = sorted(p.name.split(".")[0] for p in (run_dir / "traces").glob("*.pt.trace.json"))
+    assert traces == ["rank0", "rank1"]
+
+
+def _read_all(leader: int, command: runs.Command) -> str:
+    seen, end = b"", time.monotonic() + runs.TIMEOUT_SECONDS
+    while time.monotonic() < end:
+        ready, _, _ = select.select([leader], [], [], 0.2)
+        if ready:
+            try:
+                seen += os.read(leader, 65536)
+            except OSError:  # the other side is closed
+                break
+        elif command.process.poll() is not None:
+            break
+    return seen.decode("utf-8", "replace")
