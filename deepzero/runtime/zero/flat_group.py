@@ -29,7 +29,7 @@ from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters, by id, that lie in some group's flat buffer. Two engines over one model would both reduce its gradients."""
+"""Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
 
 
 def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,1 @@
+"""Tests that need a CUDA device: ``pytest -m gpu``. They have not run yet on the project's own machines."""

@@ -1,0 +1,52 @@
+"""One GPU, one rank: the same bits as plain torch on the same device, and the streams' order under chaos."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.comm import process_group
+from tests.distributed.training import config, make_batch, make_model
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(monkeypatch):
+    """A world of one rank on the GPU; the suite otherwise keeps ranks off it."""
+    monkeypatch.delenv("DEEPZERO_DEVICE", raising=False)
+    yield
+    process_group.shutdown()
+
+
+def train(steps=10, **changes):
+    engine, *_ = deepzero.initialize(model=make_model(), config=config(gradient_clipping=0, **changes))
+    for step in range(steps):
+        ids, labels = (t.to(engine.device) for t in make_batch(step, 2))
+        engine.backward(engine(ids, labels))
+        engine.step()
+    return [p.detach().clone() for p in engine.module.parameters()], engine.params_sha256()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_same_bits_as_a_plain_loop(stage):
+    parameters, _ = train(stage=stage, bucket=1500, overlap=True)
+    plain = make_model().cuda()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    for step in range(10):
+        ids, labels = (t.cuda() for t in make_batch(step, 2))
+        optimizer.zero_grad()
+        plain(ids, labels).backward()
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(parameters, plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_stages_buckets_and_chaos(precision):
+    hashes = {
+        train(stage=stage, precision=precision, bucket=bucket, overlap=overlap, **chaos)[1]
+        for stage in (0, 1, 2)
+        for bucket, overlap, chaos in ((200, True, {"chaos": 3}), (1500, False, {}), (10**6, True, {}))
+    }
+    assert len(hashes) == 1
