@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,10 @@ def final_facts(run: RunConfig, engine: deepzero.Engine, sample_text: str | None
 def main() -> None:
     """Let Hydra compose and call :func:`job`, once or for every job of a sweep; leave with the exit status."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
+    # A launcher plugin's jobs unpickle what is defined here, in processes that start elsewhere.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    # Our preset has the name of the plugin's own; Hydra merges them, and says that it will not always do so.
+    warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema")
     try:
         if under_launcher():
             _share_one_run_folder()
@@ -204,6 +209,13 @@ def main() -> None:
             fail_as_rank(problem)
         print(plain_names(str(problem)), file=sys.stderr)
         STATUS[0] = CONFIG_ERROR_EXIT
+    except RuntimeError as error:
+        # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
+        missing = "Unknown plugin class" in str(error)
+        if not (missing or '"srun"' in str(error) or type(error).__module__.startswith("submitit.")):
+            raise
+        print(f"{error}; pip install 'deepzero[slurm]'" if missing else error, file=sys.stderr)
+        STATUS[0] = CONFIG_ERROR_EXIT if missing else FAILURE_EXIT
     except KeyboardInterrupt:
         STATUS[0] = 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt

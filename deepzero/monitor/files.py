@@ -50,7 +50,8 @@ class MetricsFile:
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / METRICS).open("w", encoding="utf-8")
+        self._path = run_dir / METRICS
+        self._path.write_text("", encoding="utf-8")
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Append an optimizer step."""
@@ -61,12 +62,11 @@ class MetricsFile:
         self._write(entry)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Close the file; the summary has its own."""
-        self._file.close()
+        """Nothing is left to do: every line is on disk, and the summary has a file of its own."""
 
     def _write(self, entry: Mapping[str, Any]) -> None:
-        self._file.write(to_json(entry) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(to_json(entry) + "\n")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

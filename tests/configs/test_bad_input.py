@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,13 @@ def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -
 def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
     done = cli("launch.nproc=0", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "launch.nproc=0: must be at least 1 rank\n")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("submitit") is not None, reason="submitit is installed")
+def test_slurm_without_its_plugin(tmp_path: Path) -> None:
+    done = cli("-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("pip install 'deepzero[slurm]'\n")
 
 
 def test_help_is_worth_reading(tmp_path: Path) -> None:

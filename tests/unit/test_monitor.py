@@ -1,0 +1,263 @@
+"""Files that are always JSON and always whole, a terminal that is or is not one, loggers that fail."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepzero.config.run import LoggerConfig
+from deepzero.monitor import loggers
+from deepzero.monitor.files import MetricsFile, read_metrics, to_json, write_failed_summary, write_summary
+from deepzero.monitor.loggers import Guarded
+from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
+from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
+from deepzero.monitor.throughput import peak_flops, rates
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    """What the engine reports of a step."""
+    record = {
+        "step": number, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "grad_norm_clipped": 0.5, "loss_scale": 1.0,
+        "skipped": False,
+    }  # fmt: skip
+    return {**record, **changes}
+
+
+WORK = Workload(
+    total_steps=2, tokens_per_step=100, flops_per_token=1e6, world_size=2, peak_flops=None, bytes_per_token=1.0
+)
+TRAFFIC = {"calls": 1, "elements": 10, "padding_elements": 2, "bytes": 24}
+FACTS = {
+    "params_sha256": "00", "model_numel": 20, "world_size": 2, "peak_rss_bytes": 1000, "sample": "\x1b[2Jhello",
+    "memory": {"parameters": {"predicted": 40, "measured": 40}},
+    "communication": {"gradients.reduce_scatter": {"predicted": TRAFFIC, "measured": TRAFFIC}},
+}  # fmt: skip
+
+
+class Terminus(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_floats_come_back_with_the_same_bits(tmp_path: Path) -> None:
+    values = [struct.unpack("<d", (0x3FB999999999999A + 7919 * i).to_bytes(8, "little"))[0] for i in range(500)]
+    file = MetricsFile(tmp_path)
+    for i, value in enumerate(values):
+        file.step(step(i, loss=value))
+    assert [entry["loss"] for entry in read_metrics(tmp_path)] == values
+
+
+def test_not_a_number_is_null() -> None:
+    text = to_json({"a": math.nan, "b": [math.inf, -math.inf, 1.0], "c": {"d": True, "e": None}})
+    assert json.loads(text) == {"a": None, "b": [None, None, 1.0], "c": {"d": True, "e": None}}
+
+
+def test_what_json_cannot_say_is_refused() -> None:
+    with pytest.raises(TypeError, match="no place in a JSON file"):
+        to_json({"a": {1, 2}})
+
+
+def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.step(step(1))
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 2, "lo')
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
+
+
+def test_no_metrics_yet(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_failed_run_says_how_far_it_came(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.validation({"step": 0, "val_loss": 5.0})
+    file.step(step(1, loss=4.0))
+    file.step(step(2, loss=3.0))
+    write_failed_summary(tmp_path, "rank 1 failed", {"x": 1}, 12.0)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["error"] == "rank 1 failed"
+    assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
+
+
+def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"status": "finished"})
+    write_failed_summary(tmp_path, "late", {}, 1.0)
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "finished"}
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(total_steps=5, log_every=2, stream=stream)
+    for number in range(1, 6):
+        speed = rates(100, 0.5, 1e6, 2, peak=None)
+        terminal.step({**step(number, skipped=number == 3, grad_norm=2.0), "step_seconds": 0.5, **speed})
+    lines = stream.getvalue().splitlines()
+    assert [line[:8] for line in lines] == ["step 2/5", "step 3/5", "step 4/5", "step 5/5"]
+    assert "overflow: step skipped" in lines[1]
+    assert "grad norm 2.000 -> 0.500" in lines[0]
+    assert "200 tokens/s" in lines[0]
+    assert "MFU" not in lines[0]
+
+
+def test_a_bar_on_a_terminal() -> None:
+    stream = Terminus()
+    terminal = Terminal(total_steps=2, stream=stream)
+    for number in (1, 2):
+        terminal.step({**step(number, skipped=number == 2), "step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=1e9)})
+    terminal.validation({"step": 2, "val_loss": 2.0, "val_bits_per_byte": None})
+    terminal.finish({})
+    text = stream.getvalue()
+    assert "2/2 [" in text
+    assert "MFU 10.0%" in text
+    assert "step 2: overflow, skipped" in text
+    assert "validation loss 2.0000\n" in text
+
+
+def test_the_table_shows_both_numbers_and_the_padding() -> None:
+    table = ledger_table(FACTS)
+    assert "gradients.reduce_scatter" in table
+    assert "1 calls, 10 elements + 2 padding" in table
+    assert table.count("1.0000") == 3
+
+
+@pytest.mark.parametrize(("predicted", "measured", "ratio"), [(0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")])
+def test_ratios(predicted: int, measured: int, ratio: str) -> None:
+    report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}
+    assert ledger_table(report).splitlines()[1].split()[-1] == ratio
+
+
+def test_units() -> None:
+    assert short_number(1234567) == "1.23M"
+    assert short_number(0.5) == "0.5"
+    assert short_bytes(2.5e9) == "2.5 GB"
+
+
+def test_peaks() -> None:
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
+    assert peak_flops("Tesla V100-SXM2-16GB", "fp16") == 125e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
+    assert peak_flops("cpu", "fp32") is None
+
+
+def test_a_run_from_first_step_to_summary(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=stream)
+    monitor.validation(0, 5.0)
+    monitor.step(step(1), 0.5)
+    monitor.step(step(2, loss=2.0), 0.25)
+    monitor.validation(2, 4.0)
+    monitor.finish(FACTS)
+    entries = read_metrics(tmp_path)
+    assert [entry.get("tokens_seen") for entry in entries] == [0, 100, 200, 200]
+    assert entries[2]["tokens_per_second"] == 400.0
+    assert entries[3]["val_bits_per_byte"] == pytest.approx(4.0 / math.log(2))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["loss"], summary["val_loss_first"], summary["val_loss"]) == (
+        "finished",
+        2.0,
+        5,
+        4,
+    )
+    assert summary["sample"] == "\x1b[2Jhello"
+    assert "?[2Jhello" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = Monitor(WORK, tmp_path / "run")
+    monitor.line("hello")
+    monitor.step(step(1), 0.5)
+    monitor.validation(1, 4.0)
+    monitor.finish(FACTS)
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+class Failing:
+    """A sink that fails at its second step."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        self.seen.append("step")
+        if len(self.seen) == 2:
+            raise OSError("disk full")
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        self.seen.append("validation")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.seen.append("finish")
+
+
+def test_a_logger_that_fails_says_so_once() -> None:
+    told: list[str] = []
+    sink = Failing()
+    guarded = Guarded("tensorboard", lambda: sink, told.append)
+    guarded.step({})
+    guarded.step({})
+    guarded.step({})
+    guarded.validation({})
+    guarded.finish({})
+    assert sink.seen == ["step", "step"]
+    assert told == ["tensorboard: OSError: disk full; training goes on without tensorboard"]
+
+
+def test_a_logger_that_cannot_even_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(run_dir: Path) -> loggers.TensorBoard:
+        raise ModuleNotFoundError("No module named 'tensorboard'")
+
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", not_installed)
+    stream = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(names=("tensorboard",)), tmp_path, {}, stream=stream)
+    monitor.step(step(1), 0.5)
+    assert stream.getvalue().count("training goes on without tensorboard") == 1
+    assert len(read_metrics(tmp_path)) == 1
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No W&B login of any kind; returns the place of the netrc file."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def test_wandb_is_offline_when_nobody_is_logged_in(nobody: Path) -> None:
+    assert loggers.wandb_mode(LoggerConfig()) == "offline"
+
+
+def test_wandb_is_online_after_a_login(nobody: Path) -> None:
+    nobody.write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
+    nobody.chmod(0o600)
+    assert loggers.wandb_mode(LoggerConfig()) == "online"
+    assert loggers.wandb_mode(LoggerConfig(wandb_mode="offline")) == "offline"
+
+
+def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert loggers.wandb_mode(LoggerConfig()) == "disabled"
+    assert loggers.wandb_mode(LoggerConfig(wandb_mode="online")) == "online"
+
+
+def test_peak_memory_is_at_least_what_was_touched() -> None:
+    before = peak_rss_bytes()
+    block = bytearray(b"\1") * 30_000_000
+    assert peak_rss_bytes() >= len(block)
+    assert peak_rss_bytes() >= before

@@ -1,0 +1,152 @@
+"""Which of several errors is the cause, and how it is told. The processes themselves: tests/e2e/test_launch.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepzero.comm import launcher
+from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
+from deepzero.comm.rank_process import Report, describe, load_program, read_reports, root_cause, write_report
+from deepzero.config.parse import ConfigError
+
+ECHOES = [
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:15558",
+    "[../gloo/transport/tcp/pair.cc:598] Read error: Connection reset by peer",
+    "writev [127.0.0.1]:1: Broken pipe",
+    "NCCL error in: ProcessGroupNCCL.cpp, remote process exited or there was a network error",
+    "Timed out waiting 1800000ms for recv operation to complete",
+    "Application timeout caused pair closure",
+]
+
+
+def caught(error: BaseException, rank: int = 0) -> Report:
+    """``error`` as a rank would report it."""
+    try:
+        raise error
+    except BaseException as raised:
+        return describe(raised, rank)
+
+
+@pytest.mark.parametrize("message", ECHOES)
+def test_lost_peers_are_recognised(message: str) -> None:
+    assert caught(RuntimeError(message)).peer_gone
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("disk")],
+)
+def test_other_errors_are_causes(error: Exception) -> None:
+    assert not caught(error).peer_gone
+
+
+def test_an_echo_that_was_wrapped() -> None:
+    try:
+        try:
+            raise RuntimeError(ECHOES[0])
+        except RuntimeError as inner:
+            raise RuntimeError("the reduction of bucket 3 failed") from inner
+    except RuntimeError as error:
+        report = describe(error, 2)
+    assert report.peer_gone
+    assert report.title.splitlines()[0] == "RuntimeError: the reduction of bucket 3 failed"
+    assert "caused by RuntimeError" in report.title
+
+
+def test_the_cause_is_the_earliest_that_is_no_echo() -> None:
+    echo, late, cause = (
+        caught(e, rank) for rank, e in enumerate((RuntimeError(ECHOES[0]), ValueError("b"), ValueError("a")))
+    )
+    reports = [
+        Report(**{**vars(echo), "seconds": 1.0}),
+        Report(**{**vars(late), "seconds": 3.0}),
+        Report(**{**vars(cause), "seconds": 2.0}),
+    ]
+    found = root_cause(reports)
+    assert found is not None
+    assert found.title == "ValueError: a"
+    assert root_cause([]) is None
+
+
+def test_the_frames_are_the_users() -> None:
+    report = caught(ValueError("x"))
+    assert "test_rank_process.py" in report.frames
+    assert report.text().startswith("rank 0 failed: ValueError: x\n")
+
+
+def test_settings_need_no_frames() -> None:
+    report = caught(ConfigError("zero.stage=7: no"))
+    assert report.kind == "config"
+    assert report.text() == "zero.stage=7: no"
+
+
+def test_reports_travel_through_files(tmp_path: Path) -> None:
+    first, second = caught(ValueError("é"), 0), caught(RuntimeError(ECHOES[0]), 1)
+    for report in (first, second):
+        write_report(tmp_path, report)
+    assert read_reports(tmp_path) == [first, second]
+
+
+def test_a_killed_rank_comes_before_the_echo_it_left() -> None:
+    echo = caught(RuntimeError(ECHOES[0]), 0)
+    error = launcher._failure([echo], {0: 1, 1: -signal.SIGKILL})
+    assert str(error).startswith("rank 1 was killed by signal 9 (SIGKILL); when nobody")
+    error = launcher._failure([echo], {0: 1, 1: -signal.SIGSEGV})
+    assert str(error) == "rank 1 was killed by signal 11 (SIGSEGV)"
+
+
+def test_a_rank_that_the_agent_ended_is_not_the_cause() -> None:
+    error = launcher._failure([caught(ValueError("x"), 1)], {0: -signal.SIGTERM, 1: 1})
+    assert isinstance(error, RankFailed)
+    assert error.headline == "rank 1 failed: ValueError: x"
+    assert "Traceback" in error.full
+
+
+def test_a_rank_without_a_word() -> None:
+    assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3}))
+
+
+def test_a_rank_that_refuses_its_settings() -> None:
+    error = launcher._failure([caught(ConfigError("no"), 1), caught(RuntimeError(ECHOES[1]), 0)], {0: 1, 1: 2})
+    assert isinstance(error, ConfigError)
+    assert str(error) == "no"
+
+
+def test_programs_are_found_by_file(tmp_path: Path) -> None:
+    file = tmp_path / "a_program_for_ranks.py"
+    file.write_text("def go():\n    return __name__\n\nNUMBER = 3\n")
+    assert load_program(str(file), "go")() == "a_program_for_ranks"  # type: ignore[func-returns-value]
+    assert load_program(str(file), "go") is load_program(str(file), "go")
+    with pytest.raises(TypeError, match="NUMBER"):
+        load_program(str(file), "NUMBER")
+    del sys.modules["a_program_for_ranks"]
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert [default_threads(n) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+
+
+def test_a_launcher_is_known_by_all_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert under_launcher()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert not under_launcher()
+
+
+def test_only_own_children_are_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, start_new_session=True) as child:
+        (tmp_path / "rank0.pid").write_text(str(child.pid))
+        (tmp_path / "rank1.pid").write_text(str(os.getpid()))
+        (tmp_path / "rank2.pid").write_text("1")
+        launcher.kill_ranks(tmp_path)
+        assert child.wait(10) == -signal.SIGKILL
