@@ -200,7 +200,8 @@ def build_zero(
     if stage == 0:
         engine_stage = ZeroStage0(groups, order, source, reducer, dtypes.accumulation)
     else:
-        engine_stage = ZeroStage1And2(groups, order, source, reducer, comm, stage == 2, dtypes.accumulation)
+        overlap = config.zero.overlap_comm
+        engine_stage = ZeroStage1And2(groups, order, source, reducer, comm, stage == 2, overlap, dtypes.accumulation)
     built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes)
     _open_ledger(built, optimizer, config, comm, micro_batches)
     return built
@@ -217,6 +218,7 @@ def _open_ledger(
         moments=built.moment_bytes,
         wire=dtypes.wire.itemsize,
         stage=config.zero.stage,
+        overlap=config.zero.overlap_comm,
         micro_batches=micro_batches,
         whole_reduce=built.reducer.whole,
         exact=built.reducer.method == "exact",

@@ -49,10 +49,18 @@ class StateSizes:
     moments: int
     wire: int
     stage: int
+    overlap: bool
     micro_batches: int
     whole_reduce: bool
     """Gradients are all-reduced: stage 0, or stage 1 with ``reduce_scatter=False``."""
     exact: bool
+
+    @property
+    def unreduced(self) -> int:
+        """U of the module's text: bytes per element of whole gradients before they are reduced."""
+        if self.stage == 2 or (self.stage == 1 and self.overlap and self.micro_batches == 1):
+            return 0
+        return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 
 
 def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
@@ -85,14 +93,11 @@ def predicted_memory(numel: int, world_size: int, sizes: StateSizes) -> dict[str
     Called with the number of *padding* elements it gives what padding takes in each category.
     """
     share = 1 if sizes.stage == 0 else world_size
-    unreduced = sizes.compute if sizes.micro_batches == 1 else max(sizes.compute, sizes.accumulation)
-    gradients = numel * sizes.accumulation // (1 if sizes.whole_reduce else world_size)
-    if sizes.stage < 2:
-        gradients += numel * unreduced
+    reduced = numel * sizes.accumulation // (1 if sizes.whole_reduce else world_size)
     master = 0 if sizes.compute == 4 else 4
     return {
         "parameters": numel * sizes.compute,
-        "gradients": gradients,
+        "gradients": numel * sizes.unreduced + reduced,
         "masters": numel * master // share,
         "moments": numel * sizes.moments // share,
     }
@@ -103,8 +108,8 @@ def padding_memory(padding: int, world_size: int, sizes: StateSizes) -> dict[str
     (``param.grad``) and of the optimizer (moments) have none.
     """
     forms = {**predicted_memory(padding, world_size, sizes), "moments": 0}
-    if sizes.stage < 2 and (sizes.micro_batches == 1 or sizes.accumulation == sizes.compute):
-        forms["gradients"] -= padding * sizes.compute
+    if sizes.unreduced == sizes.compute:
+        forms["gradients"] -= padding * sizes.unreduced
     return forms
 
 

@@ -189,15 +189,18 @@ class Engine(nn.Module):
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         self.ledger.note("gradient_ready")
-        self.stage.gradient_ready(param)
+        self.stage.gradient_ready(param, self._reduces_now())
 
     def _backward_end(self) -> None:
         self._loss_is_scaled = False
         if self._forward_loss is not None:
             self._losses.append(self._forward_loss.detach())
             self._forward_loss = None
-        self.stage.backward_end()
+        self.stage.backward_end(self._reduces_now())
         self.ledger.note("backward_end")
+
+    def _reduces_now(self) -> bool:
+        return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     # ---- 3, 4, 5: step -----------------------------------------------------------------------------------------------
 
@@ -213,6 +216,7 @@ class Engine(nn.Module):
         if self._inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         self._step_applied = False
+        self.ledger.sample()
         if self.is_gradient_accumulation_boundary():
             self._take_model_step(lr_kwargs or {})
         self.micro_steps += 1
@@ -221,7 +225,6 @@ class Engine(nn.Module):
         for group in self._zero.groups:
             group.take_over_writes()
         # 3 boundary: flush, wait.
-        self.ledger.sample()
         self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.

@@ -65,9 +65,9 @@ def test_wire_dtype(ranks):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_memory(ranks, stage, accumulation, precision):
-    settings = config(stage=stage, precision=precision, gradient_accumulation_steps=accumulation)
+@pytest.mark.parametrize(("stage", "overlap"), [(0, False), (1, False), (1, True), (2, True)])
+def test_memory(ranks, stage, overlap, accumulation, precision):
+    settings = config(stage=stage, precision=precision, overlap=overlap, gradient_accumulation_steps=accumulation)
     for entry in ranks.run(report, settings, world_size=2):
         for category, counts in entry["memory"].items():
             assert counts["measured"] == pytest.approx(counts["predicted"], rel=0.01), category

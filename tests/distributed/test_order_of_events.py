@@ -39,12 +39,15 @@ def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
     check_tail(log, end)
 
 
-def test_stage_1_reduces_once_at_the_boundary(ranks):
-    settings = config(stage=1, bucket=800, gradient_accumulation_steps=3)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_stage_1_reduces_once(ranks, overlap):
+    settings = config(stage=1, bucket=800, gradient_accumulation_steps=3, overlap=overlap)
     log, intervals = ranks.run(events, settings, world_size=2)[0]
     launches, ends = positions(log, "launch", REDUCE), positions(log, "backward_end")
-    assert len(launches) == intervals and len(ends) == 3 and launches[0] > ends[-1]
-    check_tail(log, launches[-1])
+    assert len(launches) == intervals and len(ends) == 3
+    # After the last backward pass, or during it; never in an earlier one.
+    assert launches[0] > ends[1] and (launches[0] > ends[2]) is not overlap
+    check_tail(log, max(launches[-1], ends[2]) if not overlap else ends[2])
 
 
 def test_stage_0_reduces_and_gathers_gradients(ranks):

@@ -141,6 +141,11 @@ class GradientSource:
             self._arrived.add(param)
         param.grad = None
 
+    def waiting(self, entry: Scheduled) -> bool:
+        """Whether any gradient of an interval waits to be sent."""
+        params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
+        return any(param.grad is not None or param in self._arrived for param in params)
+
     @torch.no_grad()
     def fill(self, entry: Scheduled, bucket: torch.Tensor, name_unused: bool = True) -> None:
         """Lay an interval's gradients into ``bucket`` and free them. A parameter without gradient counts as zeros.

@@ -65,11 +65,11 @@ class ZeroStage0:
         """The gradients whose squares this rank adds to the global norm: rank 0's only, since all hold the same."""
         return [self._sum_of(entry) for entry in self.order] if self.reducer.comm.rank == 0 else []
 
-    def gradient_ready(self, param: nn.Parameter) -> None:
+    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
         """2: leave it where autograd put it, or add it to the wider accumulation buffer."""
         self.source.accumulate(param)
 
-    def backward_end(self) -> None:
+    def backward_end(self, boundary: bool) -> None:
         """Nothing leaves before the boundary."""
 
     def finish_gradients(self) -> None:

@@ -53,6 +53,7 @@ class ZeroStage1And2:
         reducer: sends them to their owners.
         comm: publishes parameters.
         partition_gradients: False is stage 1, True is stage 2.
+        overlap: stage 1 reduces its last micro-batch during the backward pass.
         grad_dtype: dtype of ``grad_S``.
     """
 
@@ -64,10 +65,11 @@ class ZeroStage1And2:
         reducer: BucketReducer,
         comm: Communicator,
         partition_gradients: bool,
+        overlap: bool,
         grad_dtype: torch.dtype,
     ) -> None:
         self.order, self.source, self.reducer, self.comm = list(order), source, reducer, comm
-        self.partition_gradients = partition_gradients
+        self.partition_gradients, self.overlap = partition_gradients, overlap
         self.groups = list(groups)
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
@@ -79,7 +81,7 @@ class ZeroStage1And2:
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for extent, group in zip(extents, groups, strict=True)
         ]
-        # Stage 2's position in ``order`` within this backward pass, and which gradients have arrived in it.
+        # Position in ``order`` within this backward pass, and which gradients have arrived in it.
         self._cursor = 0
         self._arrived: set[nn.Parameter] = set()
         # Whether grad_S holds earlier micro-batches, to which the next reduction adds.
@@ -87,27 +89,35 @@ class ZeroStage1And2:
 
     # ---- 2: gradient ready -------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter) -> None:
-        """2: stage 1 keeps it whole; stage 2 launches every interval that is now complete and next in order."""
-        if not self.partition_gradients:
-            self.source.accumulate(param)
+    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+        """2: keep the gradient, or launch every interval that is now complete and next in order.
+
+        Args:
+            param: its ``.grad`` is complete.
+            boundary: this is the last micro-batch of the optimizer step.
+        """
+        self.source.accumulate(param)
+        if not self._leaves_now(boundary):
             return
         self._arrived.add(param)
         while self._cursor < len(self.order) and self._complete(self.order[self._cursor]):
             self._reduce(self.order[self._cursor])
             self._cursor += 1
 
-    def backward_end(self) -> None:
-        """Stage 2: launch what no further gradient will complete. A parameter without gradient counts as zeros."""
-        if not self.partition_gradients or not self._arrived:
+    def _leaves_now(self, boundary: bool) -> bool:
+        """Whether gradients of the backward pass under way are sent as they come."""
+        return self.partition_gradients or (self.overlap and boundary)
+
+    def backward_end(self, boundary: bool) -> None:
+        """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
+        if not self._leaves_now(boundary) or not self._arrived:
             return
         for entry in self.order[self._cursor :]:
             self._reduce(entry)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
         # the second may come after its bucket left. It is sent after the first and added to it.
         for entry in self.order:
-            params = self.groups[entry.group].params
-            if any(params[slot.index].grad is not None for slot in entry.interval.slots):
+            if self.source.waiting(entry):
                 self._reduce(entry, again=True)
         self._cursor = 0
         self._arrived.clear()
@@ -126,9 +136,9 @@ class ZeroStage1And2:
     # ---- 3: boundary -------------------------------------------------------------------------------------------------
 
     def finish_gradients(self) -> None:
-        """3 boundary: flush and wait. Stage 1 reduces here, once; stage 2 has only the last buckets to wait for."""
-        if not self.partition_gradients or not self._accumulated:
-            # Stage 2 without any backward pass since the last step: zeros, as every other rank would send.
+        """3 boundary: flush and wait. What has left during the backward pass has only its last buckets to wait for."""
+        if not self._accumulated:
+            # Stage 1 without overlap; or no backward pass at all since the last step: zeros, as every rank would send.
             for entry in self.order:
                 self._reduce(entry)
         self.reducer.drain()
