@@ -41,7 +41,7 @@ from deepzero.data.corpus import Corpus, load_corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.models.gpt import GPT
-from deepzero.monitor.files import write_failed_summary
+from deepzero.monitor.files import ERROR, clear, write_failed_summary
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.throughput import peak_flops
 from deepzero.profiling.trace import check_profiler, trace
@@ -235,6 +235,8 @@ def job(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if under_launcher():
         started = time.time()
+        if os.environ["RANK"] == "0":
+            clear(run_dir)
 
         def on_failure(reason: str) -> None:
             if os.environ["RANK"] == "0":
@@ -294,6 +296,7 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
+    clear(run_dir)
     try:
         launch(str(HERE), "train", (run, str(run_dir)), nproc=nproc, environment=environment)
     except (ConfigError, RankFailed, Interrupted) as error:
@@ -302,8 +305,8 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
         headline = error.headline if isinstance(error, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
         if isinstance(error, RankFailed) and error.full:
-            (run_dir / "error.txt").write_text(error.full, encoding="utf-8")
-            raise RankFailed(error.headline, f"{error.frames}\nwhole traceback: {run_dir / 'error.txt'}") from None
+            (run_dir / ERROR).write_text(error.full, encoding="utf-8")
+            raise RankFailed(error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}") from None
         raise
 
 

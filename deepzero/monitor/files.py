@@ -19,6 +19,8 @@ from typing import Any
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+ERROR = "error.txt"
+"""The whole traceback of a run that failed."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -43,6 +45,12 @@ def _clean(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a JSON file")
+
+
+def clear(run_dir: Path) -> None:
+    """Remove what an earlier run left in a folder that is used again: its summary must not speak for this run."""
+    for name in (METRICS, SUMMARY, ERROR):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 class MetricsFile:

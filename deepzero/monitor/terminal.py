@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -22,6 +23,9 @@ class Terminal:
         self._log_every = log_every
         self._width = len(str(total_steps))
         self._bar: Any = None
+        if isinstance(self._stream, io.TextIOWrapper):
+            # A sample may hold characters that this stream's encoding has not; that must not end a run.
+            self._stream.reconfigure(errors="replace")
 
     def line(self, text: str) -> None:
         """Print ``text`` without disturbing the bar."""

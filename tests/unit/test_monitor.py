@@ -14,7 +14,7 @@ import pytest
 
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor import loggers
-from deepzero.monitor.files import MetricsFile, read_metrics, to_json, write_failed_summary, write_summary
+from deepzero.monitor.files import MetricsFile, clear, read_metrics, to_json, write_failed_summary, write_summary
 from deepzero.monitor.loggers import Guarded
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
@@ -96,6 +96,22 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
     write_failed_summary(tmp_path, "late", {}, 1.0)
     assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "finished"}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path: Path) -> None:
+    write_summary(tmp_path, {"status": "finished"})
+    MetricsFile(tmp_path).step(step(1))
+    clear(tmp_path)
+    clear(tmp_path)
+    write_failed_summary(tmp_path, "at once", {}, 1.0)
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+
+
+def test_an_encoding_that_lacks_characters() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Terminal(1, stream=stream).line("é\ufffd")
+    assert raw.getvalue() == b"??\n"
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
