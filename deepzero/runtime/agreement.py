@@ -81,19 +81,6 @@ def bits_to_double(bits: int) -> float:
     return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
-def gather_doubles(comm: Communicator, values: Sequence[float], kind: str = AGREEMENT) -> list[list[float]]:
-    """Every rank's ``values``, in rank order, on every rank, to the bit; one small all-reduce of integers."""
-    width = len(values)
-    words = torch.zeros(comm.world_size * width, dtype=torch.int64)
-    words[comm.rank * width : (comm.rank + 1) * width] = torch.tensor(
-        [double_to_bits(v) for v in values], dtype=torch.int64
-    )
-    words = words.to(comm.device)
-    comm.all_reduce(kind, words).wait()
-    doubles = [bits_to_double(bits) for bits in words.tolist()]
-    return [doubles[r * width : (r + 1) * width] for r in range(comm.world_size)]
-
-
 @dataclass(frozen=True)
 class StepAgreement:
     """What all ranks know alike about a step before the optimizer runs."""

@@ -175,21 +175,25 @@ class ZeroStage1And2:
 
     # ---- 5: publish --------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """5: cast each master into my part of the flat buffer, gather the interval. Parameters are views of it."""
-        gathers = [self._gather(group, interval) for group in self.groups for interval in group.layout.intervals]
-        for gather in gathers:
+        """5: every rank gets every part of every interval. Parameters are views of the flat buffers: that is all."""
+        for gather in self.all_gather_dp_groups():
             gather.wait()
 
-    def _gather(self, group: FlatGroup, interval: Interval) -> Pending:
-        """One interval of ``all_gather_dp_groups``; launched as soon as its part is cast, waited for together."""
-        partitions = group.partitions[interval.index]
-        if group.dtype != torch.float32:
-            partitions[self.comm.rank].copy_(group.master_of(interval))
-        whole = group.flat_P[interval.offset : interval.offset + interval.numel]
-        padding = (self.comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(self.comm.rank))
-        return self.comm.all_gather(ALL_GATHER, partitions, whole, padding, f"interval {interval.index}")
+    @torch.no_grad()
+    def all_gather_dp_groups(self) -> list[Pending]:
+        """Cast each master into my part of its interval and launch the interval's all-gather at once, in place."""
+        gathers = []
+        for group in self.groups:
+            for interval in group.layout.intervals:
+                partitions = group.partitions[interval.index]
+                if group.dtype != torch.float32:
+                    partitions[self.comm.rank].copy_(group.master_of(interval))
+                whole = group.flat_P[interval.offset : interval.offset + interval.numel]
+                padding = (self.comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(self.comm.rank))
+                where = f"interval {interval.index}"
+                gathers.append(self.comm.all_gather(ALL_GATHER, partitions, whole, padding, where))
+        return gathers
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
