@@ -66,32 +66,26 @@ def _deepzero(stage: int) -> Contender:
 
 
 def _deepspeed(stage: int) -> Contender:
-    base = {"stage": stage, "bucket": 50_000_000}
-    cpu_adam = Variant("cpu-adam", "DeepSpeedCPUAdam, buckets 5e7", {**base, "optimizer": "cpu_adam"})
-    torch_adam = Variant("torch-adam", "torch AdamW fused, buckets 5e7", {**base, "optimizer": "torch"})
-    variants: tuple[Variant, ...]
+    torch_adam = {"stage": stage, "bucket": 50_000_000, "optimizer": "torch"}
+    cpu_adam = {**torch_adam, "optimizer": "cpu_adam"}
+    variants = [
+        Variant("torch-adam", "torch AdamW fused, buckets 5e7", torch_adam),
+        Variant("torch-small", "torch AdamW fused, buckets 5e6", {**torch_adam, "bucket": 5_000_000}),
+        Variant("cpu-adam", "DeepSpeed's own Adam kernel, buckets 5e7", cpu_adam),
+    ]
     if stage == 3:
-        keep = {"stage3_param_persistence_threshold": 10_000_000, "stage3_max_live_parameters": 1_000_000_000}
-        live = Variant(
-            "torch-keep",
-            "torch AdamW fused, parameters under 1e7 stay whole",
-            {**base, "optimizer": "torch", "zero": keep},
-        )
-        variants = (cpu_adam, torch_adam, live)
+        keep = {"stage3_param_persistence_threshold": 10_000_000}
+        note = "torch AdamW fused, parameters under 1e7 elements stay whole"
+        variants.append(Variant("torch-keep", note, {**torch_adam, "zero": keep}))
     else:
-        owner = {"use_multi_rank_bucket_allreduce": False}
-        small = Variant(
-            "torch-small", "torch AdamW fused, buckets 5e6", {**base, "bucket": 5_000_000, "optimizer": "torch"}
-        )
-        reduce = Variant(
-            "torch-reduce", "torch AdamW fused, reduce to the owner", {**base, "optimizer": "torch", "zero": owner}
-        )
-        variants = (cpu_adam, torch_adam, small, reduce)
+        # "Offloading" from CPU to CPU takes another path, which keeps one fp32 gradient buffer.
+        offload = {"offload_optimizer": {"device": "cpu"}}
+        variants.append(Variant("offload", "DeepSpeedCPUAdam with offload_optimizer", {**cpu_adam, "zero": offload}))
     return Contender(
         f"deepspeed{stage}",
         f"DeepSpeed stage {stage}",
         "peer_deepspeed:build",
-        variants,
+        tuple(variants),
         needs=("deepspeed",),
         stage=stage,
     )
