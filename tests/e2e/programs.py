@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from deepzero.comm import launcher, process_group  # noqa: E402
+from deepzero.comm import launcher, process_group, rank_process  # noqa: E402
 from deepzero.config.parse import ConfigError  # noqa: E402
 
 
@@ -37,8 +37,11 @@ def misbehave(how: str, folder: str) -> None:
 
 
 def main() -> None:
-    """``python programs.py HOW FOLDER``: launch two ranks, and say how it ended."""
+    """``python programs.py HOW FOLDER``: launch two ranks, and say how it ended; under torchrun, be one of them."""
     here, (how, folder) = str(Path(__file__).resolve()), sys.argv[1:]
+    if launcher.under_launcher():
+        rank_process.run_here(misbehave, how, folder)
+        return
     environment = {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"}
     try:
         launcher.launch(here, "misbehave", (how, folder), nproc=2, environment=environment)

@@ -114,8 +114,8 @@ def started(arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **en
 
 
 def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
-    """``python train.py OVERRIDES``; warnings of the launching process are errors."""
-    with started([sys.executable, "-W", "error", TRAIN, *overrides], cwd, **environment) as command:
+    """``python train.py OVERRIDES``; warnings are errors, in the launching process and in the ranks."""
+    with started([sys.executable, TRAIN, *overrides], cwd, PYTHONWARNINGS="error", **environment) as command:
         done = command.wait(timeout)
         assert command.processes() == {}
     return done

@@ -135,6 +135,18 @@ def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done],
     assert runs.summary(run_dirs[0])["world_size"] == 2
 
 
+def test_under_torchrun_the_failing_rank_speaks(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with runs.started([*torchrun, PROGRAMS, "raise", str(tmp_path)], tmp_path) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 1
+    said = [line for line in done.err.splitlines() if line.startswith("rank ")]
+    assert said == ["rank 1 failed: ValueError: rank 1 has had enough"]
+    # torchrun's own report names the same root cause.
+    assert "rank 1 has had enough" in done.err[done.err.index("Root Cause") :]
+
+
 def test_under_torchrun_an_error_is_said_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with runs.started([*torchrun, runs.TRAIN, "zero.stagee=1"], tmp_path) as command:
