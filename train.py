@@ -240,7 +240,7 @@ def job(cfg: DictConfig) -> None:
 
         def on_failure(reason: str) -> None:
             if os.environ["RANK"] == "0":
-                write_failed_summary(run_dir, reason, settings_of(cfg), time.time() - started)
+                write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
 
         run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
         return
@@ -286,6 +286,14 @@ def settings_of(cfg: DictConfig) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError("the composed config is not a mapping")
     return {str(key): value for key, value in settings.items()}
+
+
+def settings_for_summary(cfg: DictConfig) -> dict[str, Any]:
+    """All settings with their defaults; where they cannot be read, what was composed."""
+    try:
+        return dataclasses.asdict(read_config(cfg))
+    except ConfigError:
+        return settings_of(cfg)
 
 
 def start_ranks(run: RunConfig, run_dir: Path) -> None:

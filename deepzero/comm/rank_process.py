@@ -60,7 +60,7 @@ class Report:
 
     rank: int
     kind: str
-    """``config``: the message says it all. ``error``: an exception. ``stopped``: a signal asked for it."""
+    """``config``: the message says it all. ``error``: anything else."""
     title: str
     """One line: type and message. For ``config`` the message alone."""
     frames: str
@@ -108,8 +108,7 @@ def user_frames(error: BaseException, limit: int = 6) -> str:
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
     """The earliest failure that is not an echo; else the earliest echo; None when nobody reported."""
-    failures = [r for r in reports if r.kind != "stopped"]
-    return min(failures, key=lambda r: (r.peer_gone, r.seconds), default=None)
+    return min(reports, key=lambda r: (r.peer_gone, r.seconds), default=None)
 
 
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
