@@ -16,7 +16,10 @@ from tools.bench.workload import Workload
 
 def join(work: Workload) -> None:
     """Initialise the default process group from the environment: gloo on CPU, NCCL on CUDA."""
-    dist.init_process_group("nccl" if work.device == "cuda" else "gloo", timeout=timedelta(seconds=300))
+    cuda = work.device == "cuda"
+    # NCCL asks for the device, or guesses it at the first barrier with a warning.
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else None
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=300), device_id=device)
 
 
 def barrier() -> None:

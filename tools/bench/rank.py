@@ -18,10 +18,12 @@ On CUDA the peak is what torch's allocator reserved.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -150,8 +152,16 @@ def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
     }
 
 
+def end_with_parent() -> None:
+    """Ask Linux to kill this rank when the benchmark that started it dies, even of a signal it cannot catch."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> None:
     """Read the spec, run, write ``RANK.json`` beside it."""
+    end_with_parent()
     spec_file = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
     result = run(json.loads(spec_file.read_text()), rank)
