@@ -139,8 +139,23 @@ class BucketReducer:
         """The closed form of :meth:`buffers`."""
         return sum(t.numel() * t.element_size() for t in self.buffers())
 
-    def acquire(self, interval: Interval) -> torch.Tensor:
-        """The bucket to fill with ``interval``, of its extent; waits for the oldest one when all are in flight."""
+    def _stays(self, accumulate: bool) -> bool:
+        """With one rank nothing travels, and the bucket is the destination unless that holds something already."""
+        return self.comm.world_size == 1 and not accumulate
+
+    def acquire(self, interval: Interval, output: torch.Tensor, accumulate: bool) -> torch.Tensor:
+        """The bucket to fill with ``interval``; waits for the oldest one when all are in flight.
+
+        Args:
+            interval: what will be laid into it.
+            output: as for :meth:`launch`.
+            accumulate: as for :meth:`launch`.
+
+        Returns:
+            1-D, the interval's extent.
+        """
+        if self._stays(accumulate):
+            return output
         while not self._buckets:
             self._finish(self._in_flight.popleft())
         bucket = self._buckets[0]
@@ -155,6 +170,10 @@ class BucketReducer:
             output: this rank's part of the sum, ``interval.part_numel`` elements; with ``whole``, all of it.
             accumulate: add to ``output`` instead of replacing it.
         """
+        if self._stays(accumulate):
+            kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
+            self.comm.exchange(kind, [output], [output], 0, f"interval {interval.index}").wait()
+            return
         bucket = self._buckets.popleft()
         bucket.filled.record()
         send = bucket.send[: interval.numel]

@@ -136,7 +136,7 @@ def predicted_traffic(layouts: Sequence[FlatLayout], world_size: int, sizes: Sta
         forms[ALL_REDUCE] = sent(times, sizes.wire, halves=2)
     else:
         forms[REDUCE_SCATTER] = sent(times, sizes.wire)
-        if sizes.whole_reduce:
+        if sizes.whole_reduce and world_size > 1:
             forms[ALL_GATHER_GRADIENTS] = sent(1, sizes.accumulation)
     if sizes.stage > 0:
         forms[ALL_GATHER] = sent(1, sizes.compute)

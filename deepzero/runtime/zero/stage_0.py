@@ -75,7 +75,7 @@ class ZeroStage0:
     def finish_gradients(self) -> None:
         """3 boundary: all-reduce every bucket."""
         for entry in self.order:
-            bucket = self.reducer.acquire(entry.interval)
+            bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=False)
             self.source.fill(entry, bucket)
             self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=False)
         self.reducer.drain()

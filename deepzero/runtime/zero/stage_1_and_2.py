@@ -81,9 +81,16 @@ class ZeroStage1And2:
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for extent, group in zip(extents, groups, strict=True)
         ]
-        # Position in ``order`` within this backward pass, and which gradients have arrived in it.
+        # Position in ``order`` within this backward pass, which gradients have arrived in it, and how many are missing
+        # in each interval.
         self._cursor = 0
         self._arrived: set[nn.Parameter] = set()
+        self._place = {
+            groups[entry.group].params[slot.index]: position
+            for position, entry in enumerate(order)
+            for slot in entry.interval.slots
+        }
+        self._missing = [len(entry.interval.slots) for entry in order]
         # Whether grad_S holds earlier micro-batches, to which the next reduction adds.
         self._accumulated = False
 
@@ -99,8 +106,10 @@ class ZeroStage1And2:
         self.source.accumulate(param)
         if not self._leaves_now(boundary):
             return
-        self._arrived.add(param)
-        while self._cursor < len(self.order) and self._complete(self.order[self._cursor]):
+        if param not in self._arrived:
+            self._arrived.add(param)
+            self._missing[self._place[param]] -= 1
+        while self._cursor < len(self.order) and self._missing[self._cursor] == 0:
             self._reduce(self.order[self._cursor])
             self._cursor += 1
 
@@ -119,19 +128,20 @@ class ZeroStage1And2:
         for entry in self.order:
             if self.source.waiting(entry):
                 self._reduce(entry, again=True)
-        self._cursor = 0
-        self._arrived.clear()
+        self._end_of_pass()
         self._accumulated = True
 
-    def _complete(self, entry: Scheduled) -> bool:
-        params = self.groups[entry.group].params
-        return all(params[slot.index] in self._arrived for slot in entry.interval.slots)
+    def _end_of_pass(self) -> None:
+        self._cursor = 0
+        self._arrived.clear()
+        self._missing = [len(entry.interval.slots) for entry in self.order]
 
     def _reduce(self, entry: Scheduled, again: bool = False) -> None:
         """Lay one interval into a bucket, free its gradients, and send it to its owners."""
-        bucket = self.reducer.acquire(entry.interval)
+        output, accumulate = self._sum_of(entry.group, entry.interval), self._accumulated or again
+        bucket = self.reducer.acquire(entry.interval, output, accumulate)
         self.source.fill(entry, bucket, name_unused=not again)
-        self.reducer.launch(entry.interval, self._sum_of(entry.group, entry.interval), self._accumulated or again)
+        self.reducer.launch(entry.interval, output, accumulate)
 
     # ---- 3: boundary -------------------------------------------------------------------------------------------------
 
@@ -201,8 +211,7 @@ class ZeroStage1And2:
         """Forget this step's gradients, also those under way."""
         self.reducer.drain()
         self.source.discard()
-        self._cursor = 0
-        self._arrived.clear()
+        self._end_of_pass()
         self._accumulated = False
 
     def held_gradients(self) -> list[torch.Tensor]:
