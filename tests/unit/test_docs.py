@@ -1,0 +1,225 @@
+"""README and book say what the code does: commands, keys, defaults, links, pointers into files."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepzero.config.deepspeed_json import SATISFIED, load_engine_config
+from deepzero.config.engine import EngineConfig
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.runtime.lr_schedules import CURVES
+from tests.configs.compose import run_config
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+CONFIG = DOCS / "config.md"
+COMMANDS = ("pip install -e . && python train.py zero.stage=2", 'pip install -e ".[test]" && pytest')
+CODE = re.compile(r"`((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w|train\.py|\.ci/run)(?::([A-Za-z_][\w.]*))?`")
+MISSING = object()
+
+
+def text(page: Path) -> str:
+    """The page."""
+    return page.read_text(encoding="utf-8")
+
+
+def fenced(page: Path) -> list[str]:
+    """The contents of a page's fenced blocks."""
+    return [block.strip() for block in re.findall(r"^```\w*\n(.*?)^```", text(page), re.M | re.S)]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```\w*\n.*?^```", "", text(page), flags=re.M | re.S)
+
+
+def rows(page: Path) -> list[list[str]]:
+    """The cells of all table rows."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text(page).splitlines() if line[:1] == "|"
+    ]
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def test_readme_shows_the_two_commands_each_by_itself() -> None:
+    blocks = fenced(ROOT / "README.md")
+    assert [blocks.count(command) for command in COMMANDS] == [1, 1]
+    assert blocks[:2] == list(COMMANDS)
+
+
+def test_ci_finds_the_test_command_in_the_readme() -> None:
+    pattern = re.search(r"grep -m1 -E '([^']+)' README\.md", text(ROOT / ".ci" / "run"))
+    assert pattern is not None
+    matching = [line for line in text(ROOT / "README.md").splitlines() if re.search(expression(pattern[1]), line)]
+    assert matching == [COMMANDS[1]]
+
+
+def expression(posix: str) -> str:
+    """A POSIX expression in Python's notation, as far as .ci/run needs it."""
+    return posix.replace("[[:space:]]", r"\s")
+
+
+def overrides() -> list[tuple[str, str]]:
+    """What follows ``train.py`` in every command of README and book, once each, with the page's name."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        for line in "\n".join(fenced(page)).replace("\\\n", " ").splitlines():
+            command = re.match(
+                r"(?:\$ )?(?:python|torchrun .*|sbatch .*) ?(?<![\w/])(?:\S*/)?train\.(?:py|sbatch) (.*)", line
+            )
+            if command and "--" not in command[1] and "…" not in command[1]:
+                found.setdefault(command[1].partition(" #")[0].strip(), page.name)
+    return sorted(found.items())
+
+
+@pytest.mark.parametrize(("arguments", "page"), overrides())
+def test_commands_compose(arguments: str, page: str) -> None:
+    words = [word for word in shlex.split(arguments) if word != "-m"]
+    first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words]  # of a sweep, the first point
+    assert isinstance(run_config(*first), RunConfig)
+
+
+# ---- docs/config.md --------------------------------------------------------------------------------------------------
+
+
+def settings_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key, as on the command line, to value."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("optimizer", "scheduler"):
+            continue  # described by their classes
+        if dataclasses.is_dataclass(value):
+            found |= settings_of(value, "" if field.name == "engine" else f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def documented() -> dict[str, tuple[str, list[Any]]]:
+    """Key to its JSON name ("" for none) and the values in its default cell: the dataclass's, then train.py's."""
+    table = [row for row in rows(CONFIG) if len(row) == 4 and re.fullmatch(r"`[a-z_.]+`", row[0])]
+    keys = [row[0] for row in table]
+    assert len(set(keys)) == len(keys)
+    return {
+        row[0].strip("`"): (
+            row[1].strip("`"),
+            [json.loads(v) for v in re.findall(r"`([^`]+)`", row[2]) if v != "train.py"],
+        )
+        for row in table
+    }
+
+
+def test_every_key_is_documented_with_its_default() -> None:
+    assert {key: values[0] for key, (_, values) in documented().items()} == settings_of(RunConfig())
+
+
+def test_what_train_py_starts_from() -> None:
+    composed = settings_of(run_config()) | {"train_batch_size": None}
+    assert {key: values[-1] for key, (_, values) in documented().items()} == composed
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` for ``a.b``."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def test_json_names_are_read() -> None:
+    """The default is taken, a bad value is refused, and neither as an unknown key."""
+    names = {key: name for key, (name, _) in documented().items() if name}
+    defaults = {name: values[0] for name, values in documented().values() if name}
+    engine = set(settings_of(EngineConfig()))
+    assert engine - set(names) == {"precision.dtype"}
+    for name, default in defaults.items():
+        load_engine_config({"train_batch_size": 4, **nested(name, default)})
+        with pytest.raises(ConfigError) as error:
+            load_engine_config({"train_batch_size": 4, **nested(name, "no such value")})
+        assert "unknown config key" not in str(error.value), name
+
+
+def test_satisfied_keys() -> None:
+    table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if len(row) == 3 and row[0].startswith("`")}
+    table = {key: values for key, values in table.items() if key not in CURVES}
+    assert set(table) == set(SATISFIED)
+    for key, (values, _) in SATISFIED.items():
+        assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
+
+
+def test_refused_keys_are_refused() -> None:
+    sentence = re.search(r"\*Refused\*.*?\n\n|\*Refused\*.*", text(CONFIG), re.S)
+    assert sentence is not None
+    names = [
+        name
+        for name in re.findall(r"`(\w+)`", sentence[0].partition("`zero_optimization.stage`")[0])
+        if "*" not in name
+    ]
+    assert "offload_optimizer" in names
+    for name in names:
+        for given in ({name: {}}, {"zero_optimization": {name: {}}}):
+            with pytest.raises(ConfigError, match="unknown config key"):
+                load_engine_config({"train_batch_size": 4, **given})
+
+
+def test_schedules_with_their_parameters() -> None:
+    table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if row[0].strip("`") in CURVES}
+    assert set(table) == set(CURVES)
+    for name, cell in table.items():
+        shown = dict((entry.split("=", 1) + ["required"])[:2] for entry in re.findall(r"`([^`]+)`", cell))
+        fields = dataclasses.fields(CURVES[name])
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        assert {key for key, value in shown.items() if value == "required"} == required
+        defaults = {field.name: field.default for field in fields if field.name not in required}
+        assert {key: json.loads(value) for key, value in shown.items() if key not in required} == defaults, name
+
+
+# ---- links and pointers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_relative_links_resolve(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose(page))
+    broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pointers_exist(page: Path) -> None:
+    for file, name in CODE.findall(prose(page)):
+        if file.rstrip("/") in ("docs/benchmarks", "examples") or (page.name == "CONTRIBUTING.md" and not name):
+            continue
+        assert (ROOT / file).exists(), file
+        if name:
+            assert defines((ROOT / file).read_text(encoding="utf-8"), name.split(".")), f"{file}:{name}"
+
+
+def defines(source: str, names: list[str]) -> bool:
+    """Whether a Python file defines ``names[0]``, with ``names[1]`` inside it, and so on."""
+    body: list[Any] = ast.parse(source).body
+    for name in names:
+        found = [node for node in body if getattr(node, "name", None) == name]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def test_the_book_has_every_page_and_no_other() -> None:
+    listed = re.findall(r"^  - .*: (\S+\.md)$", text(ROOT / "mkdocs.yml"), re.M)
+    assert listed[0] == "index.md"
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+    linked = {"index.md", *re.findall(r"\]\(([^)#]+\.md)", text(DOCS / "index.md"))}
+    assert linked == set(listed)
