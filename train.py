@@ -33,7 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
-from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, run_here
+from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
@@ -219,6 +219,8 @@ def main() -> None:
     except KeyboardInterrupt:
         STATUS[0] = 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    if under_launcher():
+        leave(STATUS[0])
     sys.exit(STATUS[0])
 
 
