@@ -197,7 +197,7 @@ def test_a_page_never_replaces_another(tmp_path: Path) -> None:
     pages = [report.write_page(tmp_path, "here", ["a machine"], [("Title", "body")]) for _ in range(3)]
     assert len(set(pages)) == 3 and pages[2].name.endswith("-here-3.md")
     text = pages[0].read_text()
-    assert "- a machine" in text and "- commit " in text and "## Title\n\nbody" in text
+    assert "- a machine" in text and "- command: `python -m tools.bench.zero" in text and "## Title\n\nbody" in text
 
 
 @pytest.mark.timeout(240)

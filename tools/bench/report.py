@@ -179,7 +179,7 @@ def write_page(folder: Path, machine: str, facts: Sequence[str], sections: Seque
     while target.exists():
         target, number = folder / f"{today}-{machine}-{number}.md", number + 1
     lines = [f"# Benchmark of {today}", "", *(f"- {fact}" for fact in facts)]
-    lines += [f"- commit {commit()}", f"- command: `{command_line()}`", ""]
+    lines += [f"- command: `{command_line()}`", ""]
     for title, body in sections:
         lines += [f"## {title}", "", body, ""]
     target.write_text("\n".join(lines))

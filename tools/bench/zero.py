@@ -27,6 +27,7 @@ import dataclasses
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -232,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     work = workload_of(options)
-    facts = [*report.machine_facts(work), report.load_fact(work)]
+    # The commit is read before the run: the checkout may move on while it lasts.
+    facts = [*report.machine_facts(work), f"commit {report.commit()}", report.load_fact(work)]
     print("\n".join(facts), flush=True)
     entries = installed(options.entries)
     with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as scratch:
@@ -258,5 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 3 if options.strict and any(bar.verdict != "pass" for bar in bars) else 0
 
 
+def _end(number: int, frame: object) -> None:
+    """A plain ``kill`` (``timeout`` sends it too) ends like Ctrl-C: ranks killed, scratch folder removed."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())
