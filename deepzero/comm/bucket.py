@@ -43,7 +43,11 @@ ALL_GATHER_GRADIENTS = "gradients.all_gather"
 
 
 def sum_in_rank_order(
-    output: torch.Tensor, parts: Sequence[torch.Tensor], accumulate: bool, scratch: torch.Tensor
+    output: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    accumulate: bool,
+    scratch: torch.Tensor,
+    factor: float = 1.0,
 ) -> None:
     """``output = parts[0] + parts[1] + …`` in fp32, left to right; with ``accumulate``, ``output += (that sum)``.
 
@@ -52,6 +56,7 @@ def sum_in_rank_order(
         parts: 1-D tensors of ``output``'s extent, in rank order, any float dtype.
         accumulate: add to what ``output`` holds.
         scratch: fp32, two times ``SUM_CHUNK`` elements, on the same device.
+        factor: multiplies the sum, not what ``output`` holds already.
     """
     in_place = output.dtype == torch.float32 and not accumulate
     for lo in range(0, output.numel(), SUM_CHUNK):
@@ -62,6 +67,8 @@ def sum_in_rank_order(
         for part in parts[1:]:
             # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
             total.add_(widened.copy_(part[lo : lo + SUM_CHUNK]))
+        if factor != 1.0:
+            total.mul_(factor)
         if accumulate:
             target.add_(total)
         elif not in_place:
@@ -219,9 +226,9 @@ class BucketReducer:
             output = flight.output
             if self.whole and self.method == "exact":
                 output = output.split(interval.part_numel)[comm.rank]
-            sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch)
-            if self.method == "native" and self.wire_dtype == torch.float16:
-                output.mul_(comm.world_size)
+            # Undo the division of _launch_native, now that the sum is in fp32.
+            factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
+            sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch, factor)
             comm.chaos.poison(flight.bucket.send, flight.bucket.recv)
             if self.whole and self.method == "exact":
                 self._gather(flight.output, interval)

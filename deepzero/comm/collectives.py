@@ -66,7 +66,7 @@ class Communicator:
         self.device, self.ledger, self.chaos = device, ledger, chaos
         self.rank = process_group.rank()
         self.world_size = process_group.world_size()
-        self.backend = dist.get_backend() if process_group.is_initialized() else "none"
+        self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and device.type == "cpu"
 

@@ -117,6 +117,9 @@ class Ledger:
             for tensor in tensors():
                 if tensor is None or tensor.numel() == 0:
                     continue
+                if tensor.is_sparse:
+                    total += sum(t.numel() * t.element_size() for t in (tensor._values(), tensor._indices()))
+                    continue
                 storage = tensor.untyped_storage()
                 key = (tensor.device, storage.data_ptr())
                 if key not in seen:

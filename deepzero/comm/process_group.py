@@ -76,6 +76,13 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
+def backend_for(device: torch.device) -> str:
+    """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
+    if not is_initialized():
+        return "none"
+    return dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
+
+
 def rank() -> int:
     """This process's number; 0 without a group."""
     return dist.get_rank() if is_initialized() else 0

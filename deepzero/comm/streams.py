@@ -22,18 +22,19 @@ class Gate:
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._device = device
         self._recorded = False
 
     def record(self) -> None:
         """Everything issued so far on the current stream must be done before a waiter goes on."""
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(self._device))
             self._recorded = True
 
     def wait(self) -> None:
         """The current stream goes on only after the recorded work; a gate that was never recorded is open."""
         if self._event is not None and self._recorded:
-            self._event.wait()
+            self._event.wait(torch.cuda.current_stream(self._device))
 
 
 class Lane:

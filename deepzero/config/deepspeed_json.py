@@ -52,6 +52,9 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
     "zero_optimization.elastic_checkpoint": ((False,), ""),
     "zero_optimization.load_from_fp32_weights": ((True,), ""),
+    "zero_optimization.offload_optimizer": (({"device": "none"},), "not implemented yet"),
+    "zero_optimization.offload_param": (({"device": "none"},), "not implemented yet"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": ((True,), "every bucket belongs to all ranks"),
     "zero_optimization.cpu_offload": ((False,), ""),
     "zero_optimization.zero_hpz_partition_size": ((1,), ""),
     "zero_optimization.zero_quantized_weights": ((False,), ""),
@@ -156,6 +159,8 @@ def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}={value!r} must be an object with settings")
+    if value.get("enabled") == "auto":
+        raise ConfigError(f'{name}.enabled="auto" is for a trainer to fill in; write true or false')
     # "auto" is how Hugging Face's trainer writes "take the default".
     return {k: v for k, v in _drop_satisfied(value, f"{name}.").items() if v is not None and v != "auto"}
 
@@ -193,6 +198,6 @@ def _typed(given: Mapping[str, Any], name: str) -> tuple[str, dict[str, Any]]:
 
 
 def _dtype(value: Any, where: str) -> str:
-    if value not in _DTYPE_NAMES:
+    if not isinstance(value, str) or value not in _DTYPE_NAMES:
         raise ConfigError(f"{where}={value!r} is not one of {', '.join(sorted(_DTYPE_NAMES))}")
     return _DTYPE_NAMES[value]

@@ -110,19 +110,19 @@ class DataConfig:
 class TrainConfig:
     """``train.*``: how long and how often."""
 
-    steps: int = 200
+    steps: int = 400
     """Optimizer steps."""
 
     seed: int = 1234
     """Of the model's initial values and of the order of the data."""
 
-    eval_every: int = 50
+    eval_every: int = 100
     """Validate before the first step, after every so many steps and after the last; 0: never."""
 
     eval_batches: int = 8
     """Global batches per validation."""
 
-    fallback_batch_size: int = 48
+    fallback_batch_size: int = 24
     """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
 
     log_every: int = 1

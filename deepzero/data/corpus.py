@@ -4,7 +4,7 @@ Three kinds, ``data=…``:
 
 * ``stdlib``: the source text of the running Python's standard library. Real text that everyone has: nothing to
   download, about 10 MB, and anyone who reads the sample at the end can judge it. Left out are what is not code that a
-  person wrote to be read: tests (more than half of all bytes), code-page tables (``encodings``), the documentation in one
+  person wrote to be read: tests (more than half of all bytes), code-page tables (``encodings``), the docs in one
   string (``pydoc_data``), build settings of this machine (``_sysconfigdata*``, ``config-*``), and installed packages.
 * ``text``: one file, or every text file under a folder.
 * ``tokens``: nanoGPT's ``train.bin`` and ``val.bin``: raw little-endian uint16, memory-mapped, never read as a whole.

@@ -122,8 +122,10 @@ def ledger_table(report: Mapping[str, Any]) -> str:
         report: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted": {"bytes", …},
             "measured": …}}}``, as the engine's ledger reports.
     """
-    memory = [(name, v["predicted"], v["measured"], "") for name, v in report["memory"].items()]
+    held = report["memory"].items()
+    memory = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
     memory.append(("all of these", sum(r[1] for r in memory), sum(r[2] for r in memory), ""))
+    memory += [(name, None, v["measured"], "residual of the peak") for name, v in held if v["predicted"] is None]
     sent = []
     for kind, values in report["communication"].items():
         predicted, measured = values["predicted"], values["measured"]
@@ -135,9 +137,10 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     return "\n".join(line for section in sections for line in section)
 
 
-def _section(title: str, rows: list[tuple[str, float, float, str]]) -> list[str]:
+def _section(title: str, rows: list[tuple[str, float | None, float, str]]) -> list[str]:
     lines = [f"{title:<30}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
     for name, predicted, measured, note in rows:
-        ratio = f"{measured / predicted:.4f}" if predicted else ("-" if not measured else "inf")
-        lines.append(f"  {name:<28}{short_bytes(predicted):>14}{short_bytes(measured):>14}{ratio:>9}   {note}".rstrip())
+        ratio = f"{measured / predicted:.4f}" if predicted else ("inf" if measured and predicted == 0 else "-")
+        expected = "-" if predicted is None else short_bytes(predicted)
+        lines.append(f"  {name:<28}{expected:>14}{short_bytes(measured):>14}{ratio:>9}   {note}".rstrip())
     return lines

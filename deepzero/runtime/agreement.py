@@ -12,9 +12,9 @@ single all-reduce, which is exact and has no order.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,32 +33,74 @@ class RankMismatchError(RuntimeError):
     """Ranks were started with different settings or different models."""
 
 
-def describe_parameters(model: nn.Module) -> list[str]:
-    """One line per parameter: name, shape, dtype, whether it is trained."""
-    return [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for name, p in model.named_parameters()]
+def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Everything in which ranks must be alike, by name: settings, parameters, buffers, optimizer and its groups."""
+    lines = _flatten(dataclasses.asdict(config))
+    names = {param: name for name, param in model.named_parameters()}
+    parameters = [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()]
+    buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    for kind, texts in (("parameter", parameters), ("buffer", buffers)):
+        lines[f"number of {kind}s"] = str(len(texts))
+        lines.update({f"{kind} {i}": text for i, text in enumerate(texts)})
+    lines["optimizer class"] = type(optimizer).__qualname__
+    lines["number of optimizer groups"] = str(len(optimizer.param_groups))
+    for i, group in enumerate(optimizer.param_groups):
+        lines[f"optimizer group {i} params"] = str(
+            [names.get(p, "a tensor outside the model") for p in group["params"]]
+        )
+        lines.update({f"optimizer group {i} {key}": repr(v) for key, v in group.items() if key != "params"})
+    return lines
 
 
-def check_ranks_agree(config: Any, parameters: Sequence[str]) -> None:
-    """Raise on every rank when configuration or parameters differ between ranks.
+def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
+    """Raise on every rank when one cannot start, or when ranks differ.
 
     Args:
-        config: a dataclass of settings.
-        parameters: from :func:`describe_parameters`.
+        problem: what keeps this rank from starting, if anything does.
+        mine: from :func:`describe`; empty with a problem.
 
     Raises:
-        RankMismatchError: names the first difference and both ranks.
+        problem: on the rank that has one.
+        RankMismatchError: on the others; or everywhere, with the first difference and both ranks.
     """
-    mine = {**_flatten(dataclasses.asdict(config)), "number of parameters": len(parameters)}
-    mine.update({f"parameter {i}": text for i, text in enumerate(parameters)})
-    everyone = process_group.all_gather_object(mine)
-    for rank, theirs in enumerate(everyone[1:], start=1):
-        for key in [*everyone[0], *(k for k in theirs if k not in everyone[0])]:
-            ours, other = everyone[0].get(key, "absent"), theirs.get(key, "absent")
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    everyone = process_group.all_gather_object((text, mine))
+    if problem is not None:
+        raise problem
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs is not None:
+            raise RankMismatchError(f"rank {rank} could not start: {theirs}")
+    first = everyone[0][1]
+    for rank, (_, lines) in enumerate(everyone[1:], start=1):
+        for key in [*first, *(k for k in lines if k not in first)]:
+            ours, other = first.get(key, "absent"), lines.get(key, "absent")
             if ours != other:
                 raise RankMismatchError(
-                    f"ranks 0 and {rank} differ in {key}: {ours!r} on rank 0, {other!r} on rank {rank}. "
-                    "Start all ranks with the same configuration and the same model"
+                    f"ranks 0 and {rank} differ in {key}: {ours} on rank 0, {other} on rank {rank}. "
+                    "Start all ranks with the same configuration, model and optimizer"
                 )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse what a flat buffer of one real dtype cannot hold: complex and fp64 values, two parameters in one memory.
+
+    Raises:
+        ConfigError: names the parameters.
+    """
+    places: list[tuple[int, int, int, str]] = []
+    for name, param in model.named_parameters():
+        if param.is_complex() or param.dtype == torch.float64:
+            raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
+        if param.numel() and not param.is_meta:
+            start = param.data_ptr()
+            places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))
+    places.sort()
+    for (storage, _, end, name), (other, start, _, another) in itertools.pairwise(places):
+        if storage == other and start < end:
+            raise ConfigError(
+                f"parameters {name!r} and {another!r} share memory but are two objects; tie them by assigning one "
+                "nn.Parameter to both places"
+            )
 
 
 def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:

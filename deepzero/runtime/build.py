@@ -27,7 +27,7 @@ from deepzero.runtime.closed_forms import (
     predicted_memory,
     predicted_traffic,
 )
-from deepzero.runtime.optimizers import allocate_state, check_elementwise
+from deepzero.runtime.optimizers import allocate_state
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, schedule
 from deepzero.runtime.zero.stage_0 import ZeroStage0
@@ -179,7 +179,6 @@ def build_zero(
         ConfigError: an optimizer that is not elementwise, or that does not fit the model.
     """
     dtypes = Dtypes.of(config)
-    check_elementwise(optimizer)
     place_model(model, comm)
     cast_frozen(model, dtypes.compute)
     groups, arrival = build_groups(model, optimizer, config, comm, dtypes.compute)

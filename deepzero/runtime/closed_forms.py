@@ -12,12 +12,12 @@ stage        parameters  gradients                           masters       momen
 2            cΨ          aΨ/W                                xΨ/W          mΨ/W
 ===========  ==========  ==================================  ============  ============
 
-u is what unreduced gradients take: c, or a when several micro-batches are summed in a wider dtype. With 2-byte
-gradients throughout (``grad_accum_dtype`` = compute dtype), and x + m = K, these are the paper's ``4Ψ + KΨ/W`` and ``2Ψ
-+ (2+K)Ψ/W``.
+u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage 1
+with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ`` in
+place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dtype) and x + m = K, stage 2 is the paper's
+``2Ψ + (2+K)Ψ/W``; stage 1 is its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it.
 
-Sent by one rank per optimizer step, in elements, mean over ranks: a reduce-scatter or an all-gather of all parameters
-is
+Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is
 ``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch.
 Besides, ranks exchange one message of 4 KiB per step (``agreement.py``).
 
@@ -57,7 +57,7 @@ class StateSizes:
 
     @property
     def unreduced(self) -> int:
-        """U of the module's text: bytes per element of whole gradients before they are reduced."""
+        """The u of the module's text: bytes per element of whole gradients before they are reduced."""
         if self.stage == 2 or (self.stage == 1 and self.overlap and self.micro_batches == 1):
             return 0
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)

@@ -14,17 +14,19 @@ Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` coun
 sequences. The learning-rate schedule advances with every applied step.
 
 Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then
-applied where the gradient enters the model's output. NaN gradients in bf16 and fp32 stop the run instead of silently
-skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division after all additions
-(``sharded_step.py``).
+applied to each parameter's gradient, too late for what has underflowed, and said so. NaN gradients in bf16 and fp32
+stop the run instead of silently skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division
+after all additions (``sharded_step.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,15 +38,17 @@ from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.runtime.agreement import StepAgreement, agree, check_precision, check_ranks_agree, describe_parameters
+from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_zero
 from deepzero.runtime.grad_norm import square_sum_words
-from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256
+from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
 from deepzero.runtime.zero.gradients import GradientHooks
 from deepzero.runtime.zero.sharded_step import ShardedStep, clip_divisor
+
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
@@ -96,23 +100,25 @@ class Engine(nn.Module):
         self.local_rank = process_group.local_rank()
         self.device = process_group.default_device()
         self.batch = resolve_batch(config, self.world_size)
-        check_precision(config.precision.dtype, self.device)
-        check_ranks_agree(config, describe_parameters(model))
         self.model_numel = sum(p.numel() for p in model.parameters())
 
         # 0 build
         self.ledger = Ledger()
         self.comm = Communicator(self.device, self.ledger, Chaos(config.comm.chaos, self.global_rank))
+        # What can still be refused comes before the model is touched.
+        self._scaler = build_loss_scaler(config.precision)
+        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is None and config.scheduler is not None:
+            self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
         self._zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
         self.module = model
         self.optimizer = optimizer
         self.stage = self._zero.stage
         self._sharded_step = ShardedStep(optimizer, self.stage.master_parts())
-        self._scaler = build_loss_scaler(config.precision)
-        self.lr_scheduler = lr_scheduler
-        if lr_scheduler is None and config.scheduler is not None:
-            self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
         trained = [param for group in self._zero.groups for param in group.params]
+        if self._scaled:
+            for param in trained:
+                param.register_hook(self._scale_late)
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
@@ -121,28 +127,32 @@ class Engine(nn.Module):
         self._inside_no_sync = self._step_applied = False
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
-        self._forward_loss: torch.Tensor | None = None
-        # Whether the loss under way is multiplied by the loss scale already (engine.backward, engine.scale).
-        self._loss_is_scaled = False
+        # The loss of the backward pass under way: as given to us, or put together from the outputs it went through.
+        self._given_loss: torch.Tensor | None = None
+        self._seen_loss: torch.Tensor | None = None
+        # Whether the backward pass under way began at a loss that was multiplied by the loss scale.
+        self._loss_is_scaled = self._warned_unscaled = False
         self.ledger.close_setup()
+        self._bytes_at_build = used_bytes(self.device)
 
     # ---- 1: forward --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """1: the module's own output. In training its tensors are watched, so that a plain backward is noticed too."""
-        if self._hooks.in_backward:
+        if self._hooks.broke_off:
             raise RuntimeError(
                 "the last backward pass broke off before its end, and its gradients are incomplete; "
-                "call engine.zero_grad() to drop them before the next forward pass"
+                "call engine.zero_grad() on every rank to drop them before the next forward pass"
             )
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._forward_loss = scalar_loss(outputs)
+            loss = scalar_loss(outputs)
             for tensor in output_tensors(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._output_gradient)
+                if tensor.requires_grad and not tensor.is_leaf:
+                    value = tensor.detach().float().reshape(()) if tensor is loss else None
+                    tensor.register_hook(partial(self._output_gradient, value))
         return outputs
 
     def _cast_input(self, value: Any) -> Any:
@@ -166,26 +176,53 @@ class Engine(nn.Module):
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(f"backward needs a scalar loss that requires grad, got shape {tuple(loss.shape)}")
         steps = self.batch.accumulation
-        self._forward_loss = loss.detach() if scale_wrt_gas else loss.detach() * steps
+        self._given_loss = loss.detach() if scale_wrt_gas else loss.detach() * steps
         # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
         factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
-        self._loss_is_scaled = True
-        (loss * factor if factor != 1 else loss).backward(retain_graph=retain_graph)
-        self._loss_is_scaled = False
+        try:
+            self._times(loss, factor).backward(retain_graph=retain_graph)
+        finally:
+            self._loss_is_scaled = False
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
-        self._forward_loss = loss.detach()
-        self._loss_is_scaled = True
-        return loss * self._scaler.scale
+        self._given_loss = loss.detach()
+        return self._times(loss, self._scaler.scale)
 
-    def _output_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """The backward pass has reached the model's output: note its end, and apply the loss scale if nobody has."""
+    def _times(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
+        if factor == 1:
+            return loss
+        scaled = loss * factor
+        scaled.register_hook(self._scaled_pass_begins)
+        return scaled
+
+    def _scaled_pass_begins(self, _: torch.Tensor) -> None:
         self._hooks.arm()
+        self._loss_is_scaled = True
+
+    def _scale_late(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """fp16, a plain ``loss.backward()``: the step will divide by the scale, so multiply here at the latest."""
         if self._loss_is_scaled or self._scaler.scale == 1:
             return None
+        if not self._warned_unscaled:
+            self._warned_unscaled = True
+            log.warning(
+                "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
+                "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
+            )
         return grad * self._scaler.scale
+
+    def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
+        """A backward pass has reached the model's output: ask for its end, and note what the loss was.
+
+        A loss that the user put together from several outputs is linear in each: value times gradient is its share.
+        """
+        self._hooks.arm()
+        if value is not None:
+            share = value * grad.detach().float().reshape(())
+            self._seen_loss = share if self._seen_loss is None else self._seen_loss + share
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         self.ledger.note("gradient_ready")
@@ -193,9 +230,10 @@ class Engine(nn.Module):
 
     def _backward_end(self) -> None:
         self._loss_is_scaled = False
-        if self._forward_loss is not None:
-            self._losses.append(self._forward_loss.detach())
-            self._forward_loss = None
+        loss = self._given_loss if self._given_loss is not None else self._seen_loss
+        if loss is not None:
+            self._losses.append(loss)
+        self._given_loss = self._seen_loss = None
         self.stage.backward_end(self._reduces_now())
         self.ledger.note("backward_end")
 
@@ -217,9 +255,11 @@ class Engine(nn.Module):
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         self._step_applied = False
         self.ledger.sample()
-        if self.is_gradient_accumulation_boundary():
-            self._take_model_step(lr_kwargs or {})
-        self.micro_steps += 1
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_model_step(lr_kwargs or {})
+        finally:
+            self.micro_steps += 1
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         for group in self._zero.groups:
@@ -242,8 +282,6 @@ class Engine(nn.Module):
             # 5 publish: cast into the flat buffer, gather the intervals.
             self.stage.publish()
             self.ledger.note("publish")
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**lr_kwargs)
         else:
             self.skipped_steps += 1
         self._step_applied = agreement.finite
@@ -253,6 +291,8 @@ class Engine(nn.Module):
             self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
         )
         self.ledger.close_step()
+        if self.lr_scheduler is not None and agreement.finite:
+            self.lr_scheduler.step(**lr_kwargs)
         self._print_progress(self.last_step)
 
     def _print_progress(self, record: StepRecord) -> None:
@@ -279,6 +319,7 @@ class Engine(nn.Module):
         """Outside fp16 there is no scale to lower: stop before anything is updated, and say where it began."""
         if agreement.finite or self._scaled:
             return
+        self.ledger.close_step()
         where = find_bad_gradient(self.module, self._zero.groups, self.stage.master_parts())
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
@@ -317,6 +358,7 @@ class Engine(nn.Module):
         """Drop the gradients of this optimizer step, also those already reduced or under way."""
         self._hooks.disarm()
         self._losses, self._loss_is_scaled = [], False
+        self._given_loss = self._seen_loss = None
         self.stage.discard_gradients()
 
     # ---- what others ask ---------------------------------------------------------------------------------------------
@@ -371,7 +413,7 @@ class Engine(nn.Module):
 
     def report(self) -> dict[str, Any]:
         """The ledger of all ranks, predicted beside measured. A collective; see ``inspect.gather_report``."""
-        return gather_report(self.ledger)
+        return gather_report(self.ledger, self.device, self._bytes_at_build)
 
     def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over ranks, in rank order, of a 1-D tensor of doubles."""

@@ -70,9 +70,16 @@ def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
     square = mantissa.to(torch.int64).square_()
     field = exponent.clamp(min=1).to(torch.int64)
     # float64 weights are exact here: halves below 2**24, and 2**29 blocks (2**35 elements) before 2**53 is reached.
-    high = torch.bincount(field, weights=(square >> HALF_BITS).to(torch.float64), minlength=EXPONENTS)
-    low = torch.bincount(field, weights=(square & ((1 << HALF_BITS) - 1)).to(torch.float64), minlength=EXPONENTS)
+    high = _histogram(field, (square >> HALF_BITS).to(torch.float64))
+    low = _histogram(field, (square & ((1 << HALF_BITS) - 1)).to(torch.float64))
     return torch.cat([high, low]).to(torch.int64)
+
+
+def _histogram(field: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum of ``weights`` by exponent. torch's deterministic mode refuses bincount on a GPU, not index_add_."""
+    if field.device.type == "cpu":
+        return torch.bincount(field, weights=weights, minlength=EXPONENTS)
+    return torch.zeros(EXPONENTS, dtype=torch.float64, device=field.device).index_add_(0, field, weights)
 
 
 def square_sum_words(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

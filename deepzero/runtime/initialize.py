@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepzero.comm import process_group
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.engine import EngineConfig
+from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
+from deepzero.runtime.agreement import agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.optimizers import build_optimizer
+from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 
 
 def initialize(
@@ -67,18 +68,46 @@ def initialize(
 
     Source: ``deepspeed/__init__.py``.
     """
-    if model is None:
-        raise ConfigError("initialize needs model=")
-    settings = load_engine_config(_one_config(args, config, config_params))
-    if dist_init_required is False and not process_group.is_initialized():
-        raise ConfigError("dist_init_required=False, but this process has joined no process group")
-    process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
-    chosen = _optimizer(model, optimizer, model_parameters, settings)
+    settings, problem = EngineConfig(), None
+    try:
+        settings = load_engine_config(_one_config(args, config, config_params))
+    except ConfigError as error:
+        problem = error
+    _join(dist_init_required, settings)
+    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
     if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
         lr_scheduler = lr_scheduler(chosen)
     engine = Engine(model, chosen, settings, lr_scheduler, total_steps)
     loader = None if training_data is None else _loader(engine, training_data, collate_fn)
     return engine, chosen, loader, engine.lr_scheduler
+
+
+def _join(dist_init_required: bool | None, settings: EngineConfig) -> None:
+    if dist_init_required is False and not process_group.is_initialized():
+        raise ConfigError("dist_init_required=False, but this process has joined no process group")
+    process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
+
+
+def _agreed(
+    problem: Exception | None, settings: EngineConfig, model: nn.Module | None, optimizer: Any, model_parameters: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Check what this rank was given, then tell the other ranks: all start, or all raise."""
+    try:
+        if problem is not None:
+            raise problem
+        if model is None:
+            raise ConfigError("initialize needs model=")
+        resolve_batch(settings, process_group.world_size())
+        check_precision(settings.precision.dtype, process_group.default_device())
+        check_parameters(model)
+        chosen = _optimizer(model, optimizer, model_parameters, settings)
+        check_elementwise(chosen)
+        mine = describe(settings, model, chosen)
+    except Exception as error:
+        agree_to_start(error, {})
+        raise
+    agree_to_start(None, mine)
+    return model, chosen
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import resource
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +26,33 @@ def params_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def gather_report(ledger: Ledger) -> dict[str, Any]:
+def used_bytes(device: torch.device) -> int:
+    """Bytes in use now: allocated on a GPU, resident on a CPU (the peak so far where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return _peak_bytes(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> dict[str, Any]:
     """All ranks' ledgers in one: means over ranks, and for memory also the most that any rank held.
 
     The mean is what the closed forms speak of: with padding at the end of an interval the last rank owns and sends a
     few true elements fewer than the first, and the sum over ranks is exact.
+
+    ``activations`` is a residual, without prediction: the peak of memory over what was in use when everything stood.
     """
+    residuals = process_group.all_gather_object(max(0, _peak_bytes(device) - bytes_at_build))
     reports = process_group.all_gather_object(ledger.report())
     combined: dict[str, Any] = {"memory": {}, "communication": {}}
     for category, entry in reports[0]["memory"].items():
@@ -38,6 +62,11 @@ def gather_report(ledger: Ledger) -> dict[str, Any]:
             "measured": _whole(sum(held) / len(held)),
             "largest": max(held),
         }
+    combined["memory"]["activations"] = {
+        "predicted": None,
+        "measured": _whole(sum(residuals) / len(residuals)),
+        "largest": max(residuals),
+    }
     kinds = sorted({kind for report in reports for kind in report["communication"]})
     for kind in kinds:
         total = Traffic()

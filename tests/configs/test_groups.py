@@ -25,6 +25,10 @@ DEPARTURES: dict[str, Any] = {
     "engine.zero.stage": 2,
     "engine.zero.overlap_comm": True,
     "engine.precision.dtype": "bf16",
+    "model.n_head": 2,
+    "model.position": "rope",
+    "model.activation": "swiglu",
+    "model.bias": False,
 }
 """Where the default run chooses otherwise than a bare dataclass; starred in configs/train.yaml and configs/zero/."""
 
@@ -136,11 +140,11 @@ def test_chaos_is_one_word() -> None:
 @pytest.mark.parametrize(
     ("overrides", "total", "micro", "accumulation"),
     [
-        ([], 48, None, None),
+        ([], 24, None, None),
         (["train_batch_size=12"], 12, None, None),
         (["train_micro_batch_size_per_gpu=2"], None, 2, None),
         (["train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=4"], None, 2, 4),
-        (["gradient_accumulation_steps=4"], 48, None, 4),
+        (["gradient_accumulation_steps=4"], 24, None, 4),
         (["experiment=smoke"], 12, None, None),
     ],
 )

@@ -66,8 +66,10 @@ def fp16_backward(rank, world, how):
 
 def test_fp16_three_ways_to_call_backward(ranks):
     engine, scaled, plain = (ranks.run(fp16_backward, how, world_size=2)[0] for how in ("engine", "scale", "plain"))
-    assert engine == scaled == plain
+    assert engine == scaled
     assert engine[1].loss_scale == 64 and 0 < engine[1].grad_norm < 100
+    # A plain pass is scaled at the parameters: the same but for what underflows on the way.
+    assert plain[1].grad_norm == pytest.approx(engine[1].grad_norm, rel=1e-3) and plain[1].loss == engine[1].loss
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------

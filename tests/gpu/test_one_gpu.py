@@ -1,4 +1,4 @@
-"""One GPU, one rank: the same bits as plain torch on the same device, and the streams' order under chaos."""
+"""One GPU, one rank: the same bits as plain torch on the same device; buckets and lanes under accumulation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def on_the_gpu(monkeypatch):
 def train(steps=10, **changes):
     engine, *_ = deepzero.initialize(model=make_model(), config=config(gradient_clipping=0, **changes))
     for step in range(steps):
-        ids, labels = (t.to(engine.device) for t in make_batch(step, 2))
-        engine.backward(engine(ids, labels))
-        engine.step()
+        for k in range(engine.gradient_accumulation_steps()):
+            ids, labels = (t.to(engine.device) for t in make_batch(step + 100 * k, 2))
+            engine.backward(engine(ids, labels))
+            engine.step()
     return [p.detach().clone() for p in engine.module.parameters()], engine.params_sha256()
 
 
@@ -43,10 +44,10 @@ def test_same_bits_as_a_plain_loop(stage):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_stages_buckets_and_chaos(precision):
+def test_buckets_and_chaos(precision):
     hashes = {
-        train(stage=stage, precision=precision, bucket=bucket, overlap=overlap, **chaos)[1]
-        for stage in (0, 1, 2)
+        # One rank needs buckets only to add a second micro-batch to the first, which stage 2 does.
+        train(stage=2, precision=precision, bucket=bucket, overlap=overlap, gradient_accumulation_steps=2, **chaos)[1]
         for bucket, overlap, chaos in ((200, True, {"chaos": 3}), (1500, False, {}), (10**6, True, {}))
     }
     assert len(hashes) == 1

@@ -69,6 +69,8 @@ def test_defaults_are_deepspeeds():
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be an integer"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "contiguous_gradients=False is not implemented"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"bf16": {"enabled": "auto"}}, "auto"),
+        ({"communication_data_type": {}}, "communication_data_type"),
         ({"zero_optimization": True}, "must be an object"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, "true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),

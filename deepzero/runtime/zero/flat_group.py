@@ -128,7 +128,9 @@ class FlatGroup:
                 self._versions[index] = param._version
                 if self.master_storage is not None and index in self._mine:
                     piece, master = self._mine[index]
-                    master.copy_(param.reshape(-1)[piece.start : piece.start + piece.numel])
+                    values = param.reshape(-1)[piece.start : piece.start + piece.numel]
+                    # A write of the same value must not round the master to the compute dtype.
+                    master.copy_(torch.where(master.to(self.dtype) == values, master, values.to(torch.float32)))
 
     def release(self) -> None:
         """Let the parameters belong to nobody again."""

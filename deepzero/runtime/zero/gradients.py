@@ -69,9 +69,9 @@ class GradientHooks:
         self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in params]
 
     @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass is under way, or broke off before its end."""
-        return self._armed
+    def broke_off(self) -> bool:
+        """Whether a backward pass began, never ended, and is not under way now."""
+        return self._armed and torch._C._current_graph_task_id() == -1
 
     def arm(self) -> None:
         """Ask to be called at the end of the backward pass that is under way."""
@@ -127,6 +127,7 @@ class GradientSource:
         waiting = [param.grad for group in self.groups for param in group.params if param.grad is not None]
         return [*waiting, *(flat for flat in self.flat if flat is not None)]
 
+    @torch.no_grad()
     def accumulate(self, param: nn.Parameter) -> None:
         """Move one micro-batch's gradient into the wider buffer, if there is one; the narrow one is freed."""
         g, slot = self._place[param]

@@ -63,6 +63,7 @@ class ShardedStep:
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._allowed = False
+        self._masters = {id(part.master) for part in self.parts}
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
     def _refuse_direct_step(self, *_: object) -> None:
@@ -79,6 +80,12 @@ class ShardedStep:
         Args:
             divisor: the number by which the reduced sums are divided; see the module's text.
         """
+        held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
+        if len(held) != len(self._masters) or not self._masters.issuperset(held):
+            raise RuntimeError(
+                "the optimizer's parameters have changed since deepzero.initialize (add_param_group, an assignment to "
+                "param_groups): ZeRO has no gradients for the new ones. Build the optimizer with all groups first"
+            )
         for part in self.parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
         grads = [part.master.grad for part in self.parts if part.master.grad is not None]

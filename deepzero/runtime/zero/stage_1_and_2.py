@@ -3,14 +3,14 @@
 Both keep the parameters whole, give the optimizer this rank's ``master_S`` alone, and publish what it wrote with one
 all-gather per interval. They differ in what happens to gradients:
 
-``stage 1``  keeps them whole until the boundary, then reduce-scatters them, once per optimizer step however many
-             micro-batches were accumulated. Memory ``2Ψ + 2Ψ + KΨ/W``.
-``stage 2``  reduce-scatters each bucket as soon as it is full, while autograd goes on, and frees the gradients that
-             left. Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``. With accumulation it reduces every
-             micro-batch.
+``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, in the boundary. Memory
+             ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
+             its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
+``stage 2``  reduce-scatters each bucket of every micro-batch as soon as it is full, while autograd goes on, and frees
+             the gradients that left. Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``.
 
-(with 2-byte parameters and gradients; a rank's reduced share ``grad_S`` is fp32 here, so ``4Ψ/W`` in place of
-``2Ψ/W``.)
+(with 2-byte parameters and gradients. A rank's reduced share ``grad_S`` is fp32 here: ``4Ψ/W`` in place of stage 2's
+``2Ψ/W``, and on top in stage 1.)
 
 Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, the same as plain data parallelism. With
 ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
