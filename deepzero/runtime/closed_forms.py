@@ -12,9 +12,9 @@ stage        parameters  gradients                           masters       momen
 2            cΨ          aΨ/W                                xΨ/W          mΨ/W
 ===========  ==========  ==================================  ============  ============
 
-u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage 1
-with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ`` in
-place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dtype) and x + m = K, stage 2 is the paper's
+u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage
+1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
+in place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dtype) and x + m = K, stage 2 is the paper's
 ``2Ψ + (2+K)Ψ/W``; stage 1 is its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it.
 
 Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is

@@ -103,7 +103,7 @@ def different(rank, world, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("config", "gradient_clipping: '1.0' on rank 0, '2.0' on rank 1"),
+        ("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
         ("shape", "(38, 24)"),
         ("frozen", "trained=False"),
     ],

@@ -93,11 +93,15 @@ def _deepspeed(stage: int) -> Contender:
 
 _DDP_VARIANTS = (
     Variant("bf16", "bf16 model, fp32 masters in the optimizer", {"mode": "bf16"}),
-    Variant("bf16-large", "the same, buckets of 100 MiB", {"mode": "bf16", "bucket_mib": 100}),
+    Variant(
+        "bf16-large",
+        "bf16 model, fp32 masters in the optimizer, buckets of 100 MiB",
+        {"mode": "bf16", "bucket_mib": 100},
+    ),
     Variant("autocast", "fp32 model under torch.autocast(bf16)", {"mode": "autocast"}),
     Variant(
         "autocast-hook",
-        "the same, gradients sent as bf16 (a communication hook)",
+        "torch.autocast(bf16), gradients sent as bf16 by a communication hook",
         {"mode": "autocast", "compress": True},
     ),
 )
