@@ -143,7 +143,7 @@ class BucketReducer:
         return [self._scratch, *(b.send for b in entries), *(b.recv for b in entries)]
 
     def buffer_bytes(self) -> int:
-        """The closed form of :meth:`buffers`."""
+        """Bytes of :meth:`buffers`, read off them: a statement of size, not an independent prediction."""
         return sum(t.numel() * t.element_size() for t in self.buffers())
 
     def _stays(self, accumulate: bool) -> bool:
