@@ -24,7 +24,7 @@ Sources: the bucket of stage 1 with reduced communication (DeepSpeed post), ``al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,9 @@ REDUCE_SCATTER = "gradients.reduce_scatter"
 ALL_REDUCE = "gradients.all_reduce"
 ALL_GATHER_GRADIENTS = "gradients.all_gather"
 
+Measure = Callable[[torch.Tensor, int], None]
+"""Called with each finished chunk of a sum, and where in the sum it starts, while the chunk is in the core's cache."""
+
 
 def sum_in_rank_order(
     output: torch.Tensor,
@@ -48,6 +51,7 @@ def sum_in_rank_order(
     accumulate: bool,
     scratch: torch.Tensor,
     factor: float = 1.0,
+    measure: Measure | None = None,
 ) -> None:
     """``output = parts[0] + parts[1] + …`` in fp32, left to right; with ``accumulate``, ``output += (that sum)``.
 
@@ -55,24 +59,28 @@ def sum_in_rank_order(
         output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
         parts: 1-D tensors of ``output``'s extent, in rank order, any float dtype.
         accumulate: add to what ``output`` holds.
-        scratch: fp32, two times ``SUM_CHUNK`` elements, on the same device.
+        scratch: fp32, two chunks of elements, on the same device.
         factor: multiplies the sum, not what ``output`` holds already.
+        measure: sees what ``output`` holds in the end.
     """
+    size = scratch.numel() // 2
     in_place = output.dtype == torch.float32 and not accumulate
-    for lo in range(0, output.numel(), SUM_CHUNK):
-        target = output[lo : lo + SUM_CHUNK]
+    for lo in range(0, output.numel(), size):
+        target = output[lo : lo + size]
         total = target if in_place else scratch[: target.numel()]
-        widened = scratch[SUM_CHUNK : SUM_CHUNK + target.numel()]
-        total.copy_(parts[0][lo : lo + SUM_CHUNK])
+        widened = scratch[size : size + target.numel()]
+        total.copy_(parts[0][lo : lo + size])
         for part in parts[1:]:
             # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
-            total.add_(widened.copy_(part[lo : lo + SUM_CHUNK]))
+            total.add_(widened.copy_(part[lo : lo + size]))
         if factor != 1.0:
             total.mul_(factor)
         if accumulate:
             target.add_(total)
         elif not in_place:
             target.copy_(total)
+        if measure is not None:
+            measure(target, lo)
 
 
 @dataclass
@@ -93,6 +101,7 @@ class _InFlight:
     pending: Pending
     output: torch.Tensor
     accumulate: bool
+    measure: Measure | None
 
 
 class BucketReducer:
@@ -169,17 +178,22 @@ class BucketReducer:
         bucket.free.wait()
         return bucket.send[: interval.numel]
 
-    def launch(self, interval: Interval, output: torch.Tensor, accumulate: bool) -> None:
+    def launch(
+        self, interval: Interval, output: torch.Tensor, accumulate: bool, measure: Measure | None = None
+    ) -> None:
         """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
 
         Args:
             interval: what the bucket holds.
             output: this rank's part of the sum, ``interval.part_numel`` elements; with ``whole``, all of it.
             accumulate: add to ``output`` instead of replacing it.
+            measure: sees all of this rank's part of ``output``, in chunks, when it is written. Not with ``whole``.
         """
         if self._stays(accumulate):
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
             self.comm.exchange(kind, [output], [output], 0, f"interval {interval.index}").wait()
+            if measure is not None:
+                measure(output, 0)
             return
         bucket = self._buckets.popleft()
         bucket.filled.record()
@@ -195,7 +209,7 @@ class BucketReducer:
             parts = [parts[q] if q == self.comm.rank else recv[q] for q in range(self.comm.world_size)]
         else:
             pending, parts = self._launch_native(bucket, interval, send, padding, where)
-        self._in_flight.append(_InFlight(bucket, interval, parts, pending, output, accumulate))
+        self._in_flight.append(_InFlight(bucket, interval, parts, pending, output, accumulate, measure))
         if self.depth == 1:
             self._finish(self._in_flight.popleft())
 
@@ -228,7 +242,7 @@ class BucketReducer:
                 output = output.split(interval.part_numel)[comm.rank]
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
-            sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch, factor)
+            sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch, factor, flight.measure)
             comm.chaos.poison(flight.bucket.send, flight.bucket.recv)
             if self.whole and self.method == "exact":
                 self._gather(flight.output, interval)

@@ -19,7 +19,7 @@ in place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dty
 
 Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is
 ``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch.
-Besides, ranks exchange one message of 4 KiB per step (``agreement.py``).
+Besides, ranks exchange one message of 2 KiB per step (``agreement.py``).
 
 Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes; ZeRO paper, sections 3, 5 and 7.
 """

@@ -40,7 +40,6 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_zero
-from deepzero.runtime.grad_norm import square_sum_words
 from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -268,7 +267,7 @@ class Engine(nn.Module):
         self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        agreement = agree(self.comm, self._square_words(), self._mean_loss())
+        agreement = agree(self.comm, self.stage.square_words(), self._mean_loss())
         scale, lr = self._scaler.scale, self.optimizer.param_groups[0]["lr"]
         self._check_finite(agreement)
         if self._scaled:
@@ -307,9 +306,6 @@ class Engine(nn.Module):
     @property
     def _scaled(self) -> bool:
         return self.config.precision.dtype == "fp16"
-
-    def _square_words(self) -> torch.Tensor:
-        return square_sum_words(self.stage.norm_grads(), self.device)
 
     def _mean_loss(self) -> float:
         losses, self._losses = self._losses, []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepzero.layout import ALIGN
-from deepzero.runtime.grad_norm import block_norms, exact_square_sum, norm_from_words, square_sum_words
+from deepzero.runtime.grad_norm import BlockNorms, block_norms, exact_square_sum, norm_from_words, square_sum_words
 
 CPU = torch.device("cpu")
 
@@ -38,9 +38,9 @@ def test_no_order():
 
 
 def test_integers_are_exact():
-    """The sum over blocks is the exact sum of the squares of the fp32 block norms."""
+    """The sum over blocks is the exact sum of the squares of the fp32 block norms, each rounded to fp32 once."""
     norms = block_norms(torch.randn(ALIGN * 300, generator=torch.Generator().manual_seed(3)) * 1e-3)
-    exact = sum(Fraction(x) ** 2 for x in norms.tolist())
+    exact = sum(Fraction(x) for x in (norms * norms).tolist())
     root = Fraction(norm_from_words(exact_square_sum(norms).tolist()))
     assert abs(root * root / exact - 1) < Fraction(1, 2**51)
 
@@ -62,6 +62,23 @@ def test_not_finite(bad):
 def test_narrow_gradients_are_widened():
     grad = torch.randn(ALIGN * 4, generator=torch.Generator().manual_seed(4)).bfloat16()
     assert norm(grad) == norm(grad.float())
+
+
+@pytest.mark.parametrize("chunk", [ALIGN, 5 * ALIGN, 40 * ALIGN])
+def test_measured_in_chunks(chunk):
+    """Norms taken chunk by chunk, at an offset of the share, are those of the whole."""
+    grad = torch.randn(ALIGN * 40, generator=torch.Generator().manual_seed(5))
+    norms = BlockNorms(ALIGN * 50, CPU)
+    for lo in range(0, grad.numel(), chunk):
+        norms.measure(ALIGN * 10, grad[lo : lo + chunk], lo)
+    assert norm_from_words(norms.square_words().tolist()) == norm(grad)
+
+
+@pytest.mark.parametrize("bits", [-0x400000, 0x7FC00000])
+def test_a_nan_of_either_sign(bits):
+    grad = torch.ones(ALIGN)
+    grad.view(torch.int32)[3] = bits
+    assert norm(grad) == math.inf
 
 
 def test_nothing():

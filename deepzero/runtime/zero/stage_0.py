@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
+from deepzero.runtime.grad_norm import square_sum_words
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -61,9 +62,10 @@ class ZeroStage0:
             for piece, master in zip(group.pieces, group.masters, strict=True)
         ]
 
-    def norm_grads(self) -> list[torch.Tensor]:
-        """The gradients whose squares this rank adds to the global norm: rank 0's only, since all hold the same."""
-        return [self._sum_of(entry) for entry in self.order] if self.reducer.comm.rank == 0 else []
+    def square_words(self) -> torch.Tensor:
+        """This rank's share of the global norm, see ``grad_norm.py``: rank 0 adds all, as everybody has the same."""
+        mine = self.order if self.reducer.comm.rank == 0 else []
+        return square_sum_words([self._sum_of(entry) for entry in mine], self.reducer.comm.device)
 
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
         """2: leave it where autograd put it, or add it to the wider accumulation buffer."""

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from torch import nn
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Interval
+from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -81,6 +83,9 @@ class ZeroStage1And2:
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for extent, group in zip(extents, groups, strict=True)
         ]
+        # Of every group, taken as the sums are written; and which intervals' are up to date.
+        self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in groups]
+        self._measured: set[tuple[int, int]] = set()
         # Position in ``order`` within this backward pass, which gradients have arrived in it, and how many are missing
         # in each interval.
         self._cursor = 0
@@ -110,7 +115,7 @@ class ZeroStage1And2:
             self._arrived.add(param)
             self._missing[self._place[param]] -= 1
         while self._cursor < len(self.order) and self._missing[self._cursor] == 0:
-            self._reduce(self.order[self._cursor])
+            self._reduce(self.order[self._cursor], boundary)
             self._cursor += 1
 
     def _leaves_now(self, boundary: bool) -> bool:
@@ -122,12 +127,12 @@ class ZeroStage1And2:
         if not self._leaves_now(boundary) or not self._arrived:
             return
         for entry in self.order[self._cursor :]:
-            self._reduce(entry)
+            self._reduce(entry, boundary)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
         # the second may come after its bucket left. It is sent after the first and added to it.
         for entry in self.order:
             if self.source.waiting(entry):
-                self._reduce(entry, again=True)
+                self._reduce(entry, boundary, again=True)
         self._end_of_pass()
         self._accumulated = True
 
@@ -136,12 +141,21 @@ class ZeroStage1And2:
         self._arrived.clear()
         self._missing = [len(entry.interval.slots) for entry in self.order]
 
-    def _reduce(self, entry: Scheduled, again: bool = False) -> None:
-        """Lay one interval into a bucket, free its gradients, and send it to its owners."""
+    def _reduce(self, entry: Scheduled, boundary: bool, again: bool = False) -> None:
+        """Lay one interval into a bucket, free its gradients, and send it to its owners.
+
+        At the boundary nothing is added to the sum afterwards, so its block norms are taken as it is written.
+        """
+        key = (entry.group, entry.interval.index)
+        self._measured.discard(key)
+        measure = None
+        if boundary and not self.reducer.whole:
+            measure = partial(self._norms[entry.group].measure, entry.interval.shard_offset)
+            self._measured.add(key)
         output, accumulate = self._sum_of(entry.group, entry.interval), self._accumulated or again
         bucket = self.reducer.acquire(entry.interval, output, accumulate)
         self.source.fill(entry, bucket, name_unused=not again)
-        self.reducer.launch(entry.interval, output, accumulate)
+        self.reducer.launch(entry.interval, output, accumulate, measure)
 
     # ---- 3: boundary -------------------------------------------------------------------------------------------------
 
@@ -150,7 +164,7 @@ class ZeroStage1And2:
         if not self._accumulated:
             # Stage 1 without overlap; or no backward pass at all since the last step: zeros, as every rank would send.
             for entry in self.order:
-                self._reduce(entry)
+                self._reduce(entry, boundary=True)
         self.reducer.drain()
         self._accumulated = False
 
@@ -179,9 +193,14 @@ class ZeroStage1And2:
                 parts.append(MasterPart(master, grad))
         return parts
 
-    def norm_grads(self) -> list[torch.Tensor]:
-        """The gradients whose squares this rank adds to the global norm: its own part of every interval."""
-        return [self._my_sum(entry.group, entry.interval) for entry in self.order]
+    def square_words(self) -> torch.Tensor:
+        """This rank's share of the global norm, see ``grad_norm.py``: its own part of every interval."""
+        for entry in self.order:
+            if (entry.group, entry.interval.index) not in self._measured:
+                mine = self._my_sum(entry.group, entry.interval)
+                self._norms[entry.group].measure(entry.interval.shard_offset, mine, 0)
+        self._measured.clear()
+        return torch.stack([norms.square_words() for norms in self._norms]).sum(0)
 
     # ---- 5: publish --------------------------------------------------------------------------------------------------
 
@@ -212,6 +231,7 @@ class ZeroStage1And2:
         self.reducer.drain()
         self.source.discard()
         self._end_of_pass()
+        self._measured.clear()
         self._accumulated = False
 
     def held_gradients(self) -> list[torch.Tensor]:
