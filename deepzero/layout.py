@@ -93,6 +93,17 @@ class Interval:
         """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges that belong to no parameter, relative to the interval's start, in elements."""
+        ranges, cursor = [], self.offset
+        for slot in self.slots:
+            if slot.offset > cursor:
+                ranges.append((cursor - self.offset, slot.offset - self.offset))
+            cursor = slot.end
+        if cursor < self.offset + self.numel:
+            ranges.append((cursor - self.offset, self.numel))
+        return ranges
+
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
         lo = self.part_start(rank)

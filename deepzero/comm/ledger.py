@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-MEMORY_CATEGORIES = ("parameters", "gradients", "masters", "moments", "buckets", "padding")
+MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
 
 
 @dataclass

@@ -108,6 +108,12 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return box[0]
 
 
+def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
+    """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
+    if world_size() > 1:
+        dist.broadcast(tensor, src=src)
+
+
 def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
     if world_size() == 1:

@@ -10,6 +10,7 @@ Our own extension stands in the same mapping under ``comm``.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _SCALARS = (
     "steps_per_print",
 )
 _BLOCKS = ("zero_optimization", "fp16", "bf16", "bfloat16", "comm", "optimizer", "scheduler", "data_types")
+_OFFLOAD = ("offload_optimizer", "offload_param")
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
@@ -53,6 +55,12 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.elastic_checkpoint": ((False,), ""),
     "zero_optimization.load_from_fp32_weights": ((True,), ""),
     "zero_optimization.cpu_offload": ((False,), ""),
+    "zero_optimization.stage3_model_persistence_threshold": ((sys.maxsize,), "persistent parameters are not limited"),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are fetched by all-gather"),
+    "zero_optimization.stage3_module_granularity_threshold": ((0,), "declare leaf modules with set_z3_leaf_modules"),
+    "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), ""),
+    "zero_optimization.mics_shard_size": ((-1,), ""),
     "zero_optimization.zero_hpz_partition_size": ((1,), ""),
     "zero_optimization.zero_quantized_weights": ((False,), ""),
     "zero_optimization.zero_quantized_gradients": ((False,), ""),
@@ -117,7 +125,10 @@ def from_deepspeed(mapping: Mapping[str, Any]) -> EngineConfig:
         if key not in (*_SCALARS, *_BLOCKS, "communication_data_type"):
             raise unknown_key(key, (*_SCALARS, *_BLOCKS, "communication_data_type"), "")
     settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
-    settings["zero"] = build(ZeroConfig, _block(given, "zero_optimization"), "zero_optimization")
+    zero = _block(given, "zero_optimization")
+    for name in _OFFLOAD:
+        _refuse_offload(zero.pop(name, None), f"zero_optimization.{name}")
+    settings["zero"] = build(ZeroConfig, zero, "zero_optimization")
     settings["precision"] = _precision(given)
     settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
     if given.get("optimizer") is not None:
@@ -133,6 +144,12 @@ def from_deepspeed(mapping: Mapping[str, Any]) -> EngineConfig:
     if given.get("communication_data_type") is not None:
         settings["communication_data_type"] = _dtype(given["communication_data_type"], "communication_data_type")
     return build(EngineConfig, settings)
+
+
+def _refuse_offload(block: Any, where: str) -> None:
+    """Off is all that is implemented: absent, null, or ``{"device": "none"}`` whatever else stands beside it."""
+    if block is not None and not (isinstance(block, Mapping) and block.get("device") in ("none", None)):
+        raise ConfigError(f'{where}={block!r} is not implemented; leave it out, or set "device": "none"')
 
 
 def _drop_satisfied(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class ZeroConfig:
     """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
 
     stage: int = 0
-    """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients."""
+    """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
 
     reduce_bucket_size: int = 500_000_000
     """At most this many elements are reduced at a time. For small models see ``layout.interval_limit``."""
@@ -42,8 +42,35 @@ class ZeroConfig:
     reduce_scatter: bool = True
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
 
+    stage3_prefetch_bucket_size: int = 50_000_000
+    """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
+    small intervals, and then one interval ahead is the most; see ``build.fetch_limits``."""
+
+    stage3_max_live_parameters: int = 1_000_000_000
+    """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
+    warning."""
+
+    stage3_max_reuse_distance: int = 1_000_000_000
+    """Stage 3: keep what is used again within so many elements of other parameters. For small models as
+    ``stage3_prefetch_bucket_size``: one interval is the most."""
+
+    stage3_param_persistence_threshold: int = 100_000
+    """Stage 3: parameters of at most this many elements stay whole on every rank."""
+
+    sub_group_size: int = 1_000_000_000
+    """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time."""
+
     def __post_init__(self) -> None:
-        require(self.stage in (0, 1, 2), "zero.stage", self.stage, "implemented stages are 0, 1 and 2")
+        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
+        for name in (
+            "prefetch_bucket_size",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "param_persistence_threshold",
+        ):
+            value = getattr(self, f"stage3_{name}")
+            require(value >= (name == "max_live_parameters"), f"zero.stage3_{name}", value, "must not be negative")
+        require(self.sub_group_size >= 1, "zero.sub_group_size", self.sub_group_size, "must be at least 1 element")
         for name in ("reduce_bucket_size", "allgather_bucket_size"):
             require(getattr(self, name) >= 1, f"zero.{name}", getattr(self, name), "must be at least 1 element")
         require(

@@ -25,6 +25,7 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.config.parse import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 AGREEMENT = "agreement.all_reduce"
 
@@ -91,7 +92,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.is_complex() or param.dtype == torch.float64:
             raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
-        if param.numel() and not param.is_meta:
+        if param.numel() and not param.is_meta and not isinstance(param, PartitionedParameter):
             start = param.data_ptr()
             places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))
     places.sort()

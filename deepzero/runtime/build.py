@@ -19,8 +19,9 @@ from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
-from deepzero.layout import interval_limit, plan_layout
+from deepzero.layout import FlatLayout, interval_limit, plan_layout
 from deepzero.runtime.closed_forms import (
+    Counts,
     StateSizes,
     moment_bytes_per_element,
     padding_memory,
@@ -28,8 +29,10 @@ from deepzero.runtime.closed_forms import (
     predicted_traffic,
 )
 from deepzero.runtime.optimizers import allocate_state
+from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers
 from deepzero.runtime.zero.flat_group import FlatGroup
-from deepzero.runtime.zero.gradients import GradientSource, schedule
+from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
+from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 
@@ -75,20 +78,14 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
 
 
-def build_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, dtype: torch.dtype
-) -> tuple[list[FlatGroup], dict[nn.Parameter, int]]:
-    """Plan the layout and move the trainable parameters into it, one group per optimizer group.
-
-    Returns:
-        The groups, and for every parameter its place in the expected order of arrival.
+def choose_parameters(
+    names: dict[nn.Parameter, str], arrival: dict[nn.Parameter, int], optimizer: torch.optim.Optimizer
+) -> list[list[nn.Parameter]]:
+    """The trainable parameters of each optimizer group, in the order in which their gradients are expected.
 
     Raises:
-        ConfigError: the optimizer holds tensors that are not trainable parameters of ``model``, or one of them twice.
+        ConfigError: the optimizer holds tensors that are not trainable parameters of the model, or one of them twice.
     """
-    names = {param: name for name, param in model.named_parameters()}
-    # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
-    arrival = {param: place for place, param in enumerate(reversed(list(names)))}
     seen: set[nn.Parameter] = set()
     chosen: list[list[nn.Parameter]] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -107,9 +104,20 @@ def build_groups(
         log.warning(
             "%d trainable parameters are in no optimizer group and will not change: %s …", len(left_out), left_out[0]
         )
-    total = sum(param.numel() for params in chosen for param in params)
-    if total == 0:
+    if not any(param.numel() for params in chosen for param in params):
         raise ConfigError("the optimizer holds no trainable parameter; ZeRO has nothing to partition")
+    return chosen
+
+
+def build_groups(
+    names: dict[nn.Parameter, str],
+    chosen: Sequence[Sequence[nn.Parameter]],
+    config: EngineConfig,
+    comm: Communicator,
+    dtype: torch.dtype,
+) -> list[FlatGroup]:
+    """Stages 0-2: plan the layout and move the trainable parameters into it, one group per optimizer group."""
+    total = sum(param.numel() for params in chosen for param in params)
     limit = interval_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
     groups = []
     for index, params in enumerate(chosen):
@@ -118,10 +126,10 @@ def build_groups(
             whole = config.zero.stage == 0
             labels = [names[p] for p in params]
             groups.append(FlatGroup(labels, params, layout, dtype, comm.device, comm.rank, whole, index))
-    return groups, arrival
+    return groups
 
 
-def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGroup]) -> None:
+def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
     """The optimizer sees only the masters from now on; what state it had is cut the same way.
 
     Optimizers that make state when they are constructed (Adagrad), or that were loaded, keep it: state of a parameter's
@@ -139,7 +147,7 @@ def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[FlatGro
             _cut_state(optimizer, flat_group, [state or {} for state in states])
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, group: FlatGroup, states: list[dict[str, Any]]) -> None:
+def _cut_state(optimizer: torch.optim.Optimizer, group: ParameterGroup, states: list[dict[str, Any]]) -> None:
     """Cut one group's optimizer state as its parameters are cut."""
     for piece, master in zip(group.pieces, group.masters, strict=True):
         for key, value in states[piece.slot.index].items():
@@ -155,12 +163,14 @@ def _cut_state(optimizer: torch.optim.Optimizer, group: FlatGroup, states: list[
 class Built:
     """What step 0 leaves behind."""
 
-    groups: list[FlatGroup]
+    groups: list[ParameterGroup]
     source: GradientSource
     reducer: BucketReducer
-    stage: ZeroStage0 | ZeroStage1And2
+    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
     moment_bytes: int
+    partitioning: Partitioning | None
+    """Stage 3's."""
 
 
 def build_zero(
@@ -179,31 +189,64 @@ def build_zero(
         ConfigError: an optimizer that is not elementwise, or that does not fit the model.
     """
     dtypes = Dtypes.of(config)
-    place_model(model, comm)
-    cast_frozen(model, dtypes.compute)
-    groups, arrival = build_groups(model, optimizer, config, comm, dtypes.compute)
+    stage = config.zero.stage
+    names = {param: name for name, param in model.named_parameters()}
+    # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
+    arrival = {param: place for place, param in enumerate(reversed(list(names)))}
+    chosen = choose_parameters(names, arrival, optimizer)
     moment_bytes = moment_bytes_per_element(optimizer, comm.device)
+    partitioning: Partitioning | None = None
+    groups: list[ParameterGroup]
+    if stage == 3:
+        place_buffers(model, comm)
+        partitioning = partition_model(model, names, chosen, config.zero, comm, dtypes.compute)
+        groups = partitioning.groups
+    else:
+        place_model(model, comm)
+        cast_frozen(model, dtypes.compute)
+        groups = list(build_groups(names, chosen, config, comm, dtypes.compute))
     hand_over_masters(optimizer, groups)
     allocate_state(optimizer)
-    order = schedule(groups, arrival)
-    stage = config.zero.stage
     # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-    wider = dtypes.accumulation if stage < 2 and micro_batches > 1 else None
-    source = GradientSource(groups, wider)
-    method = config.comm.reduce or ("native" if comm.backend == "nccl" else "exact")
-    whole = stage == 0 or not config.zero.reduce_scatter
-    capacity = max(group.layout.largest_interval for group in groups)
-    depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
-    reducer = BucketReducer(comm, capacity, dtypes.wire, method, whole, depth)
-    engine_stage: ZeroStage0 | ZeroStage1And2
-    if stage == 0:
-        engine_stage = ZeroStage0(groups, order, source, reducer, dtypes.accumulation)
+    source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
+    reducer = _build_reducer(groups, config, comm, dtypes)
+    order = schedule(groups, arrival)
+    engine_stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
+    if partitioning is not None:
+        engine_stage = ZeroStage3(
+            model,
+            groups,
+            partitioning.frozen,
+            order,
+            source,
+            reducer,
+            comm,
+            partitioning.coordinator,
+            dtypes.accumulation,
+        )
+    elif stage == 0:
+        engine_stage = ZeroStage0(_flat(groups), order, source, reducer, dtypes.accumulation)
     else:
-        overlap = config.zero.overlap_comm
-        engine_stage = ZeroStage1And2(groups, order, source, reducer, comm, stage == 2, overlap, dtypes.accumulation)
-    built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes)
+        engine_stage = ZeroStage1And2(
+            _flat(groups), order, source, reducer, comm, stage == 2, config.zero.overlap_comm, dtypes.accumulation
+        )
+    built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes, partitioning)
     _open_ledger(built, optimizer, config, comm, micro_batches)
     return built
+
+
+def _flat(groups: Sequence[ParameterGroup]) -> list[FlatGroup]:
+    return [group for group in groups if isinstance(group, FlatGroup)]
+
+
+def _build_reducer(
+    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
+) -> BucketReducer:
+    method = config.comm.reduce or ("native" if comm.backend == "nccl" else "exact")
+    whole = config.zero.stage == 0 or not config.zero.reduce_scatter
+    capacity = max(group.layout.largest_interval for group in groups)
+    depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
+    return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth)
 
 
 def _open_ledger(
@@ -223,16 +266,29 @@ def _open_ledger(
         exact=built.reducer.method == "exact",
     )
     layouts = [group.layout for group in built.groups]
-    numel = sum(layout.numel for layout in layouts)
-    padding = padding_memory(sum(layout.padded_numel for layout in layouts) - numel, comm.world_size, sizes)
-    memory = {**predicted_memory(numel, comm.world_size, sizes), "buckets": built.reducer.buffer_bytes()}
-    ledger.predict({**memory, "padding": sum(padding.values())}, predicted_traffic(layouts, comm.world_size, sizes))
+    persistent, frozen = _layouts_of_stage3(built)
+    counts = Counts.of(layouts, persistent, frozen)
+    padding = padding_memory(counts, comm.world_size, sizes)
+    memory = {**predicted_memory(counts.true, comm.world_size, sizes), "buckets": built.reducer.buffer_bytes()}
+    traffic = predicted_traffic(layouts, comm.world_size, sizes, persistent, frozen)
+    ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
 
     def moments() -> list[torch.Tensor]:
         return [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
 
-    ledger.watch("parameters", lambda: [group.flat_P for group in built.groups], padding["parameters"])
+    stores = [*built.groups, *(built.partitioning.frozen if built.partitioning is not None else ())]
+    ledger.watch("parameters", lambda: [group.parameter_storage for group in stores], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_storage for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", built.reducer.buffers)
+    if built.partitioning is not None:
+        ledger.watch("gathered", built.partitioning.pool.buffers)
+
+
+def _layouts_of_stage3(built: Built) -> tuple[list[FlatLayout], list[FlatLayout]]:
+    """Layouts of persistent and of frozen parameters."""
+    if built.partitioning is None:
+        return [], []
+    frozen = [group.layout for group in built.partitioning.frozen]
+    return [group.layout for group in built.groups if isinstance(group, FlatGroup)], frozen

@@ -10,15 +10,20 @@ stage        parameters  gradients                           masters       momen
 0            cΨ          uΨ + aΨ                             xΨ            mΨ
 1            cΨ          uΨ + aΨ/W                           xΨ/W          mΨ/W
 2            cΨ          aΨ/W                                xΨ/W          mΨ/W
+3            cΨ/W        aΨ/W                                xΨ/W          mΨ/W
 ===========  ==========  ==================================  ============  ============
 
 u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage
 1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
 in place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dtype) and x + m = K, stage 2 is the paper's
-``2Ψ + (2+K)Ψ/W``; stage 1 is its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it.
+``2Ψ + (2+K)Ψ/W``; stage 1 is its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it; stage 3 is its
+``(4+K)Ψ/W``, and what is gathered at the moment. Stage 3's persistent parameters take c bytes on every rank, its frozen
+ones a W-th of that.
 
 Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is
-``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch.
+``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch; stage
+3 gathers twice and reduces once in every micro-batch, less what its plan saves (``fetch_plan.py``), which is known, and
+put in here, when the first step has shown the order of modules.
 Besides, ranks exchange one message of 2 KiB per step (``agreement.py``).
 
 Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes; ZeRO paper, sections 3, 5 and 7.
@@ -37,7 +42,8 @@ from deepzero.layout import FlatLayout
 from deepzero.runtime.agreement import AGREEMENT
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
-from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
+from deepzero.runtime.zero.partitioned_param_coordinator import BACKWARD, FORWARD
+from deepzero.runtime.zero.publish import ALL_GATHER
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class StateSizes:
     @property
     def unreduced(self) -> int:
         """The u of the module's text: bytes per element of whole gradients before they are reduced."""
-        if self.stage == 2 or (self.stage == 1 and self.overlap and self.micro_batches == 1):
+        if self.stage >= 2 or (self.stage == 1 and self.overlap and self.micro_batches == 1):
             return 0
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 
@@ -87,59 +93,115 @@ def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.dev
     return sum(v.element_size() for v in kept)
 
 
-def predicted_memory(numel: int, world_size: int, sizes: StateSizes) -> dict[str, int]:
+@dataclass(frozen=True)
+class Elements:
+    """Elements of all groups; those of persistent and frozen parameters are stage 3's."""
+
+    trained: int
+    persistent: int = 0
+    """Of the trained ones: whole on every rank."""
+    frozen: int = 0
+    """Partitioned, not trained."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Elements that belong to parameters, and elements of padding."""
+
+    true: Elements
+    padding: Elements
+
+    @classmethod
+    def of(
+        cls, layouts: Sequence[FlatLayout], persistent: Sequence[FlatLayout], frozen: Sequence[FlatLayout]
+    ) -> Counts:
+        """Count.
+
+        Args:
+            layouts: of all trained groups, persistent ones among them.
+            persistent: of those alone.
+            frozen: of frozen groups.
+        """
+        true = [sum(layout.numel for layout in some) for some in (layouts, persistent, frozen)]
+        padded = [sum(layout.padded_numel for layout in some) for some in (layouts, persistent, frozen)]
+        return cls(Elements(*true), Elements(*(p - t for p, t in zip(padded, true, strict=True))))
+
+
+def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> dict[str, int]:
     """Bytes of one rank by category; the table above.
 
-    Called with the number of *padding* elements it gives what padding takes in each category.
+    Called with the *padding* elements it gives what padding takes in each category.
     """
+    numel = elements.trained
+    whole = elements.persistent if sizes.stage == 3 else numel
+    parted = numel - whole + elements.frozen
     share = 1 if sizes.stage == 0 else world_size
     reduced = numel * sizes.accumulation // (1 if sizes.whole_reduce else world_size)
     master = 0 if sizes.compute == 4 else 4
     return {
-        "parameters": numel * sizes.compute,
+        "parameters": whole * sizes.compute + parted * sizes.compute // world_size,
         "gradients": numel * sizes.unreduced + reduced,
         "masters": numel * master // share,
         "moments": numel * sizes.moments // share,
     }
 
 
-def padding_memory(padding: int, world_size: int, sizes: StateSizes) -> dict[str, int]:
-    """Bytes that the layout's ``padding`` elements take in each category: flat buffers have them, tensors of autograd
+def padding_memory(counts: Counts, world_size: int, sizes: StateSizes) -> dict[str, int]:
+    """Bytes that the layout's padding elements take in each category: flat buffers have them, tensors of autograd
     (``param.grad``) and of the optimizer (moments) have none.
     """
-    forms = {**predicted_memory(padding, world_size, sizes), "moments": 0}
+    forms = {**predicted_memory(counts.padding, world_size, sizes), "moments": 0}
     if sizes.unreduced == sizes.compute:
-        forms["gradients"] -= padding * sizes.unreduced
+        forms["gradients"] -= counts.padding.trained * sizes.unreduced
     return forms
 
 
-def predicted_traffic(layouts: Sequence[FlatLayout], world_size: int, sizes: StateSizes) -> dict[str, Traffic]:
-    """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart."""
-    true = sum(layout.numel for layout in layouts)
-    padding = sum(layout.padded_numel for layout in layouts) - true
-    calls = sum(len(layout.intervals) for layout in layouts)
-    share = (world_size - 1) / world_size
+def predicted_traffic(
+    layouts: Sequence[FlatLayout],
+    world_size: int,
+    sizes: StateSizes,
+    persistent: Sequence[FlatLayout] = (),
+    frozen: Sequence[FlatLayout] = (),
+) -> dict[str, Traffic]:
+    """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart.
 
-    def sent(times: int, itemsize: int, halves: int = 1) -> Traffic:
-        traffic = Traffic()
-        traffic.add(
-            Traffic(
-                calls, halves * true * share, halves * padding * share, halves * (true + padding) * share * itemsize
-            ),
-            times,
-        )
-        return traffic
-
-    times = sizes.micro_batches if sizes.stage == 2 else 1
+    Args:
+        layouts: of all trained groups.
+        world_size: W.
+        sizes: bytes per element, and how the run is cut.
+        persistent: stage 3: of those of ``layouts`` that stay whole.
+        frozen: stage 3: of partitioned groups that are not trained.
+    """
+    times = sizes.micro_batches if sizes.stage >= 2 else 1
     forms: dict[str, Traffic] = {}
     if sizes.whole_reduce and not sizes.exact:
-        forms[ALL_REDUCE] = sent(times, sizes.wire, halves=2)
+        forms[ALL_REDUCE] = one_collective(layouts, world_size, sizes.wire, times, halves=2)
     else:
-        forms[REDUCE_SCATTER] = sent(times, sizes.wire)
+        forms[REDUCE_SCATTER] = one_collective(layouts, world_size, sizes.wire, times)
         if sizes.whole_reduce and world_size > 1:
-            forms[ALL_GATHER_GRADIENTS] = sent(1, sizes.accumulation)
-    if sizes.stage > 0:
-        forms[ALL_GATHER] = sent(1, sizes.compute)
+            forms[ALL_GATHER_GRADIENTS] = one_collective(layouts, world_size, sizes.accumulation)
+    if sizes.stage in (1, 2):
+        forms[ALL_GATHER] = one_collective(layouts, world_size, sizes.compute)
+    if sizes.stage == 3:
+        if persistent:
+            forms[ALL_GATHER] = one_collective(persistent, world_size, sizes.compute)
+        parted = [*(layout for layout in layouts if layout not in persistent), *frozen]
+        if parted:
+            forms[FORWARD] = one_collective(parted, world_size, sizes.compute, times)
+            forms[BACKWARD] = one_collective(parted, world_size, sizes.compute, times)
     message = 2 * (world_size - 1) * (WORDS + world_size) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message)
     return forms
+
+
+def one_collective(
+    layouts: Sequence[FlatLayout], world_size: int, itemsize: int, times: int = 1, halves: int = 1
+) -> Traffic:
+    """``times`` reduce-scatters or all-gathers of everything; ``halves=2``: all-reduces."""
+    true = sum(layout.numel for layout in layouts)
+    padding = sum(layout.padded_numel for layout in layouts) - true
+    calls = sum(len(layout.intervals) for layout in layouts)
+    share = halves * (world_size - 1) / world_size
+    traffic = Traffic()
+    traffic.add(Traffic(calls, true * share, padding * share, (true + padding) * share * itemsize), times)
+    return traffic

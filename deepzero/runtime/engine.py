@@ -113,7 +113,8 @@ class Engine(nn.Module):
         self.module = model
         self.optimizer = optimizer
         self.stage = self._zero.stage
-        self._sharded_step = ShardedStep(optimizer, self.stage.master_parts())
+        sub_group_size = config.zero.sub_group_size if config.zero.stage == 3 else None
+        self._sharded_step = ShardedStep(optimizer, self.stage.master_parts(), sub_group_size)
         trained = [param for group in self._zero.groups for param in group.params]
         if self._scaled:
             for param in trained:

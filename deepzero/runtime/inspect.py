@@ -14,15 +14,17 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.ledger import Ledger, Traffic
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.gradients import ParameterGroup
 from deepzero.runtime.zero.sharded_step import MasterPart
 
 
 def params_sha256(model: nn.Module) -> str:
-    """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once."""
+    """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once. A collective."""
     digest = hashlib.sha256()
     for _, param in sorted(model.named_parameters()):
-        digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        with GatheredParameters(param):
+            digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -83,7 +85,7 @@ def _whole(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def find_bad_gradient(model: nn.Module, groups: Sequence[FlatGroup], parts: Sequence[MasterPart]) -> str:
+def find_bad_gradient(model: nn.Module, groups: Sequence[ParameterGroup], parts: Sequence[MasterPart]) -> str:
     """The first parameter, in the model's order, with an inf or NaN in its reduced gradient on any rank. A collective.
 
     Args:

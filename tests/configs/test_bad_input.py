@@ -34,7 +34,7 @@ KEYS = [
     ("zero.stage", ["zero.stage", "EQUAL"]),
 ]
 VALUES = [
-    (["zero.stage=7"], ["zero.stage=7", "0, 1 and 2"]),
+    (["zero.stage=7"], ["zero.stage=7", "0, 1, 2 and 3"]),
     (["zero.stage=two"], ["zero.stage='two'", "integer"]),
     (["zero.stage="], ["zero.stage=''"]),
     (["zero.overlap_comm=maybe"], ["zero.overlap_comm='maybe'", "true or false"]),

@@ -24,6 +24,7 @@ CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((train.CONF
 DEPARTURES: dict[str, Any] = {
     "engine.zero.stage": 2,
     "engine.zero.overlap_comm": True,
+    "engine.zero.stage3_param_persistence_threshold": 1000,
     "engine.precision.dtype": "bf16",
     "model.n_head": 2,
     "model.position": "rope",

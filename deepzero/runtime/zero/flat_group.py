@@ -32,6 +32,22 @@ _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictio
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
 
 
+def claim(param: nn.Parameter, name: str) -> None:
+    """The parameter belongs to an engine from now on.
+
+    Raises:
+        ConfigError: it belongs to one already.
+    """
+    if id(param) in _OWNED:
+        raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
+    _OWNED[id(param)] = param
+
+
+def disclaim(param: nn.Parameter) -> None:
+    """The parameter belongs to nobody again."""
+    _OWNED.pop(id(param), None)
+
+
 def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tuple[torch.Tensor, ...]:
     """The W equal parts of one interval of ``flat``, as views; part r belongs to rank r.
 
@@ -86,6 +102,11 @@ class FlatGroup:
         self._places = [param.data_ptr() for param in self.params]
         self._versions = [param._version for param in self.params]
 
+    @property
+    def parameter_storage(self) -> torch.Tensor:
+        """What this rank keeps of the parameters: all of them."""
+        return self.flat_P
+
     def target_of(self, interval: Interval) -> torch.Tensor:
         """What this rank's optimizer step writes of ``interval`` in the compute dtype: its part, or all of it."""
         if self.whole:
@@ -135,16 +156,12 @@ class FlatGroup:
     def release(self) -> None:
         """Let the parameters belong to nobody again."""
         for param in self.params:
-            _OWNED.pop(id(param), None)
+            disclaim(param)
 
     @torch.no_grad()
     def _move_in(self, index: int, param: nn.Parameter, mine: tuple[Piece, torch.Tensor] | None) -> None:
         """Copy one parameter into flat buffer and master, then let it be a view. Its old memory is freed here."""
-        if id(param) in _OWNED:
-            raise ConfigError(
-                f"parameter {self.names[index]!r} belongs to another engine; call engine.destroy() on that one first"
-            )
-        _OWNED[id(param)] = param
+        claim(param, self.names[index])
         slot = self.layout.slots[index]
         values = param.data.reshape(-1)
         view = self.flat_P[slot.offset : slot.end]
@@ -153,14 +170,3 @@ class FlatGroup:
             piece, master = mine
             master.copy_(values[piece.start : piece.start + piece.numel])
         param.data = view.view(param.shape)
-
-    def gaps(self, interval: Interval) -> list[tuple[int, int]]:
-        """Ranges of the interval that belong to no parameter, relative to its start, in elements."""
-        ranges, cursor = [], interval.offset
-        for slot in interval.slots:
-            if slot.offset > cursor:
-                ranges.append((cursor - interval.offset, slot.offset - interval.offset))
-            cursor = slot.end
-        if cursor < interval.offset + interval.numel:
-            ranges.append((cursor - interval.offset, interval.numel))
-        return ranges

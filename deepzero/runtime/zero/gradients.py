@@ -14,15 +14,42 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from deepzero.layout import Interval
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.layout import FlatLayout, Interval, Piece
 
 log = logging.getLogger(__name__)
+
+
+class ParameterGroup(Protocol):
+    """What gradients need to know of a group, whole (``FlatGroup``) or partitioned (``PartitionedGroup``)."""
+
+    names: list[str]
+    layout: FlatLayout
+    dtype: torch.dtype
+    device: torch.device
+    masters: list[torch.Tensor]
+    pieces: list[Piece]
+    optimizer_group: Any
+    master_storage: torch.Tensor | None
+
+    @property
+    def parameter_storage(self) -> torch.Tensor:
+        """What this rank keeps of the parameters: all of them, or its share."""
+
+    def take_over_writes(self) -> None:
+        """Before a step: what was written into parameters is kept, or refused."""
+
+    def release(self) -> None:
+        """Let the parameters belong to nobody again."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """In the order of the layout."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +60,7 @@ class Scheduled:
     interval: Interval
 
 
-def schedule(groups: Sequence[FlatGroup], arrival: dict[nn.Parameter, int]) -> list[Scheduled]:
+def schedule(groups: Sequence[ParameterGroup], arrival: dict[nn.Parameter, int]) -> list[Scheduled]:
     """The order in which intervals are launched: by the expected arrival of their last gradient.
 
     Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
@@ -107,10 +134,10 @@ class GradientSource:
             ``param.grad``, where autograd adds in the parameters' dtype.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup], accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], accumulate_dtype: torch.dtype | None) -> None:
         self.groups = list(groups)
         self._unused_named: set[str] = set()
-        self._gaps = {(g, i.index): group.gaps(i) for g, group in enumerate(groups) for i in group.layout.intervals}
+        self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.intervals}
         self._place = {
             param: (g, slot)
             for g, group in enumerate(groups)

@@ -56,10 +56,15 @@ class ShardedStep:
     Args:
         optimizer: its param groups hold exactly the masters.
         parts: one for each master.
+        sub_group_size: step on at most this many elements at a time (one part is never cut); None: on all. What the
+            optimizer makes besides its state, and gradients that have to be widened, then exist for one sub-group only.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[MasterPart]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parts: Sequence[MasterPart], sub_group_size: int | None = None
+    ) -> None:
         self.optimizer, self.parts = optimizer, list(parts)
+        self.sub_groups = _sub_groups(self.parts, sub_group_size)
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._allowed = False
@@ -86,9 +91,14 @@ class ShardedStep:
                 "the optimizer's parameters have changed since deepzero.initialize (add_param_group, an assignment to "
                 "param_groups): ZeRO has no gradients for the new ones. Build the optimizer with all groups first"
             )
-        for part in self.parts:
+        for parts in self.sub_groups:
+            self._step_sub_group(parts, divisor)
+
+    def _step_sub_group(self, parts: Sequence[MasterPart], divisor: float) -> None:
+        """Torch's optimizers pass over parameters without gradient: those of the other sub-groups."""
+        for part in parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
-        grads = [part.master.grad for part in self.parts if part.master.grad is not None]
+        grads = [part.master.grad for part in parts if part.master.grad is not None]
         scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device) if grads else None
         fused_division = self._divides and divisor != 1.0
         if divisor != 1.0 and not fused_division and scale is not None:
@@ -103,5 +113,17 @@ class ShardedStep:
             self._allowed = False
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
-        for part in self.parts:
+        for part in parts:
             part.master.grad = None
+
+
+def _sub_groups(parts: Sequence[MasterPart], limit: int | None) -> list[list[MasterPart]]:
+    groups: list[list[MasterPart]] = [[]]
+    total = 0
+    for part in parts:
+        if groups[-1] and limit is not None and total + part.master.numel() > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(part)
+        total += part.master.numel()
+    return groups

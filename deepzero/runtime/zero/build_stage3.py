@@ -1,0 +1,138 @@
+"""Stage 3's part of step 0: which parameters are partitioned, over which intervals, and with which limits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from deepzero.comm.collectives import Communicator
+from deepzero.config.engine import ZeroConfig
+from deepzero.layout import interval_limit, plan_layout
+from deepzero.runtime.zero.fetch_plan import FetchLimits
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.partition_parameters import BufferPool, PartitionedInterval, PartitionedParameter
+from deepzero.runtime.zero.partitioned_group import PartitionedGroup, make_whole
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """What step 0 of stage 3 leaves behind."""
+
+    groups: list[ParameterGroup]
+    """Of trainable parameters: partitioned ones, and FlatGroups of persistent ones."""
+    frozen: list[PartitionedGroup]
+    coordinator: PartitionedParameterCoordinator
+    pool: BufferPool
+
+
+def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
+    """DeepSpeed's three numbers, for a model of which an interval holds at most ``limit`` elements.
+
+    They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
+    model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
+    and keeping are limited to what one interval holds, which for a model of N elements is about N/16.
+    """
+    return FetchLimits(
+        prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
+        reuse_numel=min(config.stage3_max_reuse_distance, limit),
+        live_numel=config.stage3_max_live_parameters,
+    )
+
+
+def partition_model(
+    model: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    chosen: Sequence[Sequence[nn.Parameter]],
+    config: ZeroConfig,
+    comm: Communicator,
+    dtype: torch.dtype,
+) -> Partitioning:
+    """Cut the parameters, group by group.
+
+    Args:
+        model: on any device, in part or as a whole partitioned already by ``zero.Init``.
+        names: every parameter's.
+        chosen: the trainable parameters of each optimizer group, in the order in which their gradients arrive.
+        config: thresholds and limits.
+        comm: the ranks.
+        dtype: compute dtype.
+    """
+    threshold = config.stage3_param_persistence_threshold
+    trained = {param for params in chosen for param in params}
+    kept = [p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold]
+    large = [[p for p in params if p.numel() > threshold] for params in chosen]
+    small = [[p for p in params if p.numel() <= threshold] for params in chosen]
+    partitioned = {param for params in (*large, kept) for param in params}
+    place_whole(names, partitioned, trained, comm, dtype)
+
+    total = sum(param.numel() for params in (*large, *small, kept) for param in params)
+    limit = interval_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
+    limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
+    pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
+    groups: list[ParameterGroup] = []
+    frozen: list[PartitionedGroup] = []
+    intervals: list[PartitionedInterval] = []
+
+    def partition(params: Sequence[nn.Parameter], optimizer_group: int | None) -> PartitionedGroup:
+        layout = plan_layout([p.numel() for p in params], comm.world_size, limit)
+        labels = [names[p] for p in params]
+        made = PartitionedGroup(labels, params, layout, dtype, comm, pool, len(intervals), optimizer_group)
+        intervals.extend(made.intervals)
+        return made
+
+    for index, params in enumerate(chosen):
+        if large[index]:
+            groups.append(partition(large[index], index))
+        if small[index]:
+            layout = plan_layout([p.numel() for p in small[index]], comm.world_size, limit)
+            labels = [names[p] for p in small[index]]
+            groups.append(
+                FlatGroup(
+                    labels, small[index], layout, dtype, comm.device, comm.rank, whole=False, optimizer_group=index
+                )
+            )
+        del params
+    if kept:
+        frozen.append(partition(kept, None))
+    largest = max((interval.numel for interval in intervals), default=0)
+    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, limit), 2 * largest, comm.ledger)
+    return Partitioning(groups, frozen, coordinator, pool)
+
+
+@torch.no_grad()
+def place_whole(
+    names: Mapping[nn.Parameter, str],
+    partitioned: set[nn.Parameter],
+    trained: set[nn.Parameter],
+    comm: Communicator,
+    dtype: torch.dtype,
+) -> None:
+    """What stays whole goes to the device with rank 0's values; frozen parameters in the compute dtype."""
+    for param in names:
+        if param in partitioned:
+            continue
+        if isinstance(param, PartitionedParameter):
+            make_whole(param)
+        param.data = param.data.to(comm.device).contiguous()
+        comm.broadcast("setup.broadcast", param.data)
+        if param not in trained and param.is_floating_point():
+            param.data = param.data.to(dtype)
+
+
+@torch.no_grad()
+def place_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                moved = buffer.to(comm.device).contiguous()
+                comm.broadcast("setup.broadcast", moved)
+                module._buffers[key] = moved

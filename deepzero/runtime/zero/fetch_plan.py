@@ -1,0 +1,162 @@
+"""From the order in which intervals are used to a plan: what is fetched, prefetched and released at each use.
+
+Pure integers: no tensor, no process. The coordinator records the *trace* of one optimizer step, compiles it here, and
+follows the plan in the steps after it. So the plan is not a picture of what the runtime does, it is what it executes.
+
+A trace is a list of *uses*. One use is a set of intervals that are needed at the same moment: those of a module's
+parameters in the forward pass, and the interval of a saved weight in the backward pass. Uses that need nothing beyond
+the one before them are not listed: ten modules in one interval are one use.
+
+At each use, in this order:
+
+release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
+          parameters in between. An interval whose gradients are not complete yet, and that the same backward pass will
+          use again, stays. When ``live_numel`` would be exceeded, what is needed last goes first.
+fetch     what this use needs and is not there.
+prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
+
+Sources: ``fetch_sub_module`` and ``__params_to_release`` in DeepSpeed's ``partitioned_param_coordinator.py`` for the
+meaning of the three numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FAR = 1 << 62
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """All in elements."""
+
+    prefetch_numel: int
+    """``stage3_prefetch_bucket_size``: how much may be fetched ahead of its use."""
+    reuse_numel: int
+    """``stage3_max_reuse_distance``: what is used again within so many elements of other parameters is kept."""
+    live_numel: int
+    """``stage3_max_live_parameters``: how much may be gathered at any time, fetches under way included."""
+
+
+@dataclass
+class Use:
+    """One entry of a trace."""
+
+    keys: tuple[int, ...]
+    """The intervals needed, sorted."""
+    backward: bool
+    where: str
+    """The module, for messages and traces."""
+    completes: set[int] = field(default_factory=set)
+    """Intervals whose gradients became complete between this use and the next."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What happens at one use, in the order of the fields."""
+
+    release: tuple[int, ...]
+    fetch: tuple[int, ...]
+    prefetch: tuple[tuple[int, bool], ...]
+    """With each interval, whether it is for a backward pass."""
+
+
+def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> list[Action]:
+    """One action for every use.
+
+    Args:
+        trace: the uses of one optimizer step, in order.
+        numel: elements of each interval, padding included.
+        limits: what may be held.
+
+    Example:
+        >>> uses = [Use((i,), backward=False, where="") for i in (0, 1, 2)]
+        >>> uses += [Use((i,), backward=True, where="") for i in (2, 1, 0)]
+        >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
+        >>> [(a.release, a.fetch, [key for key, _ in a.prefetch]) for a in plan]
+        [((), (0,), [1]), ((0,), (), [2]), ((), (), []), ((2,), (), [0]), ((1,), (), [])]
+    """
+    return _Planner(trace, numel, limits).run()
+
+
+class _Planner:
+    """Walks along the trace with the set of live intervals."""
+
+    def __init__(self, trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> None:
+        self.trace, self.numel, self.limits = trace, numel, limits
+        self.live: set[int] = set()
+        self.ahead: set[int] = set()
+        """Fetched and not used yet."""
+        self.uses: dict[int, list[int]] = {}
+        for position, use in enumerate(trace):
+            for key in use.keys:
+                self.uses.setdefault(key, []).append(position)
+        self._cursor = dict.fromkeys(self.uses, 0)
+
+    def run(self) -> list[Action]:
+        plan = []
+        for position, use in enumerate(self.trace):
+            needed = [key for key in use.keys if key not in self.live]
+            released = self._release(position, use, needed)
+            self.live.update(needed)
+            self.ahead.difference_update(use.keys)
+            plan.append(Action(tuple(released), tuple(needed), tuple(self._prefetch(position))))
+        return plan
+
+    def _release(self, position: int, use: Use, needed: Sequence[int]) -> list[int]:
+        idle = sorted(self.live - set(use.keys))
+        next_use = {key: self._next_use(key, position) for key in idle}
+        released = [key for key in idle if key not in self.ahead and self._is_far(key, position, next_use[key])]
+        kept = sorted(set(idle) - set(released), key=lambda key: (next_use[key], key))
+        total = sum(self.numel[key] for key in {*use.keys, *kept})
+        while kept and total > self.limits.live_numel:
+            released.append(kept.pop())
+            total -= self.numel[released[-1]]
+        self.live.difference_update(released)
+        self.ahead.difference_update(released)
+        return released
+
+    def _next_use(self, key: int, position: int) -> int:
+        """The position of the first use after ``position``, or FAR."""
+        places, cursor = self.uses[key], self._cursor[key]
+        while cursor < len(places) and places[cursor] <= position:
+            cursor += 1
+        self._cursor[key] = cursor
+        return places[cursor] if cursor < len(places) else FAR
+
+    def _is_far(self, key: int, position: int, next_use: int) -> bool:
+        if next_use == FAR:
+            return True
+        # An interval that this backward pass will still add gradients to is in the middle of its work.
+        between = self.trace[position:next_use]
+        complete = any(key in use.completes for use in between)
+        if not complete and self.trace[next_use].backward and all(use.backward for use in between):
+            return False
+        passed: set[int] = set()
+        distance = 0
+        for use in between:
+            for other in set(use.keys) - passed:
+                passed.add(other)
+                distance += self.numel[other]
+                if distance > self.limits.reuse_numel:
+                    return True
+        return False
+
+    def _prefetch(self, position: int) -> list[tuple[int, bool]]:
+        chosen: list[tuple[int, bool]] = []
+        waiting = sum(self.numel[key] for key in self.ahead)
+        held = sum(self.numel[key] for key in self.live)
+        for use in self.trace[position + 1 :]:
+            for key in use.keys:
+                if key in self.live:
+                    continue
+                size = self.numel[key]
+                if waiting >= self.limits.prefetch_numel or held + size > self.limits.live_numel:
+                    return chosen
+                chosen.append((key, use.backward))
+                self.live.add(key)
+                self.ahead.add(key)
+                waiting += size
+                held += size
+        return chosen

@@ -1,0 +1,206 @@
+"""Reduced gradients, partitioned: from ``param.grad`` to this rank's ``grad_S``. Shared by stages 1, 2 and 3, composed.
+
+Steps 2 and 3 of a training step. Gradients leave interval by interval, in one order on all ranks, each as soon as it is
+complete and next; what no gradient has completed when the backward pass ends counts as zeros.
+
+Sources: ``reduce_ipg_grads`` and ``independent_gradient_partition_epilogue`` in DeepSpeed's ``stage_1_and_2.py``.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from deepzero.comm.bucket import BucketReducer
+from deepzero.layout import Interval
+from deepzero.runtime.grad_norm import BlockNorms
+from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
+from deepzero.runtime.zero.sharded_step import MasterPart
+
+
+class GradientPartition:
+    """``grad_S``, and the way to it.
+
+    Args:
+        groups: each with this rank's masters.
+        order: the intervals in launching order, the same on all ranks.
+        source: the unreduced gradients.
+        reducer: sends them to their owners.
+        every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stage 1).
+        overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
+        grad_dtype: dtype of ``grad_S``.
+        launched: called with each interval whose gradients are complete and have been sent.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ParameterGroup],
+        order: Sequence[Scheduled],
+        source: GradientSource,
+        reducer: BucketReducer,
+        every_pass: bool,
+        overlap: bool,
+        grad_dtype: torch.dtype,
+        launched: Callable[[Scheduled], None] | None = None,
+    ) -> None:
+        self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
+        self.every_pass, self.overlap = every_pass, overlap
+        self._launched = launched
+        # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
+        extents = [g.layout.padded_numel if reducer.whole else g.layout.shard_numel for g in groups]
+        self.grad_S = [
+            torch.zeros(extent, dtype=grad_dtype, device=group.device)
+            for extent, group in zip(extents, groups, strict=True)
+        ]
+        # Of every group, taken as the sums are written; and which intervals' are up to date.
+        self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in groups]
+        self._measured: set[tuple[int, int]] = set()
+        # Position in ``order`` within this backward pass, which gradients have arrived in it, and how many are missing
+        # in each interval.
+        self._cursor = 0
+        self._arrived: set[nn.Parameter] = set()
+        self._place = {
+            groups[entry.group].params[slot.index]: position
+            for position, entry in enumerate(order)
+            for slot in entry.interval.slots
+        }
+        self._missing = [len(entry.interval.slots) for entry in order]
+        # Whether grad_S holds earlier micro-batches, to which the next reduction adds.
+        self._accumulated = False
+
+    # ---- 2: gradient ready -------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+        """2: keep the gradient, or launch every interval that is now complete and next in order.
+
+        Args:
+            param: its ``.grad`` is complete.
+            boundary: this is the last micro-batch of the optimizer step.
+        """
+        self.source.accumulate(param)
+        if not self._leaves_now(boundary):
+            return
+        self._count(param)
+        self._launch_complete(boundary)
+
+    def gradients_missing(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
+        """No gradient will come for those of ``params`` that have none: they count as zeros now, not at the end."""
+        if self._leaves_now(boundary):
+            for param in params:
+                if param in self._place:
+                    self._count(param)
+            self._launch_complete(boundary)
+
+    def _count(self, param: nn.Parameter) -> None:
+        if param not in self._arrived:
+            self._arrived.add(param)
+            self._missing[self._place[param]] -= 1
+
+    def _launch_complete(self, boundary: bool) -> None:
+        while self._cursor < len(self.order) and self._missing[self._cursor] == 0:
+            self._reduce(self.order[self._cursor], boundary)
+            self._cursor += 1
+
+    def _leaves_now(self, boundary: bool) -> bool:
+        """Whether gradients of the backward pass under way are sent as they come."""
+        return self.every_pass or (self.overlap and boundary)
+
+    def backward_end(self, boundary: bool) -> None:
+        """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
+        if not self._leaves_now(boundary) or not self._arrived:
+            return
+        for entry in self.order[self._cursor :]:
+            self._reduce(entry, boundary)
+        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
+        # the second may come after its bucket left. It is sent after the first and added to it.
+        for entry in self.order:
+            if self.source.waiting(entry):
+                self._reduce(entry, boundary, again=True)
+        self._end_of_pass()
+        self._accumulated = True
+
+    def _end_of_pass(self) -> None:
+        self._cursor = 0
+        self._arrived.clear()
+        self._missing = [len(entry.interval.slots) for entry in self.order]
+
+    def _reduce(self, entry: Scheduled, boundary: bool, again: bool = False) -> None:
+        """Lay one interval into a bucket, free its gradients, and send it to its owners.
+
+        At the boundary nothing is added to the sum afterwards, so its block norms are taken as it is written.
+        """
+        key = (entry.group, entry.interval.index)
+        self._measured.discard(key)
+        measure = None
+        if boundary and not self.reducer.whole:
+            measure = partial(self._norms[entry.group].measure, entry.interval.shard_offset)
+            self._measured.add(key)
+        output, accumulate = self._sum_of(entry.group, entry.interval), self._accumulated or again
+        bucket = self.reducer.acquire(entry.interval, output, accumulate)
+        self.source.fill(entry, bucket, name_unused=not again)
+        self.reducer.launch(entry.interval, output, accumulate, measure)
+        if self._launched is not None:
+            self._launched(entry)
+
+    # ---- 3: boundary -------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """3 boundary: flush and wait. What has left during the backward pass has only its last buckets to wait for."""
+        if not self._accumulated:
+            # Stage 1 without overlap; or no backward pass at all since the last step: zeros, as every rank would send.
+            for entry in self.order:
+                self._reduce(entry, boundary=True)
+        self.reducer.drain()
+        self._accumulated = False
+
+    def _sum_of(self, group: int, interval: Interval) -> torch.Tensor:
+        """Where the reducer writes: this rank's part of the interval, or all of it with ``reduce_scatter=False``."""
+        if self.reducer.whole:
+            return self.grad_S[group][interval.offset : interval.offset + interval.numel]
+        return self.grad_S[group][interval.shard_offset : interval.shard_offset + interval.part_numel]
+
+    # ---- 4: step -----------------------------------------------------------------------------------------------------
+
+    def _my_sum(self, group: int, interval: Interval) -> torch.Tensor:
+        """This rank's part of an interval's reduced gradients."""
+        grad = self._sum_of(group, interval)
+        return grad.split(interval.part_numel)[self.reducer.comm.rank] if self.reducer.whole else grad
+
+    def master_parts(self) -> list[MasterPart]:
+        """This rank's piece of every parameter."""
+        parts = []
+        for g, group in enumerate(self.groups):
+            sums = {interval.shard_offset: self._my_sum(g, interval) for interval in group.layout.intervals}
+            starts = sorted(sums)
+            for piece, master in zip(group.pieces, group.masters, strict=True):
+                start = starts[bisect.bisect_right(starts, piece.shard_start) - 1]
+                grad = sums[start][piece.shard_start - start :][: piece.numel]
+                parts.append(MasterPart(master, grad))
+        return parts
+
+    def square_words(self) -> torch.Tensor:
+        """This rank's share of the global norm, see ``grad_norm.py``: its own part of every interval."""
+        for entry in self.order:
+            if (entry.group, entry.interval.index) not in self._measured:
+                mine = self._my_sum(entry.group, entry.interval)
+                self._norms[entry.group].measure(entry.interval.shard_offset, mine, 0)
+        self._measured.clear()
+        return torch.stack([norms.square_words() for norms in self._norms]).sum(0)
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def discard_gradients(self) -> None:
+        """Forget this step's gradients, also those under way."""
+        self.reducer.drain()
+        self.source.discard()
+        self._end_of_pass()
+        self._measured.clear()
+        self._accumulated = False
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients."""
+        return [*self.source.held(), *self.grad_S]

@@ -1,0 +1,306 @@
+"""How a model tells the coordinator what it needs, without a change to the model.
+
+Three ways, each catching what the others cannot see:
+
+forward hooks         before a module runs, its own parameters are fetched.
+saved-tensor hooks    while a forward pass builds its graph, autograd saves weights, or views of them, for the backward
+                      pass. In place of each it is given a :class:`SavedWeight`: which interval, where, which strides.
+                      When the backward pass asks for it, the interval is fetched and the view is made anew. So the
+                      graph holds no parameter memory, and the backward pass fetches exactly what it reads, when it
+                      reads it: an embedding, whose backward pass needs no weight, is never fetched for it.
+on demand             a use of a partitioned parameter outside its module (``F.linear(x, self.other.weight)``) reaches
+                      ``PartitionedParameter.__torch_function__``, which asks here.
+
+What runs *inside* a backward pass may be a forward pass: activation checkpointing runs blocks again. Their modules
+fetch as usual. Non-reentrant checkpointing has saved-tensor hooks of its own there, which must stay innermost; what
+they save are plain views, and the buffers behind them are not reused while they exist ([Note: buffers and who still
+holds them]).
+
+Leaf modules (:func:`set_z3_leaf_modules`) are fetched as one, for forward and backward alike, whatever of them runs:
+that is what a mixture of experts needs, where each rank's tokens choose their own experts.
+
+Sources: ``setup_zero_stage3_hooks`` in DeepSpeed's ``parameter_offload.py``; ``utils/z3_leaf_module.py``. DeepSpeed
+fetches for the backward pass at module boundaries, and replaces ``F.linear`` by a function that saves no view.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.runtime.outputs import output_tensors
+from deepzero.runtime.zero.partition_parameters import PartitionedInterval, PartitionedParameter, ZeroParameter
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
+
+_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """A view of a gathered interval that autograd saved, without its memory."""
+
+    key: int
+    generation: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """In elements of ``dtype``."""
+
+
+class ModuleHooks:
+    """Installs the three ways on a model, and takes them away again.
+
+    Args:
+        model: its partitioned parameters are known to the coordinator.
+        coordinator: fetches and releases.
+        leaf_done: called with the parameters of a leaf module when its backward pass is over.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coordinator: PartitionedParameterCoordinator,
+        leaf_done: Callable[[Sequence[nn.Parameter]], None],
+    ) -> None:
+        self.coordinator, self._leaf_done = coordinator, leaf_done
+        self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+        self._stack: list[nn.Module] = []
+        self._pushed: list[bool] = []
+        self._handles: list[Any] = []
+        for interval in coordinator.intervals:
+            interval.on_demand = self._on_demand
+        self._install(model, set())
+
+    def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
+        """On this module and those below it; below a leaf there are none."""
+        if module in seen:
+            return
+        seen.add(module)
+        leaf = module in _LEAVES
+        params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
+        before, after = (self._before_leaf, self._after_leaf) if leaf else (self._before, self._after)
+        self._handles += [
+            module.register_forward_pre_hook(_bound(before, params), prepend=True, with_kwargs=True),
+            module.register_forward_hook(_bound(after, params), always_call=True),
+        ]
+        if not leaf:
+            for child in module.children():
+                self._install(child, seen)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for interval in self.coordinator.intervals:
+            interval.on_demand = None
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def _before(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> None:
+        """1 pre-forward: fetch_sub_module."""
+        if not self._stack:
+            self.coordinator.begin_forward()
+            self._pushed.append(self._push_saved_tensor_hooks())
+        self._stack.append(module)
+        if module in _EXTERNAL:
+            params = [*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))]
+        if params:
+            self.coordinator.fetch_sub_module(module, params, self._names[module])
+
+    def _after(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
+        """2 post-forward: release_sub_module; also when the module has raised."""
+        if not self._stack or self._stack[-1] is not module:
+            return  # its pre-hook did not run: another one raised before it
+        self._stack.pop()
+        self.coordinator.release_sub_module(module)
+        if not self._stack:
+            if self._pushed.pop():
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            self.coordinator.end_forward()
+
+    def _before_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
+        self._before(params, module, args, kwargs)
+        if not torch.is_grad_enabled():
+            return None
+        for tensor in output_tensors((args, kwargs)):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: self._leaf_done(params))
+                break
+        return None
+
+    def _after_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
+        """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
+        keys, where = keys_of(params), f"backward of {self._names[module]}"
+        for tensor in output_tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: self.coordinator.use(keys, where))
+        self._after(params, module, args, output)
+
+    def reset(self) -> None:
+        """After an exception in a forward pass, should a hook have been skipped."""
+        while self._pushed:
+            if self._pushed.pop():
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._stack = []
+
+    # ---- what autograd saves -----------------------------------------------------------------------------------------
+
+    def _push_saved_tensor_hooks(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None and in_backward():
+            return False  # non-reentrant checkpointing counts what is saved, with hooks of its own
+        pack, unpack = self._pack, self._unpack
+        if outer is not None:
+            pack, unpack = self._chained(*outer)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        return True
+
+    def _chained(self, outer_pack: Callable[..., Any], outer_unpack: Callable[..., Any]) -> Any:
+        """The user's own hooks (``save_on_cpu``) go on working for everything that is not a parameter."""
+
+        def pack(tensor: torch.Tensor) -> Any:
+            packed = self._pack(tensor)
+            return (packed,) if isinstance(packed, SavedWeight) else outer_pack(packed)
+
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
+                return self._unpack(packed[0])
+            value: torch.Tensor = outer_unpack(packed)
+            return value
+
+        return pack, unpack
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        interval = self.coordinator.owner_of(tensor)
+        if interval is None:
+            return tensor
+        return SavedWeight(
+            interval.key,
+            interval.generation,
+            tensor.dtype,
+            tensor.size(),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        """3 pre-backward: fetch, prefetch backwards."""
+        if not isinstance(packed, SavedWeight):
+            value: torch.Tensor = packed
+            return value
+        interval = self.coordinator.intervals[packed.key]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a double backward pass (create_graph=True) through {interval.names} is not possible under ZeRO stage "
+                "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
+            )
+        if interval.generation != packed.generation:
+            raise RuntimeError(
+                f"this backward pass goes through a forward pass that saw older values of {interval.names}: they were "
+                "changed in between (engine.step(), a write). Run the forward pass again"
+            )
+        self.coordinator.use((packed.key,), f"backward of {interval.params[0]._zero.name}")
+        flat = interval.whole
+        if packed.dtype != flat.dtype:
+            flat = flat.view(packed.dtype)
+        return flat.as_strided(packed.shape, packed.stride, packed.offset)
+
+    # ---- on demand ---------------------------------------------------------------------------------------------------
+
+    def _on_demand(self, interval: PartitionedInterval, param: PartitionedParameter, name: str) -> bool:
+        """A use outside the parameter's module: permitted inside a forward or backward pass."""
+        if not self._stack and not in_backward():
+            return False
+        where = self._names.get(self._stack[-1], "?") if self._stack else "backward"
+        self.coordinator.use((interval.key,), f"{where} ({name} of {param._zero.name})")
+        return True
+
+
+def _bound(method: Callable[..., Any], params: list[ZeroParameter]) -> Callable[..., Any]:
+    """A hook that brings ``params`` along. functools.partial would do, but for hooks that torch inspects."""
+
+    def hook(module: nn.Module, *rest: Any) -> Any:
+        return method(params, module, *rest)
+
+    return hook
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
+
+    Args:
+        model: where to look.
+        leaf_module_classes: classes, or their names.
+
+    Returns:
+        The modules found.
+
+    Raises:
+        ValueError: none is there.
+    """
+    classes = list(leaf_module_classes)
+    kinds = tuple(c for c in classes if isinstance(c, type))
+    names = {c for c in classes if isinstance(c, str)}
+    found = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
+    if not found:
+        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
+    _LEAVES.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
+    classes = list(leaf_module_classes)
+    kinds = tuple(c for c in classes if isinstance(c, type))
+    names = {c for c in classes if isinstance(c, str)}
+    found = [m for m in model.modules() if m in _LEAVES and (isinstance(m, kinds) or type(m).__name__ in names)]
+    for module in found:
+        _LEAVES.discard(module)
+    return found
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether ``module`` has been declared a leaf."""
+    return module in _LEAVES
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
+
+    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier, in one with the
+    module's own.
+
+    Raises:
+        TypeError: not a module, or not a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
+            f"{type(parameter).__name__}"
+        )
+    known = _EXTERNAL.setdefault(module, [])
+    if not any(p is parameter for p in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The inverse of :func:`register_external_parameter`.
+
+    Raises:
+        ValueError: it was not registered.
+    """
+    known = _EXTERNAL.get(module, [])
+    if not any(p is parameter for p in known):
+        raise ValueError("this parameter is not registered with this module")
+    _EXTERNAL[module] = [p for p in known if p is not parameter]

@@ -1,0 +1,319 @@
+"""When partitioned parameters are fetched and released. Nothing here knows where their bytes lie.
+
+In the first optimizer step the coordinator *records* which intervals are used in which order, in forward and backward
+passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
+follow. At each use, in this order:
+
+1. release what the plan lets go,
+2. launch mine,
+3. launch the prefetch: what the next uses need,
+4. wait for mine.
+
+Launching before waiting is all there is to overlap: the next intervals travel while this one is computed with.
+
+While recording there is nothing to look ahead to; then whatever was used longest ago is released first, so that about
+two intervals are held.
+
+Evaluation has a trace of its own, kept apart by autograd's grad mode: a validation between steps does not disturb the
+plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
+
+Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_sub_module``, ``InflightParamRegistry`` in
+DeepSpeed's ``partitioned_param_coordinator.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from deepzero.comm.ledger import Ledger
+from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
+from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter, ZeroParamStatus
+
+log = logging.getLogger(__name__)
+
+FORWARD = "parameters.all_gather_forward"
+BACKWARD = "parameters.all_gather_backward"
+EVALUATION = "parameters.all_gather_evaluation"
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass on this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class InflightParamRegistry:
+    """The intervals whose all-gather is under way, by key, in the order of their launches."""
+
+    def __init__(self) -> None:
+        self._intervals: dict[int, PartitionedInterval] = {}
+
+    def launch(self, interval: PartitionedInterval, kind: str) -> None:
+        """Launch the interval's all-gather and remember it."""
+        interval.launch(kind)
+        self._intervals[interval.key] = interval
+
+    def wait(self, key: int) -> None:
+        """Wait for one, if it is under way."""
+        interval = self._intervals.pop(key, None)
+        if interval is not None:
+            interval.wait()
+
+    def wait_all(self) -> None:
+        """Wait for all."""
+        for key in list(self._intervals):
+            self.wait(key)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._intervals
+
+
+class Trace:
+    """What was used in which order; once complete, the plan for the next time.
+
+    Args:
+        what: training or evaluation, for messages.
+        numel: elements of every interval.
+        limits: what may be held.
+    """
+
+    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits) -> None:
+        self.what, self.numel, self.limits = what, numel, limits
+        self.uses: list[Use] = []
+        self.plan: list[Action] | None = None
+        self.position = -1
+        self.dropped = 0
+
+    def advance(self, keys: tuple[int, ...], backward: bool, where: str) -> Action | None:
+        """The next use. Returns what the plan says; None while recording."""
+        following = self.position + 1
+        if self.plan is not None:
+            if following < len(self.uses) and self.uses[following].keys == keys:
+                self.position = following
+                return self.plan[following]
+            self._drop(following, where)
+        self.uses.append(Use(keys, backward, where))
+        self.position = following
+        return None
+
+    def _drop(self, following: int, where: str) -> None:
+        expected = self.uses[following].where if following < len(self.uses) else "the end of the step"
+        if self.dropped == 0:
+            log.info(
+                "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
+            )
+        self.dropped += 1
+        del self.uses[following:]
+        for use in self.uses:
+            use.completes = set()
+        self.plan = None
+
+    def completed(self, key: int) -> None:
+        """An interval's gradients are complete."""
+        if self.plan is None and self.uses:
+            self.uses[-1].completes.add(key)
+
+    def close(self) -> None:
+        """The end: compile what was recorded; the next use is the first again."""
+        if self.position + 1 < len(self.uses):
+            self._drop(self.position + 1, "the end of the step")
+        if self.plan is None and self.uses:
+            self.plan = compile_plan(self.uses, self.numel, self.limits)
+        self.position = -1
+
+    def reset(self) -> None:
+        """Begin again at the first use, after a pass that broke off. What was recorded of it is dropped."""
+        if self.plan is None:
+            self.uses = []
+        self.position = -1
+
+
+class PartitionedParameterCoordinator:
+    """Fetches and releases intervals along the trace.
+
+    Args:
+        intervals: all of them, the position being the key.
+        limits: ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance``, ``stage3_max_live_parameters``.
+        recording_numel: elements that are held while nothing is known about the order.
+        ledger: keeps events and the most that was live.
+    """
+
+    def __init__(
+        self, intervals: Sequence[PartitionedInterval], limits: FetchLimits, recording_numel: int, ledger: Ledger
+    ) -> None:
+        self.intervals, self.limits, self.ledger = list(intervals), limits, ledger
+        self._recording_numel = min(recording_numel, limits.live_numel)
+        numel = {interval.key: interval.numel for interval in intervals}
+        self.training, self.evaluation = Trace("training", numel, limits), Trace("evaluation", numel, limits)
+        self._trace = self.training
+        self._keys: dict[nn.Module, tuple[int, ...]] = {}
+        # The use under way: its intervals are here and stay until the next one.
+        self._current: frozenset[int] = frozenset()
+        # By last use, the oldest first.
+        self._live: dict[int, None] = {}
+        self._pools = list({id(interval.pool): interval.pool for interval in intervals}.values())
+        self.inflight = InflightParamRegistry()
+        self.live_numel = self.max_live_numel = 0
+        self._warned_live = False
+        self.where = "nowhere"
+        """The last module that fetched, for the messages of others."""
+
+    # ---- what the hooks call -----------------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """The outermost module is entered: in training the trace goes on, an evaluation begins at its first use."""
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            self._switch(self.training)
+        else:
+            self._switch(self.evaluation)
+            self._trace.reset()
+
+    def end_forward(self) -> None:
+        """The outermost module is left; after an evaluation nothing is kept."""
+        if self._trace is self.evaluation and not in_backward():
+            self._trace.close()
+            self.release_all()
+
+    def _switch(self, trace: Trace) -> None:
+        if trace is not self._trace:
+            self._trace = trace
+            self._current = frozenset()
+
+    def fetch_sub_module(self, module: nn.Module, params: Iterable[ZeroParameter], where: str) -> None:
+        """Before a module runs, forward or backward: its parameters' intervals are here afterwards.
+
+        Args:
+            module: remembered, so that the intervals are looked up once.
+            params: its own partitioned parameters, and those registered for it.
+            where: its name.
+        """
+        keys = self._keys.get(module)
+        if keys is None:
+            keys = self._keys[module] = keys_of(params)
+        self.use(keys, where)
+
+    def release_sub_module(self, module: nn.Module) -> None:
+        """After a module ran. What it used goes at the next use, if the plan, or age, lets it go: modules come in
+        runs that share an interval, and the end of the run is known only when it is over.
+        """
+        self.where = "after " + self.where if not self.where.startswith("after ") else self.where
+
+    def forget(self, module: nn.Module) -> None:
+        """The parameters of ``module`` have changed; look its intervals up again."""
+        self._keys.pop(module, None)
+
+    def use(self, keys: tuple[int, ...], where: str) -> None:
+        """Release, launch mine, launch the prefetch, wait for mine.
+
+        Args:
+            keys: sorted.
+            where: for events and messages.
+        """
+        if self._current.issuperset(keys):
+            return
+        self.where = where
+        backward = in_backward()
+        if backward and self._trace is self.evaluation:
+            self._switch(self.training)
+        action = self._trace.advance(keys, backward, where)
+        kind = BACKWARD if backward else FORWARD if self._trace is self.training else EVALUATION
+        for key in action.release if action is not None else ():
+            self._release(key)
+        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
+            self._release(key)
+        for key in keys:
+            self._launch(key, kind, where)
+        if action is not None:
+            for key, for_backward in action.prefetch:
+                self._launch(key, BACKWARD if for_backward else kind, f"prefetch at {where}")
+        self._current = frozenset(keys)
+        for key in keys:
+            self.inflight.wait(key)
+            self._live.pop(key, None)
+            self._live[key] = None
+
+    def gradients_complete(self, key: int) -> None:
+        """All gradients of an interval are there."""
+        self.training.completed(key)
+
+    def end_step(self) -> None:
+        """The boundary: the trace of training is complete, and all values are about to change."""
+        self._switch(self.training)
+        self.release_all()
+        self.training.close()
+
+    def reset(self) -> None:
+        """A pass broke off."""
+        self.release_all()
+        self.training.reset()
+
+    def release_all(self) -> None:
+        """Nothing is gathered afterwards."""
+        self._current = frozenset()
+        self.inflight.wait_all()
+        for key in list(self._live):
+            self._release(key)
+
+    def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
+        """The gathered interval whose memory ``tensor`` shows, if any."""
+        place = tensor.untyped_storage().data_ptr()
+        for pool in self._pools:
+            owner = pool.owners.get(place)
+            if owner is not None:
+                return owner
+        return None
+
+    # ---- how -------------------------------------------------------------------------------------------------------
+
+    def _launch(self, key: int, kind: str, where: str) -> None:
+        interval = self.intervals[key]
+        if key in self._live:
+            return
+        self.ledger.note("fetch", where, f"interval {key}")
+        self.live_numel += interval.numel
+        self.max_live_numel = max(self.max_live_numel, self.live_numel)
+        if self.live_numel > self.limits.live_numel and not self._warned_live:
+            self._warned_live = True
+            log.warning(
+                "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
+                where, self.live_numel, self.limits.live_numel,
+            )  # fmt: skip
+        self._live[key] = None
+        interval.only_pinned = False
+        if interval.status is ZeroParamStatus.NOT_AVAILABLE:
+            self.inflight.launch(interval, kind)
+
+    def _release(self, key: int) -> None:
+        interval = self.intervals[key]
+        if self._live.pop(key, False) is False:
+            return
+        self.live_numel -= interval.numel
+        self.inflight.wait(key)
+        if interval.pins:
+            interval.only_pinned = True
+        else:
+            self.ledger.note("release", "", f"interval {key}")
+            interval.release()
+
+    def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
+        """What was used longest ago, until ``keys`` have room within ``limit`` elements."""
+        total = self.live_numel
+        total += sum(self.intervals[key].numel for key in keys if key not in self._live)
+        chosen = []
+        for key in self._live:
+            if total <= limit:
+                break
+            if key not in keys:
+                chosen.append(key)
+                total -= self.intervals[key].numel
+        return chosen
+
+
+def keys_of(params: Iterable[ZeroParameter]) -> tuple[int, ...]:
+    """The intervals of ``params``, sorted."""
+    return tuple(sorted({param._zero.placed()[0].key for param in params}))

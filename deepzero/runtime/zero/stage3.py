@@ -1,0 +1,155 @@
+"""Stage 3: partitioned parameters, besides gradients and optimizer states.
+
+A rank keeps a W-th part of every parameter and puts an interval together just in time, twice per micro-batch: for the
+forward and for the backward pass. Memory ``(c + a + K)Ψ/W`` (c bytes of the compute dtype, a of ``grad_S``, K of
+masters and moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W`` forward, the same
+backward, reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last intervals of the
+forward pass are the first of the backward pass, and stay; weights that no backward formula reads (embeddings) are not
+fetched for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole, and travel once per
+step.
+
+One parameter's way, in the numbers of a training step: **0** ``PartitionedGroup`` cuts it → **1** ``ModuleHooks`` →
+``fetch_sub_module`` → its interval is gathered, the parameter is a view of it → **2** ``release_sub_module`` → **3**
+the backward pass asks for the saved weight: fetched once more → **4** its gradient is complete: ``GradientPartition``
+sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by sub-groups → **7** ``publish``:
+cast into ``shard_S``; nothing is sent but for persistent parameters.
+
+Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from deepzero.comm.bucket import BucketReducer
+from deepzero.comm.collectives import Communicator
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.gradient_partition import GradientPartition
+from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
+from deepzero.runtime.zero.module_hooks import ModuleHooks
+from deepzero.runtime.zero.partitioned_group import PartitionedGroup
+from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepzero.runtime.zero.publish import all_gather_dp_groups
+from deepzero.runtime.zero.sharded_step import MasterPart
+
+
+class ZeroStage3:
+    """Partitioned parameters, gradients and optimizer states.
+
+    Args:
+        model: gets the hooks.
+        groups: of trainable parameters, partitioned or persistent.
+        frozen: groups of partitioned parameters that are not trained.
+        order: the intervals in the order in which their gradients are launched.
+        source: the unreduced gradients.
+        reducer: sends them to their owners.
+        comm: the ranks.
+        coordinator: over the intervals of all partitioned groups.
+        grad_dtype: dtype of ``grad_S``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+        frozen: Sequence[PartitionedGroup],
+        order: Sequence[Scheduled],
+        source: GradientSource,
+        reducer: BucketReducer,
+        comm: Communicator,
+        coordinator: PartitionedParameterCoordinator,
+        grad_dtype: torch.dtype,
+    ) -> None:
+        self.comm, self.coordinator = comm, coordinator
+        self.persistent = [group for group in groups if isinstance(group, FlatGroup)]
+        self.partitioned = [group for group in groups if isinstance(group, PartitionedGroup)]
+        self.frozen = list(frozen)
+        self._key_of = {
+            (g, made.interval.index): made.key
+            for g, group in enumerate(groups)
+            if isinstance(group, PartitionedGroup)
+            for made in group.intervals
+        }
+        self.gradients = GradientPartition(
+            groups,
+            order,
+            source,
+            reducer,
+            every_pass=True,
+            overlap=True,
+            grad_dtype=grad_dtype,
+            launched=self._launched,
+        )
+        self._boundary = False
+        self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
+
+    # ---- 1, 2, 3: forward and backward, see module_hooks.py ----------------------------------------------------------
+
+    # ---- 4: gradient ready -------------------------------------------------------------------------------------------
+
+    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+        """4: launch every interval whose gradients are complete and that is next in order."""
+        self._boundary = boundary
+        self.gradients.gradient_ready(param, boundary)
+
+    def _launched(self, entry: Scheduled) -> None:
+        key = self._key_of.get((entry.group, entry.interval.index))
+        if key is not None:
+            self.coordinator.gradients_complete(key)
+
+    def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
+        """A leaf module's backward pass is over: experts without tokens get no gradient any more."""
+        self.gradients.gradients_missing([p for p in params if p.requires_grad], self._boundary)
+
+    def backward_end(self, boundary: bool) -> None:
+        """The end of a backward pass."""
+        self.gradients.backward_end(boundary)
+
+    # ---- 5: boundary -------------------------------------------------------------------------------------------------
+
+    def finish_gradients(self) -> None:
+        """5 boundary: what is gathered becomes old with this step; then flush and wait."""
+        self.coordinator.end_step()
+        self.gradients.finish_gradients()
+
+    # ---- 6: step -----------------------------------------------------------------------------------------------------
+
+    def master_parts(self) -> list[MasterPart]:
+        """This rank's piece of every parameter."""
+        return self.gradients.master_parts()
+
+    def square_words(self) -> torch.Tensor:
+        """This rank's share of the global norm."""
+        return self.gradients.square_words()
+
+    # ---- 7: publish --------------------------------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """7: cast masters into ``shard_S``; gather persistent parameters only."""
+        gathers = all_gather_dp_groups(self.persistent, self.comm)
+        for group in self.partitioned:
+            group.publish()
+        for gather in gathers:
+            gather.wait()
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def discard_gradients(self) -> None:
+        """Forget this step's gradients, also those under way, and a pass that broke off."""
+        self.hooks.reset()
+        self.coordinator.reset()
+        self.gradients.discard_gradients()
+
+    def held_gradients(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients."""
+        return self.gradients.held_gradients()
+
+    def destroy(self) -> None:
+        """Whole, plain parameters again; no hooks. A collective."""
+        self.coordinator.release_all()
+        self.hooks.remove()
+        for group in (*self.partitioned, *self.frozen):
+            group.release()
