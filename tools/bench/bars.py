@@ -17,8 +17,12 @@ from tools.bench.stats import median
 REDUCE_WAYS = ("reduce_all_to_all", "reduce_all_to_all_pieces", "reduce_scatter")
 GATHER_WAYS = ("gather", "gather_pieces")
 
-SPEED_LIMITS = {"deepspeed": 0.60, "zro": 0.85, "ddp": 0.90, "floor": 1.20}
-"""Largest step time of stages 1 and 2, relative to the peer (``deepspeed``: the same stage) or to the floor."""
+SPEED_LIMITS: dict[int, dict[str, float]] = {
+    1: {"deepspeed1": 0.60, "zro": 0.85, "ddp": 0.90, "floor": 1.20},
+    2: {"deepspeed2": 0.60, "zro": 0.85, "ddp": 0.90, "floor": 1.20},
+    3: {"deepspeed3": 0.62, "fsdp2": 0.70, "floor": 1.25},
+}
+"""By stage: largest step time, relative to a peer or to the floor."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ class Floor:
         scattered = min(parts[way] for way in REDUCE_WAYS) + min(parts[way] for way in GATHER_WAYS)
         if stage == 0:
             return parts["forward_backward"] + parts["adam_full"] + min(parts["all_reduce"], scattered)
-        return parts["forward_backward"] + parts["adam_shard"] + scattered
+        again = min(parts[way] for way in GATHER_WAYS) if stage == 3 else 0.0
+        return parts["forward_backward"] + parts["adam_shard"] + scattered + again
 
 
 _MEMORY_MEASURES: dict[str, Callable[[Measured], Any]] = {
@@ -124,17 +129,17 @@ def fastest(rows: Iterable[Measured], name: str) -> Measured | None:
 
 
 def compute_bars(rows: Sequence[Measured], floor: Floor | None) -> list[Bar]:
-    """All bars of stages 1 and 2, in the order of the table."""
+    """All bars of stages 1, 2 and 3, in the order of the table."""
     bars: list[Bar] = []
-    for stage in (1, 2):
+    for stage, limits in SPEED_LIMITS.items():
         ours = fastest(rows, f"deepzero{stage}")
-        peers = (f"deepspeed{stage}", "zro", "ddp")
-        for key, peer_name in zip(("deepspeed", "zro", "ddp"), peers, strict=True):
+        peers = tuple(name for name in limits if name != "floor")
+        for peer_name in peers:
             peer = fastest(rows, peer_name)
             value = ours.median_seconds / peer.median_seconds if ours and peer else None
-            bars.append(Bar(f"stage {stage} step time", _label(peer, peer_name), value, SPEED_LIMITS[key]))
+            bars.append(Bar(f"stage {stage} step time", _label(peer, peer_name), value, limits[peer_name]))
         value = ours.median_seconds / floor.seconds(stage) if ours and floor else None
-        bars.append(Bar(f"stage {stage} step time", "floor", value, SPEED_LIMITS["floor"]))
+        bars.append(Bar(f"stage {stage} step time", "floor", value, limits["floor"]))
         bars.extend(_memory_bars(rows, ours, stage, peers))
     return bars
 

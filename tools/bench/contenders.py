@@ -129,6 +129,7 @@ CONTENDERS: tuple[Contender, ...] = (
     _deepzero(0),
     _deepzero(1),
     _deepzero(2),
+    _deepzero(3),
     Contender("ddp", "DDP", "peers:build_ddp", _DDP_VARIANTS),
     Contender("zro", "DDP + ZeroRedundancyOptimizer", "peers:build_zro", _DDP_VARIANTS),
     Contender("fsdp2", "FSDP2", "peers:build_fsdp2", _FSDP_VARIANTS),

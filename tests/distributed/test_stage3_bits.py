@@ -1,0 +1,123 @@
+"""Promise 1 for stage 3: the bits of stage 2, whatever is prefetched, kept, persistent, checkpointed or late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepzero
+from tests.distributed.training import TinyModel, config, make_model, my_micro_batches
+
+STEPS = 20
+WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+class Checkpointed(TinyModel):
+    """Blocks are run again in the backward pass, in one of torch's two ways."""
+
+    reentrant = False
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant}
+
+
+def bits(rank, world, settings, kind="plain", steps=STEPS):
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    engine, *_ = deepzero.initialize(model=model, config=settings)
+    losses, norms = [], []
+    for step in range(steps):
+        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
+            engine.backward(engine(ids, labels))
+            engine.step()
+        losses.append(engine.last_step.loss)
+        norms.append(engine.last_step.grad_norm)
+    return losses, norms, engine.params_sha256()
+
+
+def many(rank, world, cases):
+    return [bits(rank, world, settings, kind) for settings, kind in cases]
+
+
+def cases_of(precision):
+    yield config(stage=2, precision=precision), "plain"
+    for prefetch in (0, 1000, 50_000_000):
+        zero = {**WHOLE, "stage3_prefetch_bucket_size": prefetch}
+        yield config(stage=3, precision=precision, bucket=1500, overlap=True, zero=zero), "plain"
+    yield config(stage=3, precision=precision), "plain"  # everything persistent
+    two_intervals = {**WHOLE, "stage3_max_live_parameters": 4000, "stage3_max_reuse_distance": 0}
+    yield config(stage=3, precision=precision, bucket=1500, zero=two_intervals), "plain"
+    some = {"stage3_param_persistence_threshold": 100, "sub_group_size": 700}
+    yield config(stage=3, precision=precision, bucket=200, zero=some, chaos=5), "plain"
+    yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE, chaos=6, overlap=True), "plain"
+    yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "checkpoint"
+    yield config(stage=3, precision=precision, bucket=1500, zero=two_intervals, chaos=7), "checkpoint"
+    yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "reentrant"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_same_bits_as_stage_2(ranks, world, precision):
+    results = ranks.run(many, list(cases_of(precision)), world_size=world, timeout=110)
+    reference = results[0][0]
+    assert len(set(reference[0])) == STEPS
+    for per_rank in results:
+        for number, result in enumerate(per_rank):
+            assert result == reference, f"variant {number} differs"
+
+
+def test_accumulation(ranks):
+    """Stages 2 and 3 both add up micro-batches after the sum over ranks."""
+    settings = [config(stage=2, precision="bf16", gradient_accumulation_steps=3)]
+    for zero in (WHOLE, {**WHOLE, "stage3_prefetch_bucket_size": 0}):
+        settings.append(
+            config(stage=3, precision="bf16", bucket=1500, overlap=True, gradient_accumulation_steps=3, zero=zero)
+        )
+    cases = [(one, kind) for one in settings for kind in ("plain", "reentrant")]
+    results = ranks.run(many, cases, world_size=2)
+    assert all(result == results[0][0] for per_rank in results for result in per_rank)
+
+
+def test_fp16(ranks):
+    """Overflow, skipped steps and all."""
+    fp16 = {"initial_scale_power": 30, "loss_scale_window": 4, "hysteresis": 1}
+    settings = [config(stage=s, precision="fp16", fp16=fp16, bucket=1500, zero=WHOLE if s == 3 else {}) for s in (2, 3)]
+    results = ranks.run(many, [(one, "plain") for one in settings], world_size=2)
+    assert results[0][0] == results[0][1] and float("inf") in results[0][0][1]
+
+
+def plain_loop(rank, world, steps):
+    """Evaluation in the middle of accumulation, and a plain backward."""
+    outcomes = []
+    for stage in (2, 3):
+        zero = WHOLE if stage == 3 else {}
+        settings = config(stage=stage, precision="bf16", bucket=1500, gradient_accumulation_steps=2, zero=zero)
+        engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+        seen = []
+        for step in range(steps):
+            for ids, labels in my_micro_batches(step, rank, world, 2, 2):
+                loss = engine(ids, labels)
+                with torch.no_grad():
+                    seen.append(float(engine(ids, labels)))
+                loss.backward()
+                engine.step()
+        outcomes.append((seen, engine.params_sha256()))
+    return outcomes
+
+
+def test_evaluation_in_the_middle_of_accumulation(ranks):
+    for two, three in ranks.run(plain_loop, 6, world_size=2):
+        assert two == three
