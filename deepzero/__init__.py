@@ -1,8 +1,9 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
 
+from deepzero import zero
 from deepzero.comm.process_group import init_distributed
 from deepzero.config.parse import ConfigError
 from deepzero.runtime.engine import Engine, NonFiniteError
 from deepzero.runtime.initialize import add_config_arguments, initialize
 
-__all__ = ["ConfigError", "Engine", "NonFiniteError", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["ConfigError", "Engine", "NonFiniteError", "add_config_arguments", "init_distributed", "initialize", "zero"]

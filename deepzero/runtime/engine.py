@@ -40,7 +40,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_zero
-from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes
+from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
@@ -396,7 +396,7 @@ class Engine(nn.Module):
         return self.config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """0, 1 or 2."""
+        """0, 1, 2 or 3."""
         return self.config.zero.stage
 
     @property
@@ -425,8 +425,8 @@ class Engine(nn.Module):
         process_group.barrier()
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The model's own state dict, in the compute dtype; parameters are whole in stages 0 to 2."""
-        return self.module.state_dict()
+        """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy."""
+        return whole_state_dict(self.module) if self.config.zero.stage == 3 else self.module.state_dict()
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load values into the model on every rank; the masters follow before the next step."""
@@ -435,5 +435,4 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again."""
         self._hooks.remove()
-        for group in self._zero.groups:
-            group.release()
+        self.stage.destroy()

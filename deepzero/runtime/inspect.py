@@ -28,6 +28,16 @@ def params_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with copies of the whole parameters, gathered one by one. A collective."""
+    state = model.state_dict()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            with GatheredParameters(param):
+                state[name] = param.detach().clone()
+    return state
+
+
 def used_bytes(device: torch.device) -> int:
     """Bytes in use now: allocated on a GPU, resident on a CPU (the peak so far where the system does not say)."""
     if device.type == "cuda":

@@ -162,11 +162,7 @@ def test_satisfied_keys() -> None:
 def test_refused_keys_are_refused() -> None:
     sentence = re.search(r"\*Refused\*.*?\n\n|\*Refused\*.*", text(CONFIG), re.S)
     assert sentence is not None
-    names = [
-        name
-        for name in re.findall(r"`(\w+)`", sentence[0].partition("`bfloat16`")[0])
-        if "*" not in name
-    ]
+    names = [name for name in re.findall(r"`(\w+)`", sentence[0].partition("`bfloat16`")[0]) if "*" not in name]
     assert "flops_profiler" in names
     for name in names:
         for given in ({name: {}}, {"zero_optimization": {name: {}}}):

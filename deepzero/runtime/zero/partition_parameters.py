@@ -43,6 +43,9 @@ from deepzero.runtime.zero.metadata import METADATA, READS_WITHOUT_VALUES
 
 _IDS = itertools.count()
 
+write_through: Callable[[Any, Any, Any], Any] | None = None
+"""Set while a model is constructed inside ``zero.Init``: called with every use of a partitioned parameter's values."""
+
 
 class ZeroParamStatus(Enum):
     """What of a parameter is on this rank. See [Note: a partitioned parameter]."""
@@ -132,13 +135,17 @@ class PartitionedParameter(ZeroParameter):
         if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
         name = getattr(func, "__name__", str(func))
+        if write_through is not None:
+            return write_through(func, args, kwargs)
         if func is torch.Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _write_part(*args, **kwargs)
         if partitioned_in(kwargs.get("out")):
             raise PartitionedUseError(_advice(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})"))
         for param in partitioned_in((args, kwargs)):
             home, _ = param._zero.placed()
-            home.demand(param, name, written=bool(args) and args[0] is param and _writes(name))
+            # torch.nn.init passes its tensor by name.
+            first = args[0] if args else kwargs.get("tensor")
+            home.demand(param, name, written=first is param and _writes(name))
         # Parameters have become whole where they are; what was detached from them earlier is replaced.
         args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
         return func(*args, **kwargs)

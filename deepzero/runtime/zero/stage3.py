@@ -151,5 +151,7 @@ class ZeroStage3:
         """Whole, plain parameters again; no hooks. A collective."""
         self.coordinator.release_all()
         self.hooks.remove()
-        for group in (*self.partitioned, *self.frozen):
+        for group in self.persistent:
             group.release()
+        for partitioned in (*self.partitioned, *self.frozen):
+            partitioned.release()

@@ -96,3 +96,8 @@ class ZeroStage0:
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""
         return [*self.source.held(), *self.grad_P]
+
+    def destroy(self) -> None:
+        """The parameters belong to nobody again."""
+        for group in self.groups:
+            group.release()

@@ -106,3 +106,8 @@ class ZeroStage1And2:
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""
         return self.gradients.held_gradients()
+
+    def destroy(self) -> None:
+        """The parameters belong to nobody again."""
+        for group in self.groups:
+            group.release()

@@ -1,0 +1,24 @@
+"""``deepzero.zero``: DeepSpeed's ``deepspeed.zero``. Public names only."""
+
+from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.init_context import Init
+from deepzero.runtime.zero.module_hooks import (
+    register_external_parameter,
+    set_z3_leaf_modules,
+    unregister_external_parameter,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParamStatus
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "PartitionedUseError",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "set_z3_leaf_modules",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]

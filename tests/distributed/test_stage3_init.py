@@ -1,0 +1,254 @@
+"""``zero.Init``, existing and ``meta`` models, ``GatheredParameters``: what is whole when, and with which values."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
+from tests.distributed.training import TinyModel, config, make_model, one_step, start
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+class PostInit(TinyModel):
+    """Writes into children that are complete already, in three ways, and reads one."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.normal_(self.blocks[0][1].weight, std=0.1)
+        self.blocks[0][1].bias.data.fill_(0.5)
+        with torch.no_grad():
+            self.blocks[1][1].weight.mul_(2.0)
+            self.blocks[1][3].weight.copy_(self.blocks[0][3].weight + 1)
+        self.scale = nn.Parameter(torch.full((), float(self.embed.weight.detach().std())))
+
+    def forward(self, ids, labels):
+        return super().forward(ids, labels) * self.scale
+
+
+def values_of(model):
+    with GatheredParameters(model.parameters()):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def built(rank, world, kind):
+    classes = {"plain": TinyModel, "post": PostInit}
+    torch.manual_seed(1)
+    expected = values_of(classes[kind]())
+    torch.manual_seed(1)
+    with Init():
+        model = classes[kind]()
+    assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in model.parameters())
+    assert sum(p.ds_tensor.numel() for p in model.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
+    got = values_of(model)
+    assert got.keys() == expected.keys()
+    return all(torch.equal(got[name], expected[name]) for name in got)
+
+
+@pytest.mark.parametrize("kind", ["plain", "post"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_are_those_of_the_whole_model(ranks, world, kind):
+    assert all(ranks.run(built, kind, world_size=world))
+
+
+def trained(rank, world, how, precision):
+    torch.manual_seed(3)
+    settings = config(stage=2 if how == "stage 2" else 3, precision=precision, bucket=1500)
+    if how != "stage 2":
+        settings["zero_optimization"].update(WHOLE)
+    if how == "init":
+        with Init(config_dict_or_path=settings):
+            model = PostInit()
+    elif how == "existing":
+        model = PostInit()
+        Init(module=model)
+    else:
+        model = PostInit()
+    engine, *_ = deepzero.initialize(model=model, config=settings)
+    records = [one_step(engine, rank, world, step) for step in range(6)]
+    return [(r.loss, r.grad_norm) for r in records], engine.params_sha256()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_same_bits_with_and_without(ranks, precision):
+    results = [ranks.run(trained, how, precision, world_size=2) for how in ("stage 2", "no init", "init", "existing")]
+    assert all(result == results[0] for result in results)
+
+
+def from_meta(rank, world):
+    torch.manual_seed(4)
+    expected = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(4)
+    settings = config(stage=3, zero=WHOLE)
+    del settings["optimizer"]
+    engine, *_ = deepzero.initialize(model=model, optimizer=optimizer, config=settings)
+    got = values_of(engine.module)
+    assert all(torch.equal(got[n], p) for n, p in expected.named_parameters())
+    engine.backward(engine(torch.ones(2, 7)).sum())
+    engine.step()
+    return True
+
+
+def test_from_meta(ranks):
+    assert all(ranks.run(from_meta, world_size=2))
+
+
+def meta_refused(rank, world):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Odd())
+    with pytest.raises(deepzero.ConfigError, match=r"'1' .Odd. is on the meta device and has no reset_parameters"):
+        Init(module=model)
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    with pytest.raises(deepzero.ConfigError, match="is on the meta device"):
+        start(model, stage=2)
+
+
+def test_meta_without_values_is_refused(ranks):
+    ranks.run(meta_refused, world_size=1)
+
+
+def leaves_torch_alone(rank, world):
+    linear, module = nn.Linear.__init__, nn.Module.__dict__.get("__init_subclass__")
+    default = torch.get_default_dtype()
+    with pytest.raises(ZeroDivisionError), Init(dtype=torch.bfloat16), Init():
+
+        class Inner(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(4))
+
+        inner = Inner()
+        assert inner.weight.ds_numel == 4 and inner.weight.dtype == torch.bfloat16
+        _ = 1 / 0
+    assert nn.Linear.__init__ is linear and nn.Module.__dict__.get("__init_subclass__") is module
+    assert torch.get_default_dtype() is default
+    plain, after = nn.Linear(2, 2), Inner()
+    assert type(plain.weight) is nn.Parameter and type(after.weight) is nn.Parameter
+    with Init(enabled=False):
+        assert type(nn.Linear(2, 2).weight) is nn.Parameter
+    with pytest.raises(deepzero.ConfigError, match="stage=2; set it to 3"):
+        Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 2}})
+    with pytest.raises(deepzero.ConfigError, match="remote_device='nvme'"):
+        Init(remote_device="nvme")
+
+
+def test_an_exception_leaves_torch_as_it_was(ranks):
+    ranks.run(leaves_torch_alone, world_size=2)
+
+
+def gathered(rank, world, stage):
+    engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE if stage == 3 else {}, precision="bf16")
+    model = engine.module
+    weight, other = model.blocks[0][1].weight, model.norm.weight
+    with GatheredParameters([weight, other], modifier_rank=1):
+        if rank == 1:
+            weight.data.fill_(0.25)
+            with torch.no_grad():
+                other.mul_(3)
+    with GatheredParameters(weight), GatheredParameters(model.parameters()):
+        assert weight.min().item() == weight.max().item() == 0.25
+        assert other.min().item() == 3.0
+    before = engine.params_sha256()
+    with pytest.raises(KeyError), GatheredParameters(weight, modifier_rank=0):
+        weight.data.fill_(7.0)
+        raise KeyError
+    # Whole parameters have been written; partitioned ones go back to what they were.
+    assert (engine.params_sha256() == before) is (stage == 3)
+    with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(0.25)
+    with GatheredParameters(weight, enabled=False):
+        pass
+    with pytest.raises(ValueError, match="modifier_rank=5"):
+        GatheredParameters(weight, modifier_rank=5)
+    with pytest.raises(TypeError, match="takes parameters"):
+        GatheredParameters([weight.shape])
+    record = one_step(engine, rank, world)
+    return record.loss, record.grad_norm, engine.params_sha256()
+
+
+def test_gathered_parameters_in_all_stages(ranks):
+    results = [ranks.run(gathered, stage, world_size=2) for stage in (0, 2, 3)]
+    assert results[0] == results[1] == results[2]
+
+
+def refused(rank, world):
+    engine = start(make_model(), stage=3, bucket=1500, zero=WHOLE)
+    weight = engine.module.blocks[0][1].weight
+    assert weight.shape == (37, 24) and weight.numel() == 37 * 24 and weight.dim() == 2 and len(weight) == 37
+    assert "shape=(37, 24)" in repr(weight) and "NOT_AVAILABLE" in repr(weight)
+    assert engine.module.state_dict()["blocks.0.1.weight"].shape == (37, 24)
+    assert weight.ds_numel == 888 and weight.ds_shape == (37, 24) and isinstance(weight.ds_id, int)
+    for use in (
+        lambda: weight.sum(),
+        lambda: weight @ torch.ones(24),
+        lambda: torch.nn.functional.linear(torch.ones(24), weight),
+        lambda: weight[0],
+        lambda: weight.tolist(),
+        lambda: weight.numpy(),
+        lambda: pickle.dumps(weight),
+        lambda: copy.deepcopy(weight),
+        lambda: weight.detach().sum(),
+        lambda: weight.data.norm(),
+        lambda: engine.module.state_dict()["blocks.0.1.weight"].sum(),
+        lambda: weight.data_ptr(),
+    ):
+        with pytest.raises(PartitionedUseError, match=r"'blocks.0.1.weight' of shape \(37, 24\) is partitioned"):
+            use()
+    for write in (
+        lambda: weight.data.zero_(),
+        lambda: nn.init.normal_(weight),
+        lambda: weight.data.__setitem__(0, 1.0),
+        lambda: torch.add(torch.ones(37, 24), 1, out=weight.data),
+    ):
+        with pytest.raises(PartitionedUseError, match="cannot be written"):
+            write()
+    with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight):
+        weight.data[:] = 1.0
+    with pytest.raises(PartitionedUseError, match="would be lost"), GatheredParameters(weight), torch.no_grad():
+        weight.add_(1.0)
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    one_step(engine, rank, world)
+    return True
+
+
+def test_use_and_writes_without_gathering_are_refused(ranks):
+    assert all(ranks.run(refused, world_size=2))
+
+
+def load_and_save(rank, world):
+    source = {name: value.clone() for name, value in make_model(9).state_dict().items()}
+    hashes = []
+    for stage in (2, 3):
+        engine = start(make_model(), stage=stage, bucket=1500, zero=WHOLE if stage == 3 else {}, precision="bf16")
+        engine.load_module_state_dict(source)
+        state = engine.module_state_dict()
+        assert list(state) == list(source)
+        assert all(torch.equal(state[name].float(), source[name].bfloat16().float()) for name in source)
+        one_step(engine, rank, world)
+        hashes.append(engine.params_sha256())
+        engine.destroy()
+        assert all(type(p) is nn.Parameter for p in engine.module.parameters())
+        assert not any(m._forward_pre_hooks for m in engine.module.modules())
+        again = start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16")
+        assert again.params_sha256() == hashes[-1]
+    return hashes
+
+
+def test_loading_saving_and_destroying(ranks):
+    for two, three in ranks.run(load_and_save, world_size=2):
+        assert two == three
