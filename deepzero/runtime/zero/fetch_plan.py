@@ -48,6 +48,8 @@ class Use:
     backward: bool
     where: str
     """The module, for messages and traces."""
+    on_demand: bool = False
+    """Noticed only because the interval was not there: it may be missing the next time."""
     completes: set[int] = field(default_factory=set)
     """Intervals whose gradients became complete between this use and the next."""
 

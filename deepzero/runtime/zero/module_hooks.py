@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from deepzero.runtime.outputs import output_tensors
-from deepzero.runtime.zero.partition_parameters import PartitionedInterval, PartitionedParameter, ZeroParameter
+from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 
 _LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -218,12 +218,12 @@ class ModuleHooks:
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def _on_demand(self, interval: PartitionedInterval, param: PartitionedParameter, name: str) -> bool:
+    def _on_demand(self, intervals: list[PartitionedInterval], what: str) -> bool:
         """A use outside the parameter's module: permitted inside a forward or backward pass."""
         if not self._stack and not in_backward():
             return False
         where = self._names.get(self._stack[-1], "?") if self._stack else "backward"
-        self.coordinator.use((interval.key,), f"{where} ({name} of {param._zero.name})")
+        self.coordinator.use(tuple(interval.key for interval in intervals), f"{where} ({what})", on_demand=True)
         return True
 
 

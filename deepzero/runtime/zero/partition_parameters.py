@@ -141,11 +141,8 @@ class PartitionedParameter(ZeroParameter):
             return _write_part(*args, **kwargs)
         if partitioned_in(kwargs.get("out")):
             raise PartitionedUseError(_advice(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})"))
-        for param in partitioned_in((args, kwargs)):
-            home, _ = param._zero.placed()
-            # torch.nn.init passes its tensor by name.
-            first = args[0] if args else kwargs.get("tensor")
-            home.demand(param, name, written=first is param and _writes(name))
+        # torch.nn.init passes its tensor by name.
+        demand(parameters_in((args, kwargs)), name, first=args[0] if args else kwargs.get("tensor"))
         # Parameters have become whole where they are; what was detached from them earlier is replaced.
         args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
         return func(*args, **kwargs)
@@ -177,17 +174,44 @@ def _advice(record: ParamRecord, verb: str) -> str:
 
 def partitioned_in(value: Any) -> list[PartitionedParameter]:
     """All partitioned parameters inside nested arguments, each once."""
-    found: dict[int, PartitionedParameter] = {}
+    return [param for param in parameters_in(value) if isinstance(param, PartitionedParameter)]
+
+
+def parameters_in(value: Any) -> list[ZeroParameter]:
+    """All of stage 3's parameters inside nested arguments, whole ones too, each once."""
+    found: dict[int, ZeroParameter] = {}
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, PartitionedParameter):
+        if isinstance(item, ZeroParameter):
             found[id(item)] = item
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif isinstance(item, dict):
             stack.extend(item.values())
     return list(found.values())
+
+
+def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> None:
+    """Called for a use of values by torch's function ``name``: gather all of them together, or raise.
+
+    Args:
+        params: those that the function is given; what is whole already must stay while the rest is fetched.
+        name: the function.
+        first: its first argument, which operations in place write to.
+
+    Raises:
+        PartitionedUseError: a write, or a use outside a pass.
+    """
+    written = [param for param in params if param is first and _writes(name)]
+    if written:
+        raise PartitionedUseError(_advice(written[0]._zero, f"written ({name})"))
+    homes = {home.key: home for home in (param._zero.placed()[0] for param in params)}
+    missing = next(param for param in params if isinstance(param, PartitionedParameter))
+    for on_demand in {home.on_demand for home in homes.values()}:
+        asked = [home for _, home in sorted(homes.items()) if home.on_demand == on_demand]
+        if on_demand is None or not on_demand(asked, f"{name} of {missing._zero.name}"):
+            raise PartitionedUseError(_advice(missing._zero, f"used ({name})"))
 
 
 def _writes(name: str) -> bool:
@@ -231,8 +255,8 @@ def set_placeholder(param: ZeroParameter, dtype: torch.dtype, device: torch.devi
     param.__class__ = PartitionedParameter
 
 
-Demand = Callable[["PartitionedInterval", PartitionedParameter, str], bool]
-"""Asked when a partitioned parameter's values are used: gather its interval and return True, or refuse with False."""
+Demand = Callable[[list["PartitionedInterval"], str], bool]
+"""Asked when values of partitioned parameters are used: gather their intervals and return True, or return False."""
 
 
 class PartitionedInterval:
@@ -354,17 +378,6 @@ class PartitionedInterval:
         self.pool.give(buffer)
 
     # ---- reading and writing -----------------------------------------------------------------------------------------
-
-    def demand(self, param: PartitionedParameter, name: str, written: bool) -> None:
-        """Called for a use of the values by torch's function ``name``. Gathers, or raises.
-
-        Raises:
-            PartitionedUseError: a write, or a use outside a pass.
-        """
-        if written:
-            raise PartitionedUseError(_advice(param._zero, f"written ({name})"))
-        if self.on_demand is None or not self.on_demand(self, param, name):
-            raise PartitionedUseError(_advice(param._zero, f"used ({name})"))
 
     def value(self, slot: Slot) -> torch.Tensor:
         """The whole parameter, AVAILABLE only: a view of the buffer."""

@@ -45,6 +45,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+NOTHING = Action((), (), ())
+
+
 class InflightParamRegistry:
     """The intervals whose all-gather is under way, by key, in the order of their launches."""
 
@@ -87,15 +90,20 @@ class Trace:
         self.position = -1
         self.dropped = 0
 
-    def advance(self, keys: tuple[int, ...], backward: bool, where: str) -> Action | None:
+    def advance(self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool) -> Action | None:
         """The next use. Returns what the plan says; None while recording."""
         following = self.position + 1
         if self.plan is not None:
-            if following < len(self.uses) and self.uses[following].keys == keys:
-                self.position = following
-                return self.plan[following]
+            found = following
+            while found < len(self.uses) and self.uses[found].keys != keys and self.uses[found].on_demand:
+                found += 1
+            if found < len(self.uses) and self.uses[found].keys == keys:
+                self.position = found
+                return self.plan[found]
+            if on_demand:
+                return NOTHING
             self._drop(following, where)
-        self.uses.append(Use(keys, backward, where))
+        self.uses.append(Use(keys, backward, where, on_demand))
         self.position = following
         return None
 
@@ -118,7 +126,7 @@ class Trace:
 
     def close(self) -> None:
         """The end: compile what was recorded; the next use is the first again."""
-        if self.position + 1 < len(self.uses):
+        if not all(use.on_demand for use in self.uses[self.position + 1 :]):
             self._drop(self.position + 1, "the end of the step")
         if self.plan is None and self.uses:
             self.plan = compile_plan(self.uses, self.numel, self.limits)
@@ -207,12 +215,13 @@ class PartitionedParameterCoordinator:
         """The parameters of ``module`` have changed; look its intervals up again."""
         self._keys.pop(module, None)
 
-    def use(self, keys: tuple[int, ...], where: str) -> None:
+    def use(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
         """Release, launch mine, launch the prefetch, wait for mine.
 
         Args:
             keys: sorted.
             where: for events and messages.
+            on_demand: noticed only because the interval was not there; it need not be noticed every time.
         """
         if self._current.issuperset(keys):
             return
@@ -220,7 +229,7 @@ class PartitionedParameterCoordinator:
         backward = in_backward()
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
-        action = self._trace.advance(keys, backward, where)
+        action = self._trace.advance(keys, backward, where, on_demand)
         kind = BACKWARD if backward else FORWARD if self._trace is self.training else EVALUATION
         for key in action.release if action is not None else ():
             self._release(key)

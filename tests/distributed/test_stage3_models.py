@@ -1,0 +1,353 @@
+"""Stage 3 under models as they are: each situation trains with the bits of stage 2."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import deepzero
+from deepzero import zero
+from tests.distributed.training import config
+
+WIDTH = 24
+WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+class Base(nn.Module):
+    """Two layers and a loss; subclasses say what is between."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 37)
+        self.second = nn.Linear(37, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return self.norm(self.second(F.gelu(self.first(x)))).pow(2).mean() + self.first(x).mean()
+
+
+class OutsideItsModule(Base):
+    """A weight is used by a function, a view of it is kept across modules, and a module returns its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x):
+        kept = self.second.weight.t()
+        y = F.linear(x, self.first.weight, self.first.bias)
+        y = self.first(self.norm(F.linear(F.gelu(y), self.second.weight))) + y
+        return (y @ kept + self.table()).pow(2).mean()
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.values = nn.Parameter(torch.linspace(0, 1, WIDTH))
+
+    def forward(self):
+        return self.values
+
+
+class CalledTwice(Base):
+    def forward(self, x):
+        for _ in range(3):
+            x = x + self.second(F.gelu(self.first(x)))
+        return self.norm(x).pow(3).mean()
+
+
+class Unused(Base):
+    """No gradient for one layer, and a parameter that is not part of any layout: empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(50, 50)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+
+class Lora(Base):
+    """Frozen weights with small trained ones beside them, as in PEFT."""
+
+    def __init__(self):
+        super().__init__()
+        for param in (*self.first.parameters(), *self.second.parameters()):
+            param.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x):
+        y = self.second(F.gelu(self.first(x))) + self.up(self.down(x))
+        return self.norm(self.second(self.first(y))).pow(3).mean()
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    parts: dict
+
+
+class Nested(Base):
+    def forward(self, x):
+        hidden = self.first(x)
+        return Output(super().forward(x), {"hidden": (hidden, None)})
+
+
+class Library(nn.Module):
+    """torch's own modules that read their children's weights, or hold weights in lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 30, dropout=0.0, batch_first=True)
+        self.lstm = nn.LSTM(WIDTH, 20, batch_first=True, bidirectional=True)
+        self.conv = nn.Conv1d(40, 8, 3)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x, _ = self.lstm(self.layer(x.unsqueeze(0)))
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.attention(x, x, x)[0].pow(2).mean()
+
+
+class Custom(torch.autograd.Function):
+    """Keeps its weight as an attribute, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.t() @ x
+
+
+class OwnFunction(Base):
+    def forward(self, x):
+        return self.norm(Custom.apply(Custom.apply(x, self.first.weight), self.second.weight)).pow(3).mean()
+
+
+MODELS = {
+    "base": Base,
+    "outside": OutsideItsModule,
+    "twice": CalledTwice,
+    "unused": Unused,
+    "lora": Lora,
+    "nested": Nested,
+    "library": Library,
+    "function": OwnFunction,
+}
+
+
+def batch(step, rank):
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def loss_of(output):
+    return output.loss if isinstance(output, Output) else output
+
+
+def run(rank, world, kind, precision, forwards=1):
+    """Stage 2, then stage 3 in three settings: losses, norms, hash."""
+    settings = [config(stage=2, precision=precision)]
+    for bucket, fetch in ((700, {}), (700, {"stage3_prefetch_bucket_size": 0}), (10**6, {})):
+        settings.append(config(stage=3, precision=precision, bucket=bucket, overlap=True, zero={**WHOLE, **fetch}))
+    settings[-1]["comm"]["chaos"] = {"enabled": True, "max_delay_ms": 0.2}
+    outcomes = []
+    for one in settings:
+        engine, *_ = deepzero.initialize(model=make(kind), config=one)
+        seen = []
+        for step in range(5):
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            inputs = [batch(step + 10 * k, rank).to(dtype) for k in range(forwards)]
+            engine.backward(sum(loss_of(engine(x)).float() for x in inputs))
+            engine.step()
+            seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+        outcomes.append((seen, engine.params_sha256()))
+        assert one["zero_optimization"]["stage"] == 2 or engine.stage.coordinator.training.dropped == 0
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", MODELS)
+def test_same_bits(ranks, kind):
+    for precision in ("fp32", "bf16") if kind != "function" else ("fp32",):
+        results = ranks.run(run, kind, precision, world_size=2)
+        assert all(outcome == results[0][0] for per_rank in results for outcome in per_rank)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_two_forwards_before_one_backward(ranks, world):
+    for kind in ("base", "outside"):
+        results = ranks.run(run, kind, "fp32", 2, world_size=world)
+        assert all(outcome == results[0][0] for per_rank in results for outcome in per_rank)
+
+
+class Experts(nn.Module):
+    """Each sample goes to one of three experts, chosen by the data: on some rank one gets nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, choice):
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (choice == number).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+class Moe(Base):
+    def __init__(self):
+        super().__init__()
+        self.moe = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x, choice):
+        x = self.norm(x)
+        for layer in self.moe:
+            x = x + layer(x, choice)
+        return super().forward(x)
+
+
+def mixture(rank, world):
+    outcomes = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Moe()
+        if stage == 3:
+            assert zero.set_z3_leaf_modules(model, [Experts]) == list(model.moe)
+            assert zero.z3_leaf_module(model.moe[0]) and not zero.z3_leaf_module(model.first)
+        settings = config(stage=stage, bucket=700, overlap=True, zero=WHOLE if stage == 3 else {})
+        engine, *_ = deepzero.initialize(model=model, config=settings)
+        seen = []
+        for step in range(5):
+            # Rank r never uses expert r in even steps; in odd ones all tokens go to one expert.
+            rows = torch.arange(6)
+            choice = (rows % 2 + rank + 1) % 3 if step % 2 == 0 else torch.full((6,), (step + rank) % 3)
+            engine.backward(engine(batch(step, rank), choice))
+            engine.step()
+            seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+        outcomes.append((seen, engine.params_sha256()))
+    return outcomes
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_leaf_modules_for_experts_without_tokens(ranks, world):
+    for two, three in ranks.run(mixture, world_size=world):
+        assert two == three
+
+
+def external(rank, world):
+    """Registered parameters are fetched with the module that uses them; and not afterwards, when unregistered."""
+    torch.manual_seed(0)
+    model = OutsideItsModule()
+    zero.register_external_parameter(model, model.first.weight)
+    with pytest.raises(TypeError):
+        zero.register_external_parameter(model, 3)
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
+    engine.ledger.trace = True
+    engine(batch(0, rank))
+    fetched = [e for e in engine.ledger.events if e.what == "fetch"]
+    home = model.first.weight._zero.home
+    first = next(e for e in fetched if e.where == f"interval {home.key}")
+    zero.unregister_external_parameter(model, model.first.weight)
+    with pytest.raises(ValueError, match="not registered"):
+        zero.unregister_external_parameter(model, model.first.weight)
+    return first.kind
+
+
+def test_registered_external_parameter(ranks):
+    assert ranks.run(external, world_size=1) == ["OutsideItsModule"]
+
+
+def refused(rank, world):
+    engine, *_ = deepzero.initialize(model=make("base"), config=config(stage=3, bucket=700, zero=WHOLE))
+    x = batch(0, rank)
+    loss = engine(x)
+    with pytest.raises(RuntimeError, match="double backward"):
+        loss.backward(create_graph=True)
+    engine.zero_grad()
+    old = engine(x)
+    engine.backward(engine(x))
+    engine.step()
+    with pytest.raises(RuntimeError, match=r"saw older values of .*engine.step"):
+        old.backward()
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        engine(x[:, :5])
+    engine.backward(engine(x))
+    engine.step()
+    with pytest.raises(RuntimeError, match="was written while it was gathered"):
+        engine.module.register_forward_hook(lambda module, *_: module.norm.weight.data.zero_() and None)
+        engine.module.norm.register_forward_hook(lambda module, *_: _spoil(module.weight))
+        engine(x)
+        engine.step()
+    return True
+
+
+@torch.no_grad()
+def _spoil(weight):
+    weight.add_(1.0)
+
+
+def test_what_cannot_be_done_is_refused(ranks):
+    assert all(ranks.run(refused, world_size=2))
+
+
+def generated(rank, world):
+    """A loop of forward passes without gradients, then training: two traces, neither disturbs the other."""
+    engine, *_ = deepzero.initialize(model=make("twice"), config=config(stage=3, bucket=700, zero=WHOLE))
+    x = batch(0, rank)
+    for _ in range(3):
+        engine.backward(engine(x))
+        engine.step()
+        with torch.no_grad():
+            for _ in range(4):
+                engine.module(x)
+            assert engine.stage.coordinator.live_numel == 0
+    coordinator = engine.stage.coordinator
+    assert coordinator.training.dropped == coordinator.evaluation.dropped == 0
+    assert coordinator.training.plan is not None and coordinator.evaluation.plan is not None
+    return True
+
+
+def test_generation_between_steps(ranks):
+    assert all(ranks.run(generated, world_size=2))
+
+
+class Changing(Base):
+    order = 0
+
+    def forward(self, x):
+        if self.order:
+            return self.norm(x).mean() + super().forward(x)
+        return super().forward(x)
+
+
+def changed(rank, world):
+    torch.manual_seed(0)
+    model = Changing()
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=700, zero=WHOLE))
+    for step in range(6):
+        model.order = step // 3
+        engine.backward(engine(batch(step, rank)))
+        engine.step()
+    coordinator = engine.stage.coordinator
+    return coordinator.training.dropped, coordinator.training.plan is not None
+
+
+def test_another_order_is_recorded_anew(ranks, caplog):
+    assert ranks.run(changed, world_size=2) == [(1, True)] * 2
