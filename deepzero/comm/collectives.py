@@ -11,7 +11,8 @@ Two habits of the backends are settled here and nowhere else:
 - torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
 
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
-reducer does by launching intervals in the order of the layout, never in the order of arrival.
+reducer does by launching intervals in the order of the layout, never in the order of arrival. Where ranks run different
+modules all the same, :mod:`deepzero.comm.watchdog` finds out and makes every rank raise.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import process_group
+from deepzero.comm import process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.watchdog import Launch, Watchdog
 
 _all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_TAG = 0x5A52
-"""Of our messages on gloo, so that a script's own send and recv on the same group cannot take them."""
+_Works = Sequence[dist.Work | None]
 
 
 class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
-    def __init__(self, works: Sequence[dist.Work | None], ledger: Ledger, chaos: Chaos, kind: str, where: str) -> None:
+    def __init__(self, works: _Works, ledger: Ledger, chaos: Chaos, watch: Watchdog, launch: Launch) -> None:
         self._works = [work for work in works if work is not None]
         self._ledger, self._chaos = ledger, chaos
-        self._kind, self._where = kind, where
+        self._watch, self._launch = watch, launch
         self._done = False
 
     def wait(self) -> None:
@@ -46,11 +47,19 @@ class Pending:
         if self._done:
             return
         self._chaos.delay()
-        for work in self._works:
-            work.wait()
+        trail = self._watch.trail
+        trail.waiting = self._launch
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            self._watch.explain(error)
+            raise
+        finally:
+            trail.waiting = None
         self._works = []
         self._done = True
-        self._ledger.note("wait", self._kind, self._where)
+        self._ledger.note("wait", self._launch.kind, self._launch.where)
 
 
 class Communicator:
@@ -69,6 +78,16 @@ class Communicator:
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and device.type == "cpu"
+        self._watch = watchdog.current()
+
+    @property
+    def position(self) -> str:
+        """Where in the model this rank is, in words (``forward of blocks.3.mlp``); set it, for error messages."""
+        return self._watch.trail.position
+
+    @position.setter
+    def position(self, text: str) -> None:
+        self._watch.trail.position = text
 
     def exchange(
         self, kind: str, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], padding: int = 0, where: str = ""
@@ -82,22 +101,19 @@ class Communicator:
             padding: how many of the elements sent are padding.
             where: which interval, for messages and traces.
         """
-        self._before(kind, where)
+        launch = self._before(kind, where)
         peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         elements = sum(send[q].numel() for q in peers)
         self.ledger.record(kind, elements, send[0].element_size(), padding)
         if not peers:
-            return self._pending([], kind, where)
+            return self._pending(launch)
         if self._pairwise:
-            # Rank r sends to r+1 and receives from r-1 first: no rank is everybody's first target.
-            works = [dist.isend(send[q], q, tag=_TAG) for q in peers]
-            works += [dist.irecv(recv[q], q, tag=_TAG) for q in reversed(peers)]
-            return self._pending(works, kind, where)
+            return self._pending(launch, lambda: self._exchange_by_pairs(send, recv, peers, launch.tag))
         outputs = [self._unused(t) if q == self.rank else t for q, t in enumerate(recv)]
         inputs = [self._unused(t) if q == self.rank else t for q, t in enumerate(send)]
         if self.backend == "gloo":
-            return self._exchange_through_host(inputs, outputs, kind, where)
-        return self._pending([dist.all_to_all(outputs, inputs, async_op=True)], kind, where)
+            return self._pending(launch, lambda: self._exchange_through_host(inputs, outputs))
+        return self._pending(launch, lambda: [dist.all_to_all(outputs, inputs, async_op=True)])
 
     def all_gather(
         self, kind: str, parts: Sequence[torch.Tensor], whole: torch.Tensor, padding: int = 0, where: str = ""
@@ -105,48 +121,65 @@ class Communicator:
         """Every rank's part, in place: ``parts`` are the W parts of ``whole``, and this rank's is there."""
         if self._pairwise or self.world_size == 1:
             return self.exchange(kind, [parts[self.rank]] * self.world_size, parts, padding, where)
-        self._before(kind, where)
+        launch = self._before(kind, where)
         mine = parts[self.rank]
         self.ledger.record(kind, (self.world_size - 1) * mine.numel(), mine.element_size(), padding)
-        return self._pending([_all_gather_single(whole, mine, async_op=True)], kind, where)
+        return self._pending(launch, lambda: [_all_gather_single(whole, mine, async_op=True)])
 
     def reduce_scatter(
         self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = ""
     ) -> Pending:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
-        self._before(kind, where)
+        launch = self._before(kind, where)
         self.ledger.record(kind, (self.world_size - 1) * output.numel(), output.element_size(), padding)
-        return self._pending([_reduce_scatter_single(output, whole, async_op=True)], kind, where)
+        return self._pending(launch, lambda: [_reduce_scatter_single(output, whole, async_op=True)])
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
         """The backend's own sum, in place, on every rank; counted as a ring's, ``2 (W-1)/W`` per element."""
-        self._before(kind, where)
+        launch = self._before(kind, where)
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         self.ledger.record(kind, sent, tensor.element_size(), padding)
         if self.world_size == 1:
-            return self._pending([], kind, where)
-        return self._pending([dist.all_reduce(tensor, async_op=True)], kind, where)
+            return self._pending(launch)
+        return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])
 
     def broadcast(self, kind: str, tensor: torch.Tensor, src: int = 0) -> None:
         """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for setup only."""
         if self.world_size == 1:
             return
         self.ledger.record(kind, tensor.numel() if self.rank == src else 0, tensor.element_size())
-        dist.broadcast(tensor, src=src)
+        with self._watch.blocking(kind):
+            dist.broadcast(tensor, src=src)
 
-    def _before(self, kind: str, where: str) -> None:
+    def _before(self, kind: str, where: str) -> Launch:
         self.chaos.delay()
         self.ledger.note("launch", kind, where)
+        return self._watch.trail.launch(kind, where)
 
-    def _pending(self, works: Sequence[dist.Work | None], kind: str, where: str) -> Pending:
-        return Pending(works, self.ledger, self.chaos, kind, where)
+    def _pending(self, launch: Launch, start: Callable[[], _Works] = list) -> Pending:
+        """What ``start()`` has under way. It raises when the group is broken: the watchdog may know why."""
+        trail = self._watch.trail
+        trail.waiting = launch  # the host exchange blocks here, and so does gloo when its buffers are full
+        try:
+            works = start()
+        except RuntimeError as error:
+            self._watch.explain(error)
+            raise
+        finally:
+            trail.waiting = None
+        return Pending(works, self.ledger, self.chaos, self._watch, launch)
 
     def _unused(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:0]
 
-    def _exchange_through_host(
-        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], kind: str, where: str
-    ) -> Pending:
+    def _exchange_by_pairs(
+        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], peers: list[int], tag: int
+    ) -> _Works:
+        # Rank r sends to r+1 and receives from r-1 first: no rank is everybody's first target.
+        works = [dist.isend(send[q], q, tag=tag) for q in peers]
+        return works + [dist.irecv(recv[q], q, tag=tag) for q in reversed(peers)]
+
+    def _exchange_through_host(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> _Works:
         """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
         inputs = torch.cat(list(send)).cpu()
         outputs = torch.empty(sum(t.numel() for t in recv), dtype=inputs.dtype)
@@ -154,4 +187,4 @@ class Communicator:
         dist.all_to_all_single(outputs, inputs, splits_out, splits_in)
         for target, source in zip(recv, outputs.split(splits_out), strict=True):
             target.copy_(source)
-        return self._pending([], kind, where)
+        return []

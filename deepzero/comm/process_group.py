@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deepzero.comm import watchdog
 from deepzero.config.parse import ConfigError
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -73,6 +74,7 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     if is_initialized():
+        watchdog.leave("has left the process group")
         dist.destroy_process_group()
 
 
@@ -96,7 +98,8 @@ def world_size() -> int:
 def barrier() -> None:
     """Wait until every rank is here."""
     if world_size() > 1:
-        dist.barrier()
+        with watchdog.current().blocking("barrier"):
+            dist.barrier()
 
 
 def broadcast_object(value: Any, src: int = 0) -> Any:
@@ -104,7 +107,8 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     if world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=src)
+    with watchdog.current().blocking("broadcast_object"):
+        dist.broadcast_object_list(box, src=src)
     return box[0]
 
 
@@ -119,5 +123,6 @@ def all_gather_object(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     box: list[Any] = [None] * world_size()
-    dist.all_gather_object(box, value)
+    with watchdog.current().blocking("all_gather_object"):
+        dist.all_gather_object(box, value)
     return box

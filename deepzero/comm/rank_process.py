@@ -90,6 +90,7 @@ def describe(error: BaseException, rank: int) -> Report:
         title += f"\n  caused by {_title(cause)}"
     chain = " ".join(str(e) for e in (error, cause, error.__context__) if e is not None)
     gone = isinstance(error, (RuntimeError, OSError)) and _PEER_IS_GONE.search(chain) is not None
+    gone = getattr(error, "peer_left", gone)  # the watchdog's errors know
     return Report(rank, "error", title, user_frames(error), full, time.time(), gone)
 
 
@@ -154,6 +155,14 @@ def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> N
     leave(status)
 
 
+def _tell_peers(report: Report | None) -> None:
+    """What the other ranks will say of this one when they miss it. Not when it is stopped: that has to be quick."""
+    watchdog = sys.modules.get("deepzero.comm.watchdog")  # where it is not imported, no group was joined
+    if watchdog is not None:
+        with contextlib.suppress(Exception):
+            watchdog.leave(f"has failed: {report.title.splitlines()[0]}" if report else "has ended its program")
+
+
 def leave(status: int) -> NoReturn:
     """End this rank without Python's own shutdown, after success as after failure.
 
@@ -189,6 +198,7 @@ def run_here(program: Callable[..., None], *args: Any, on_failure: Callable[[str
 def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None = None) -> NoReturn:
     """End a rank that torchrun has started: tell torchrun, tell the user, leave. See :func:`run_here`."""
     report = describe(error, int(os.environ["RANK"]))
+    _tell_peers(report)
     if report.peer_gone or (report.kind == "config" and os.environ["LOCAL_RANK"] != "0"):
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     print(report.text(), file=sys.stderr, flush=True)
@@ -249,10 +259,12 @@ def main(job_path: str) -> NoReturn:
     sys.path[:] = job["sys_path"]
     try:
         load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
+        _tell_peers(None)
         leave(0)
     except BaseException as error:
         report = describe(error, rank)
         write_report(folder, report)
+        _tell_peers(report)
         _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.title, None)
 
 

@@ -13,6 +13,7 @@ import pytest
 from deepzero.comm import launcher
 from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
 from deepzero.comm.rank_process import Report, describe, load_program, read_reports, root_cause, write_report
+from deepzero.comm.watchdog import RankDivergenceError, RankLeftError
 from deepzero.config.parse import ConfigError
 
 ECHOES = [
@@ -44,6 +45,14 @@ def test_lost_peers_are_recognised(message: str) -> None:
 )
 def test_other_errors_are_causes(error: Exception) -> None:
     assert not caught(error).peer_gone
+
+
+def test_the_watchdogs_errors_know_whose_fault_it_is() -> None:
+    for error, echo in ((RankLeftError("rank 1 has left"), True), (RankDivergenceError("different paths"), False)):
+        try:
+            raise error from RuntimeError(ECHOES[-1])
+        except RuntimeError as raised:
+            assert describe(raised, 0).peer_gone == echo
 
 
 def test_an_echo_that_was_wrapped() -> None:

@@ -103,7 +103,7 @@ def partition_model(
     if kept:
         frozen.append(partition(kept, None))
     largest = max((interval.numel for interval in intervals), default=0)
-    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, limit), 2 * largest, comm.ledger)
+    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, limit), 2 * largest, comm)
     return Partitioning(groups, frozen, coordinator, pool)
 
 

@@ -50,6 +50,9 @@ class GradientPartition:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
         self.every_pass, self.overlap = every_pass, overlap
         self._launched = launched
+        self.together: set[nn.Parameter] = set()
+        """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
+        they count as complete all at once, at a moment that is the same on all ranks."""
         # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
         extents = [g.layout.padded_numel if reducer.whole else g.layout.shard_numel for g in groups]
         self.grad_S = [
@@ -84,11 +87,12 @@ class GradientPartition:
         self.source.accumulate(param)
         if not self._leaves_now(boundary):
             return
-        self._count(param)
-        self._launch_complete(boundary)
+        if param not in self.together:
+            self._count(param)
+            self._launch_complete(boundary)
 
-    def gradients_missing(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
-        """No gradient will come for those of ``params`` that have none: they count as zeros now, not at the end."""
+    def together_complete(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
+        """All gradients of some of :attr:`together` are there; those that did not come count as zeros."""
         if self._leaves_now(boundary):
             for param in params:
                 if param in self._place:

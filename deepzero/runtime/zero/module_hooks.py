@@ -74,6 +74,8 @@ class ModuleHooks:
         self._stack: list[nn.Module] = []
         self._pushed: list[bool] = []
         self._handles: list[Any] = []
+        self.leaf_params: set[nn.Parameter] = set()
+        """All parameters of leaf modules, persistent ones too."""
         for interval in coordinator.intervals:
             interval.on_demand = self._on_demand
         self._install(model, set())
@@ -85,6 +87,8 @@ class ModuleHooks:
         seen.add(module)
         leaf = module in _LEAVES
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
+        if leaf:
+            self.leaf_params.update(module.parameters())
         before, after = (self._before_leaf, self._after_leaf) if leaf else (self._before, self._after)
         self._handles += [
             module.register_forward_pre_hook(_bound(before, params), prepend=True, with_kwargs=True),
@@ -131,15 +135,16 @@ class ModuleHooks:
         self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
             return None
+        inside = list(module.parameters())
         for tensor in output_tensors((args, kwargs)):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: self._leaf_done(params))
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._leaf_done(inside))
                 break
         return None
 
     def _after_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
-        keys, where = keys_of(params), f"backward of {self._names[module]}"
+        keys, where = keys_of(params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: self.coordinator.use(keys, where))
@@ -210,7 +215,7 @@ class ModuleHooks:
                 f"this backward pass goes through a forward pass that saw older values of {interval.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
-        self.coordinator.use((packed.key,), f"backward of {interval.params[0]._zero.name}")
+        self.coordinator.use((packed.key,), interval.params[0]._zero.name)
         flat = interval.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)

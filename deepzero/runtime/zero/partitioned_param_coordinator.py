@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from deepzero.comm.ledger import Ledger
+from deepzero.comm.collectives import Communicator
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
 from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter, ZeroParamStatus
 
@@ -146,13 +146,14 @@ class PartitionedParameterCoordinator:
         intervals: all of them, the position being the key.
         limits: ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance``, ``stage3_max_live_parameters``.
         recording_numel: elements that are held while nothing is known about the order.
-        ledger: keeps events and the most that was live.
+        comm: the ranks; keeps events in its ledger, and is told where in the model we are.
     """
 
     def __init__(
-        self, intervals: Sequence[PartitionedInterval], limits: FetchLimits, recording_numel: int, ledger: Ledger
+        self, intervals: Sequence[PartitionedInterval], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
-        self.intervals, self.limits, self.ledger = list(intervals), limits, ledger
+        self.intervals, self.limits, self.ledger = list(intervals), limits, comm.ledger
+        self._comm = comm
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {interval.key: interval.numel for interval in intervals}
         self.training, self.evaluation = Trace("training", numel, limits), Trace("evaluation", numel, limits)
@@ -166,8 +167,6 @@ class PartitionedParameterCoordinator:
         self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
         self._warned_live = False
-        self.where = "nowhere"
-        """The last module that fetched, for the messages of others."""
 
     # ---- what the hooks call -----------------------------------------------------------------------------------------
 
@@ -209,7 +208,7 @@ class PartitionedParameterCoordinator:
         """After a module ran. What it used goes at the next use, if the plan, or age, lets it go: modules come in
         runs that share an interval, and the end of the run is known only when it is over.
         """
-        self.where = "after " + self.where if not self.where.startswith("after ") else self.where
+        self._comm.position = "forward, between modules"
 
     def forget(self, module: nn.Module) -> None:
         """The parameters of ``module`` have changed; look its intervals up again."""
@@ -225,8 +224,8 @@ class PartitionedParameterCoordinator:
         """
         if self._current.issuperset(keys):
             return
-        self.where = where
         backward = in_backward()
+        self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
         action = self._trace.advance(keys, backward, where, on_demand)

@@ -85,6 +85,7 @@ class ZeroStage3:
         )
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
+        self.gradients.together = self.hooks.leaf_params
 
     # ---- 1, 2, 3: forward and backward, see module_hooks.py ----------------------------------------------------------
 
@@ -102,7 +103,7 @@ class ZeroStage3:
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
         """A leaf module's backward pass is over: experts without tokens get no gradient any more."""
-        self.gradients.gradients_missing([p for p in params if p.requires_grad], self._boundary)
+        self.gradients.together_complete(params, self._boundary)
 
     def backward_end(self, boundary: bool) -> None:
         """The end of a backward pass."""

@@ -1,0 +1,241 @@
+"""Ranks that take different paths: every rank raises within seconds and says where all of them are.
+
+A group whose waits were broken is of no use any more, so these tests run on ranks without a process group and make one
+of their own for each call, with the default time-out of ten minutes: whoever hangs, hangs.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepzero.comm import process_group, watchdog
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
+from deepzero.comm.watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
+from deepzero.config.engine import ChaosConfig
+from tests.distributed.training import SGD, make_model, my_micro_batches, start
+
+QUICK_SECONDS = 0.5
+
+
+def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
+    """A rank that has launched ``launches`` and waits for the one with this number."""
+    trail = Trail()
+    for where in launches:
+        trail.launch("gather", where)
+    recent = {item.sequence: item for item in trail.recent}
+    return State(beat, f"forward of {launches[-1]}", "train.py:7", trail.sequence, recent[waits_for], recent)
+
+
+@pytest.mark.parametrize(
+    ("trails", "gone", "expected"),
+    [
+        ({0: ("ab", 2), 1: ("ac", 2)}, {}, [0, 1]),
+        ({0: ("ab", 2), 1: ("ab", 2)}, {}, []),  # a slow network
+        ({0: ("ab", 2), 1: ("ab", 1)}, {}, []),
+        ({0: ("abc", 3), 1: ("ab", 2)}, {}, []),  # rank 1 has what it needs and will launch c
+        ({0: ("ab", 2)}, {}, []),  # rank 1 is running
+        ({0: ("ab", 2), 1: ("ac", 2), 2: ("ab", 2)}, {}, [0, 1, 2]),
+        ({0: ("ab", 2), 1: ("abc", 3), 2: ("a", 1)}, {}, []),
+        ({0: ("ab", 2)}, {1: Gone(1, "has failed")}, [0]),
+        ({0: ("ab", 2)}, {1: Gone(2, "has ended its program")}, []),
+    ],
+)
+def test_who_is_stuck(trails, gone, expected):
+    states = {rank: waiting_state(list(launches), waits_for) for rank, (launches, waits_for) in trails.items()}
+    states = {rank: State.from_json(state.to_json()) for rank, state in states.items()}
+    assert watchdog.stuck(states, gone) == expected
+
+
+def test_verdict_names_everything():
+    states = {0: waiting_state(["a", "b"], 2), 2: waiting_state(["a", "c"], 2)}
+    text = watchdog.verdict(states, {}, 3)
+    assert "rank 0: in forward of b, at train.py:7, waiting for collective 2, gather of b" in text
+    assert "rank 1: its own code is running" in text
+    assert "rank 0 launched collective 2, gather of b; rank 2 launched collective 2, gather of c" in text
+    assert "set_z3_leaf_modules" in text
+
+
+def test_tags_differ():
+    trail = Trail()
+    tags = {trail.launch("gather", "a").tag for _ in range(1000)}
+    assert len(tags) == 1000
+    assert all(2**30 <= tag < 2**31 for tag in tags)
+    assert Launch(1, 0, "gather", "").text() == "collective 1, gather"
+
+
+def look(dog: Watchdog) -> bool:
+    """One round of the thread, without the thread."""
+    assert dog.trail.waiting is not None
+    return dog._look(dog.trail.waiting)
+
+
+def test_an_old_post_is_no_waiting_rank():
+    store = dist.HashStore()
+    dogs = [Watchdog(store, rank, 4, "old", seconds=1e9) for rank in range(4)]
+    for dog, where in zip(dogs, "abcc", strict=True):
+        dog.trail.waiting = dog.trail.launch("gather", where)
+    dogs[3].leave("has failed")  # a rank that has left after the same launch holds up nobody
+    assert not look(dogs[2])  # rank 2 waited once and runs now; 0 and 1 wait for each other
+    rounds = 0
+    while not (look(dogs[0]) or look(dogs[1])):
+        rounds += 1
+        assert rounds < 20
+    for dog in dogs[:2]:
+        assert look(dog)
+        with pytest.raises(RankDivergenceError) as error:
+            dog.explain(RuntimeError("Connection closed by peer"))
+        assert not error.value.peer_left
+        assert "rank 2: its own code is running" in str(error.value)
+        assert "rank 3: has failed" in str(error.value)
+        dog.leave("is done")
+    dogs[2].leave("is done")
+
+
+def test_who_goes_on_is_left_alone():
+    store = dist.HashStore()
+    dogs = [Watchdog(store, rank, 2, "slow", seconds=1e9) for rank in range(2)]
+    for wheres in ("ab", "cd", "ef"):  # each waits long for the other, in turn
+        for dog, others in (dogs, dogs[::-1]):
+            dog.trail.waiting = dog.trail.launch("gather", wheres[0])
+            assert not any(look(dog) for _ in range(6))
+            others.trail.launch("gather", wheres[0])
+            dog.trail.waiting = None
+    for dog in dogs:
+        dog.leave("is done")
+
+
+def join(seconds: float = QUICK_SECONDS) -> Communicator:
+    """A process group of this call's own, and a watchdog that is quicker than the default."""
+    watchdog.DIVERGENCE_SECONDS = seconds
+    process_group.init_distributed(backend="gloo")
+    return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+
+
+def one_exchange(comm: Communicator, where: str, elements: int = 5) -> list[float]:
+    """Send the rank's number to everyone."""
+    send = [torch.full((elements,), float(comm.rank))] * comm.world_size
+    recv = [torch.full((elements,), -1.0) for _ in range(comm.world_size)]
+    comm.exchange("parameters.all_gather", send, recv, where=where).wait()
+    return [t[0].item() for t in recv]
+
+
+def take_different_paths(rank, world, how):
+    """What this rank raises, and after how many seconds."""
+    comm = join()
+    try:
+        one_exchange(comm, "the first")
+        started = time.monotonic()
+        with pytest.raises(RankDivergenceError) as error:
+            comm.position = f"forward of blocks.{rank}"
+            if how == "exchange":  # small messages: nothing but the tag keeps them apart
+                one_exchange(comm, f"interval {rank}")
+            elif how == "blocking" and rank == 0:
+                process_group.all_gather_object("a")
+            elif how == "blocking" and rank == 1:
+                comm.all_reduce("agreement.all_reduce", torch.zeros(7)).wait()
+            elif how == "blocking":
+                comm.broadcast("setup", torch.zeros(7), src=1)
+            elif how == "running":  # ranks 0 and 1 differ while rank 2 is busy; it finds out when it comes
+                time.sleep(8 if rank == 2 else 0)
+                one_exchange(comm, f"interval {rank}")
+        return str(error.value), time.monotonic() - started
+    finally:
+        process_group.shutdown()
+
+
+@pytest.mark.parametrize(("how", "world"), [("exchange", 2), ("exchange", 3), ("blocking", 3), ("running", 3)])
+def test_different_collectives(ranks, how, world):
+    ends = ranks.run(take_different_paths, how, world_size=world, process_group=False)
+    assert len({text for text, _ in ends}) == 1  # all say the same
+    text = ends[0][0]
+    for rank in range(world if how != "running" else 2):
+        assert f"rank {rank}: in forward of blocks.{rank}, at test_divergence.py:" in text
+    if how == "exchange":
+        assert "waiting for collective 2, parameters.all_gather of interval 0" in text
+        assert "the first difference: rank 0 launched collective 2" in text
+    assert all(seconds < 15 for _, seconds in ends)
+
+
+def be_slow(rank, world, seconds):
+    comm = join()
+    try:
+        out = [one_exchange(comm, "before")]
+        time.sleep(seconds if rank == 0 else 0)
+        out.append(one_exchange(comm, "after", 200_000))
+        process_group.barrier()
+        return out
+    finally:
+        process_group.shutdown()
+
+
+def test_a_slow_rank_is_no_divergence(ranks):
+    ends = ranks.run(be_slow, 5.0, world_size=3, process_group=False)
+    assert ends == [[[-1.0 if q == r else float(q) for q in range(3)]] * 2 for r in range(3)]
+
+
+def one_backward_more(rank, world, stage):
+    join(watchdog.DIVERGENCE_SECONDS)
+    try:
+        engine = start(make_model(), stage=stage, optimizer=SGD, bucket=800)
+        batch = my_micro_batches(0, rank, world, 2, 1)[0]
+        started = time.monotonic()
+        with pytest.raises(RankDivergenceError) as error:
+            for _ in range(1 + rank):
+                engine.backward(engine(*batch))
+            engine.step()
+        return str(error.value), time.monotonic() - started
+    finally:
+        process_group.shutdown()
+
+
+def test_one_rank_runs_one_backward_pass_more(ranks):
+    ends = ranks.run(one_backward_more, 2, world_size=2, process_group=False)
+    assert all("rank 0: at test_divergence.py" in text and "rank 1: at test_div" in text for text, _ in ends)
+    assert all("waiting for collective" in text and "gradients.reduce_scatter" in text for text, _ in ends)
+    assert all(seconds < 15 for _, seconds in ends)
+
+
+def one_step_less(rank, world):
+    comm = join()
+    try:
+        one_exchange(comm, "the first")
+        if rank == 1:
+            comm.position = "step 1"
+            return ""
+        with pytest.raises(RankLeftError) as error:
+            one_exchange(comm, "the second")
+        return str(error.value)
+    finally:
+        process_group.shutdown()
+
+
+def test_a_rank_that_leaves_is_named(ranks):
+    text = ranks.run(one_step_less, world_size=2, process_group=False)[0]
+    assert "rank 1 has left the process group (step 1). Rank 0 still needs it" in text
+    assert "waiting for collective 2, parameters.all_gather of the second" in text
+
+
+def leave_by_the_back_door(rank, world):
+    """Destroying the group without a word ends the thread too, and the next group starts afresh."""
+    first = join()._watch
+    # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
+    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    second = watchdog.current()
+    process_group.barrier()
+    first._thread.join(5)
+    alive = first._thread.is_alive(), second._thread.is_alive()
+    process_group.shutdown()
+    second._thread.join(5)
+    return first is not second, *alive, second._thread.is_alive()
+
+
+def test_the_thread_ends_with_its_group(ranks):
+    assert ranks.run(leave_by_the_back_door, world_size=2, process_group=False) == [(True, False, True, False)] * 2
