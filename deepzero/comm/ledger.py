@@ -70,6 +70,10 @@ class Ledger:
     """Of everything before the first step."""
     held: dict[str, int] = field(default_factory=dict)
     """The most bytes held, by category, over all samples."""
+    between_steps: dict[str, Traffic] = field(default_factory=dict)
+    """Of what is no part of a step: evaluation, ``GatheredParameters``. Summed over the run."""
+    no_part_of_a_step: set[str] = field(default_factory=set)
+    """Which kinds those are."""
     trace: bool = False
     """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
     events: list[Event] = field(default_factory=list)
@@ -79,7 +83,8 @@ class Ledger:
 
     def record(self, kind: str, elements: int, itemsize: int, padding: int = 0) -> None:
         """Count one call that sends ``elements`` elements of ``itemsize`` bytes, ``padding`` of them padding."""
-        entry = self.traffic.setdefault(kind, Traffic())
+        account = self.between_steps if kind in self.no_part_of_a_step else self.traffic
+        entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, elements * itemsize))
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:

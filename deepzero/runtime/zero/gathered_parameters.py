@@ -25,8 +25,7 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParameter,
     ZeroParamStatus,
 )
-
-GATHER = "parameters.all_gather_on_request"
+from deepzero.runtime.zero.partitioned_param_coordinator import ON_REQUEST, ON_REQUEST_BROADCAST
 
 
 class GatheredParameters:
@@ -75,7 +74,7 @@ class GatheredParameters:
         for interval in self.intervals:
             interval.pins += 1
             if interval.status is ZeroParamStatus.NOT_AVAILABLE:
-                interval.launch(GATHER)
+                interval.launch(ON_REQUEST)
                 interval.only_pinned = True
         for interval in self.intervals:
             if interval.status is ZeroParamStatus.INFLIGHT:
@@ -121,7 +120,7 @@ class GatheredParameters:
                 continue
             home, slot = param._zero.placed()
             values = home.value(slot)
-            home.comm.broadcast("parameters.broadcast", values, source)
+            home.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             home.write(param, values.reshape(-1))
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Traffic
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
 from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter, ZeroParamStatus
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 FORWARD = "parameters.all_gather_forward"
 BACKWARD = "parameters.all_gather_backward"
 EVALUATION = "parameters.all_gather_evaluation"
+ON_REQUEST = "parameters.all_gather_on_request"
+ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
 
 
 def in_backward() -> bool:
@@ -154,6 +157,7 @@ class PartitionedParameterCoordinator:
     ) -> None:
         self.intervals, self.limits, self.ledger = list(intervals), limits, comm.ledger
         self._comm = comm
+        self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {interval.key: interval.numel for interval in intervals}
         self.training, self.evaluation = Trace("training", numel, limits), Trace("evaluation", numel, limits)
@@ -229,7 +233,8 @@ class PartitionedParameterCoordinator:
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
         action = self._trace.advance(keys, backward, where, on_demand)
-        kind = BACKWARD if backward else FORWARD if self._trace is self.training else EVALUATION
+        forward = FORWARD if self._trace is self.training else EVALUATION
+        kind = BACKWARD if backward else forward
         for key in action.release if action is not None else ():
             self._release(key)
         for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
@@ -238,7 +243,7 @@ class PartitionedParameterCoordinator:
             self._launch(key, kind, where)
         if action is not None:
             for key, for_backward in action.prefetch:
-                self._launch(key, BACKWARD if for_backward else kind, f"prefetch at {where}")
+                self._launch(key, BACKWARD if for_backward else forward, f"prefetch at {where}")
         self._current = frozenset(keys)
         for key in keys:
             self.inflight.wait(key)
@@ -253,7 +258,28 @@ class PartitionedParameterCoordinator:
         """The boundary: the trace of training is complete, and all values are about to change."""
         self._switch(self.training)
         self.release_all()
+        recorded = self.training.plan is None
         self.training.close()
+        if recorded and self.training.plan is not None:
+            self._predict(self.training.uses, self.training.plan)
+
+    def _predict(self, uses: Sequence[Use], plan: Sequence[Action]) -> None:
+        """The plan says what every later step will send and hold: replace the closed forms, which know no savings."""
+        world = self._comm.world_size
+        forms = {FORWARD: Traffic(), BACKWARD: Traffic()}
+        live: set[int] = set()
+        most = 0
+        for use, action in zip(uses, plan, strict=True):
+            launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
+            live = (live - set(action.release)) | {key for key, _ in launched}
+            most = max(most, sum(self.intervals[key].numel * self.intervals[key].shard.itemsize for key in live))
+            for key, backward in launched:
+                interval = self.intervals[key]
+                true, share = interval.interval.true_numel(), (world - 1) / world
+                padding, sent_bytes = interval.numel - true, interval.numel * share * interval.shard.itemsize
+                forms[BACKWARD if backward else FORWARD].add(Traffic(1, true * share, padding * share, sent_bytes))
+        self.ledger.predicted_traffic.update(forms)
+        self.ledger.predicted_memory["gathered"] = most
 
     def reset(self) -> None:
         """A pass broke off."""
