@@ -156,9 +156,12 @@ def validate(engine: deepzero.Engine, data: TokenSequences, batches: int) -> flo
 
 
 def sample(run: RunConfig, engine: deepzero.Engine, model: GPT, corpus: Corpus) -> str | None:
-    """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that."""
+    """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
+
+    Partitioned parameters are gathered by all ranks together: in stage 3 all of them write the same text.
+    """
     text = None
-    if run.train.sample_tokens and engine.global_rank == 0:
+    if run.train.sample_tokens and (engine.global_rank == 0 or run.engine.zero.stage == 3):
         separator = corpus.separator
         new_file = separator is not None and bool((corpus.train[: 1 << 24] == separator).any())
         prompt = [separator] if new_file else corpus.val[:16].tolist()

@@ -24,13 +24,13 @@ class BufferPool:
         self._taken: dict[int, torch.Tensor] = {}
         self.owners: dict[int, Any] = {}
         """Gathered intervals, by where their memory begins."""
-        self._alone = _references(torch.empty(1, dtype=dtype, device=device))
+        self._alone = references(torch.empty(1, dtype=dtype, device=device))
 
     def take(self, numel: int) -> torch.Tensor:
         """A buffer of ``numel`` elements or more; its contents are whatever was there."""
         if self.device.type != "cpu":
             return torch.empty(numel, dtype=self.dtype, device=self.device)
-        usable = [b for b in self._free if b.numel() >= numel and _references(b) <= self._alone]
+        usable = [b for b in self._free if b.numel() >= numel and references(b) <= self._alone]
         if usable:
             buffer = min(usable, key=torch.Tensor.numel)
             self._free = [b for b in self._free if b is not buffer]
@@ -48,7 +48,7 @@ class BufferPool:
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
-        return _references(buffer) <= self._alone
+        return references(buffer) <= self._alone
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
@@ -69,6 +69,6 @@ class BufferPool:
         self._free.clear()
 
 
-def _references(tensor: torch.Tensor) -> int:
+def references(tensor: torch.Tensor) -> int:
     """How many tensors and handles refer to the tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -37,10 +37,9 @@ from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.runtime.zero import partition_parameters
-from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.buffer_pool import BufferPool, references
 from deepzero.runtime.zero.partition_parameters import (
     PartitionedInterval,
-    PartitionedParameter,
     ZeroParameter,
     partitioned_in,
     set_placeholder,
@@ -51,6 +50,9 @@ SETUP = "setup.gather"
 
 _ACTIVE: list[Init] = []
 """The contexts entered and not left, the innermost last."""
+
+_OPEN: dict[PartitionedInterval, int] = {}
+"""Intervals that a write inside the context made whole, and how many references to each are our own."""
 
 
 class Init:
@@ -148,6 +150,7 @@ class Init:
             self._wrapped = []
             self._under_construction.clear()
             partition_parameters.write_through = None
+            _cut_again(only_unseen=False)
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -166,6 +169,7 @@ class Init:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost and _ACTIVE:
+                _cut_again(only_unseen=True)
                 _ACTIVE[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
@@ -216,33 +220,46 @@ def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
 
 @torch.no_grad()
 def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
-    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again."""
-    params = {param._zero.id: param for param in partitioned_in((args, kwargs))}
-    homes = [param._zero.placed() for param in params.values()]
-    for home, _ in homes:
+    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
+
+    When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
+    parameter stays whole until nobody holds the view.
+    """
+    _cut_again(only_unseen=True)
+    params = partitioned_in((args, kwargs))
+    homes = list({param._zero.id: param._zero.placed()[0] for param in params}.values())
+    for home in homes:
         home.launch(SETUP)
-    for home, _ in homes:
+    for home in homes:
         home.wait()
+        _OPEN[home] = references(home.whole)
+    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
+    whole = {id(param): param._zero.placed() for param in params}
+    views = {key: home.value(slot) for key, (home, slot) in whole.items()}
+    new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: views.get(id(t), t), (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
+    views.clear()
+    del new_args, new_kwargs
+    if returned:
+        result = returned[0]  # an operation in place returns what it was given
+    _cut_again(only_unseen=True)
+    return result
 
-    def whole(alias: PartitionedParameter) -> torch.Tensor:
-        home, slot = alias._zero.placed()
-        return home.value(slot)
 
-    # The parameters themselves are whole now, where they are; it is aliases that have to be replaced.
-    substituted = {id(p): whole(p) for p in partitioned_in((args, kwargs))}
-    new_args, new_kwargs = pytree.tree_map_only(torch.Tensor, lambda t: substituted.get(id(t), t), (args, kwargs))
-    try:
-        result = func(*new_args, **new_kwargs)
-        for home, slot in homes:
-            values = home.value(slot).reshape(-1)
-            home.comm.broadcast("setup.broadcast", values)
-            home.write(home.params[0], values)
-            home.permit_writes()
-    finally:
-        for home, _ in homes:
-            home.release()
-    returned = [given for given in pytree.tree_leaves((args, kwargs)) if substituted.get(id(given)) is result]
-    return returned[0] if returned else result
+@torch.no_grad()
+def _cut_again(only_unseen: bool) -> None:
+    """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
+    for home, alone in list(_OPEN.items()):
+        if only_unseen and references(home.whole) > alone:
+            continue
+        del _OPEN[home]
+        values = home.value(home.interval.slots[0]).reshape(-1)
+        home.comm.broadcast("setup.broadcast", values)
+        home.write(home.params[0], values)
+        home.permit_writes()
+        del values
+        home.release()
 
 
 @torch.no_grad()

@@ -1,0 +1,116 @@
+"""Hugging Face models, unmodified, from a config with random weights: stage 3 has the bits of stage 2.
+
+Needs the extra ``hf``. Mixtures of experts whose experts are modules of their own are declared leaves.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepzero
+from deepzero import zero
+from tests.distributed.training import config
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+TEXT = {"vocab_size": 101, **SMALL}
+
+
+def gpt2():
+    settings = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    return transformers.GPT2LMHeadModel(settings)  # tied
+
+
+def llama():
+    settings = transformers.LlamaConfig(**TEXT, num_key_value_heads=2, max_position_embeddings=16)
+    return transformers.LlamaForCausalLM(settings)
+
+
+def mixtral():
+    settings = transformers.MixtralConfig(
+        **TEXT, num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=1, max_position_embeddings=16
+    )
+    return transformers.MixtralForCausalLM(settings)
+
+
+def qwen2_moe():
+    settings = transformers.Qwen2MoeConfig(
+        **TEXT, num_key_value_heads=2, num_experts=3, num_experts_per_tok=1, moe_intermediate_size=24,
+        shared_expert_intermediate_size=24, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.Qwen2MoeForCausalLM(settings)
+
+
+def t5():
+    settings = transformers.T5Config(
+        vocab_size=101, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(settings)  # one embedding, used three times
+
+
+def bert():
+    return transformers.BertForMaskedLM(transformers.BertConfig(**TEXT, max_position_embeddings=16))
+
+
+def vit():
+    settings = transformers.ViTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5)
+    return transformers.ViTForImageClassification(settings)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "qwen2_moe": qwen2_moe, "t5": t5, "bert": bert, "vit": vit}
+
+
+def batch(kind, step, rank):
+    generator = torch.Generator().manual_seed(50 * step + rank)
+    if kind == "vit":
+        images = torch.randn(3, 3, 16, 16, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(0, 5, (3,), generator=generator)}
+    ids = torch.randint(3, 101, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def build(kind, stage, settings):
+    """Dropout off: each rank's mask would have to be the same in both runs, which it is, but the point is elsewhere."""
+    torch.manual_seed(0)
+    if stage == "init":
+        with zero.Init(config_dict_or_path=settings):
+            model = MODELS[kind]()
+    else:
+        model = MODELS[kind]()
+    blocks = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith(("SparseMoeBlock", "MoE"))}
+    if blocks and stage != 2:
+        zero.set_z3_leaf_modules(model, blocks)
+    return model.eval()
+
+
+def train(rank, world, kind, precision):
+    outcomes = []
+    for stage in (2, 3, "init"):
+        settings = config(stage=2 if stage == 2 else 3, precision=precision, bucket=5000, overlap=True)
+        if stage != 2:
+            settings["zero_optimization"]["stage3_param_persistence_threshold"] = 40 if stage == 3 else 0
+        engine, *_ = deepzero.initialize(model=build(kind, stage, settings), config=settings)
+        losses = []
+        for step in range(4):
+            inputs = batch(kind, step, rank)
+            if precision == "bf16" and "pixel_values" in inputs:
+                inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+            engine.backward(engine(**inputs).loss)
+            engine.step()
+            losses.append((engine.last_step.loss, engine.last_step.grad_norm))
+        outcomes.append((losses, engine.params_sha256()))
+        engine.destroy()
+    return outcomes
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_same_bits(ranks, kind, precision):
+    results = ranks.run(train, kind, precision, world_size=2, timeout=110)
+    for two, three, with_init in (*results, results[0]):
+        assert two == three
+        assert two == with_init
+        assert two == results[0][0]
