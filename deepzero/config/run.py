@@ -7,7 +7,7 @@ composed mapping comes in, a frozen dataclass goes out, and nothing behind it kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from deepzero.config.engine import (
@@ -79,6 +79,15 @@ class ModelConfig:
         require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
 
 
+_DATA_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("path", None, ("text", "tokens")),
+    ("glob", None, ("text",)),
+    ("max_bytes", None, ("stdlib", "text")),
+    ("val_fraction", 0.1, ("stdlib", "text")),
+)
+"""Keys of ``data.*`` that not every source reads: the key, its default, who reads it."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """``data.*``: where tokens come from. See ``data/``."""
@@ -99,6 +108,13 @@ class DataConfig:
     """Use at most this many bytes of text; None: all."""
 
     def __post_init__(self) -> None:
+        for key, default, readers in _DATA_READERS:
+            value = getattr(self, key)
+            if value != default and self.name not in readers:
+                raise ConfigError(
+                    f"data.{key}={value!r}: data={self.name} does not read it, only data={' and data='.join(readers)}; "
+                    f"leave it out, or choose {' or '.join(f'data={name}' for name in readers)} as well"
+                )
         require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1")
         require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be at least 1")
         if self.name != "stdlib" and not self.path:
@@ -208,6 +224,10 @@ class DebugConfig:
     inject_overflow_at: int | None = None
     """fp16 or bf16: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
 
+    def __post_init__(self) -> None:
+        step = self.inject_overflow_at
+        require(step is None or step >= 1, "debug.inject_overflow_at", step, "steps are counted from 1")
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -221,6 +241,12 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    def __post_init__(self) -> None:
+        _refuse_idle_loss_scale(self.engine.precision)
+        step, steps = self.debug.inject_overflow_at, self.train.steps
+        ok = step is None or step <= steps
+        require(ok, "debug.inject_overflow_at", step, f"the run ends at train.steps={steps}; choose an earlier step")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:
@@ -253,6 +279,23 @@ class RunConfig:
             else:
                 raise unknown_key(key, (*readers, *scalars, *own), "")
         return build(cls, {"engine": build(EngineConfig, engine), **rest})
+
+
+def _refuse_idle_loss_scale(precision: PrecisionConfig) -> None:
+    """On the command line a loss scale without fp16 is a mistake. (In DeepSpeed's JSON a block may stand switched off.)
+
+    Raises:
+        ConfigError: a setting of fp16's loss scale differs from its default, and the dtype is another.
+    """
+    if precision.dtype == "fp16":
+        return
+    for key in fields(PrecisionConfig):
+        value = getattr(precision, key.name)
+        if key.name not in ("dtype", "auto_cast") and value != key.default:
+            raise ConfigError(
+                f"precision.{key.name}={value!r} is about fp16's loss scale, and precision.dtype={precision.dtype} has "
+                "none; leave it out, or choose precision=fp16"
+            )
 
 
 def _with_params(cls: type, value: Any, where: str) -> Any:

@@ -126,6 +126,8 @@ def _load_text(cfg: DataConfig) -> Corpus:
         if text is None:
             raise ConfigError(f"data.path={path} is not UTF-8 text; convert it, or give token files with data=tokens")
         return _from_files({path.name: text}, cfg, str(path))
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"data.path={path} is a device, a pipe or a socket; give a text file or a folder")
     if not path.is_dir():
         raise ConfigError(f"data.path={path} does not exist (looked from {Path.cwd()}); give a text file or a folder")
     chosen = _walk(path) if cfg.glob is None else [p for p in _walk(path) if p.relative_to(path).match(cfg.glob)]
@@ -265,9 +267,6 @@ def split_single(content: bytes, val_fraction: float, max_bytes: int | None = No
 
 def _load_token_files(cfg: DataConfig) -> Corpus:
     folder = Path(str(cfg.path)).expanduser()
-    for name, value in (("glob", cfg.glob), ("max_bytes", cfg.max_bytes)):
-        if value is not None:
-            raise ConfigError(f"data.{name}={value!r} is for text; data=tokens takes train.bin and val.bin as they are")
     if not folder.is_dir():
         raise ConfigError(f"data.path={folder} is not a folder; data=tokens wants one with train.bin and val.bin")
     train, val = _map_tokens(folder / "train.bin"), _map_tokens(folder / "val.bin")

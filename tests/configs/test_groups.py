@@ -37,7 +37,7 @@ DEPARTURES: dict[str, Any] = {
 def choose(group: str, choice: str) -> list[str]:
     """Overrides for one choice, with what it asks for besides."""
     overrides = [f"{group}={choice}"]
-    if choice in ("text", "tokens") or group == "experiment":
+    if choice in ("text", "tokens") or (choice.startswith("gpt2_") and group == "experiment"):
         overrides.append("data.path=/some/path")
     return overrides
 

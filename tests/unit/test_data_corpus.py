@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,6 +182,11 @@ def test_folder_without_text(tmp_path: Path) -> None:
         text(tmp_path)
 
 
+def test_neither_file_nor_folder() -> None:
+    with pytest.raises(ConfigError, match=r"data\.path=/dev/null is a device, a pipe or a socket"):
+        text(Path("/dev/null"))
+
+
 def test_glob_without_match(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a.txt": b"text", "b.txt": b"text"})
     with pytest.raises(ConfigError, match=r"matches '\*\.rst'"):
@@ -277,7 +283,13 @@ def test_token_file_with_a_header(tmp_path: Path) -> None:
         token_files(tmp_path)
 
 
-def test_text_settings_are_refused_for_token_files(tmp_path: Path) -> None:
-    write_tokens(tmp_path, [1], [2])
-    with pytest.raises(ConfigError, match=r"data\.max_bytes=5 is for text"):
-        load_corpus(DataConfig(name="tokens", path=str(tmp_path), max_bytes=5))
+@pytest.mark.parametrize(
+    ("source", "settings"),
+    [("tokens", {"max_bytes": 5}), ("tokens", {"glob": "*"}), ("tokens", {"val_fraction": 0.2}),
+     ("stdlib", {"path": "docs"}), ("stdlib", {"glob": "*.md"})],
+)  # fmt: skip
+def test_settings_of_another_source_are_refused(source: str, settings: dict[str, Any]) -> None:
+    (key,) = settings
+    path = {"path": "somewhere"} if source == "tokens" else {}
+    with pytest.raises(ConfigError, match=rf"^data\.{key}=.*data={source} does not read it.*choose data="):
+        DataConfig(**{"name": source, **path, **settings})
