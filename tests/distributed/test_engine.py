@@ -151,10 +151,41 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(ranks):
         for rank, (_, sometimes, named) in enumerate(results):
             # Mean over three ranks of a gradient of 1 on one of them, three steps of 0.1.
             assert sometimes == pytest.approx(1 - 3 * 0.1 / 3)
-            names = {m.split()[1] for m in named}
-            assert names == {"unused.weight", "unused.bias"} | ({"sometimes"} if rank else set())
-            assert len(named) == len(names), "each is said once"
+            said = [] if rank else ["no gradient in this backward pass, so it counts as zeros (said once): "]
+            assert [m.partition("unused.")[0] for m in named] == said, "one line, on rank 0"
+            assert all({"unused.weight", "unused.bias"} == set(m.split(": ")[1].split(", ")) for m in named)
     assert len(hashes) == 1
+
+
+class Chosen(nn.Module):
+    """Six weights, of which the caller names those that are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(6))
+
+    def forward(self, x, used):
+        """The sum over the layers in use."""
+        return sum(self.layers[i](x).sum() for i in used)
+
+
+def several_unused(rank, world, stage):
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("deepzero").addHandler(handler)
+    engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
+    for used in ([0], [0, 1], [1]):
+        engine.backward(engine(torch.ones(2, 4), used))
+        engine.step()
+    logging.getLogger("deepzero").removeHandler(handler)
+    return [m.split(": ")[1] for m in messages if "no gradient" in m]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_unused_parameters_are_named_in_one_line(ranks, stage):
+    said = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
+    assert ranks.run(several_unused, stage, world_size=2) == [said, []]
 
 
 def groups_and_accumulated_dtypes(rank, world, stage):

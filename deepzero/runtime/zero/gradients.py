@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from deepzero.comm import process_group
 from deepzero.layout import FlatLayout, Interval, Piece
 
 log = logging.getLogger(__name__)
@@ -136,6 +137,9 @@ class GradientSource:
 
     def __init__(self, groups: Sequence[ParameterGroup], accumulate_dtype: torch.dtype | None) -> None:
         self.groups = list(groups)
+        # Intervals filled in this pass, the parameters in them that had no gradient, and those named before.
+        self._filled: set[tuple[int, int]] = set()
+        self._unused: list[str] = []
         self._unused_named: set[str] = set()
         self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.intervals}
         self._place = {
@@ -181,7 +185,7 @@ class GradientSource:
         Args:
             entry: which interval.
             bucket: the interval's extent, in the wire dtype.
-            name_unused: say once which parameter got no gradient.
+            name_unused: say once which parameters got no gradient, when every interval of the pass has been filled.
         """
         group, interval = self.groups[entry.group], entry.interval
         flat = self.flat[entry.group]
@@ -197,18 +201,26 @@ class GradientSource:
                 place.copy_(_dense(param.grad))
             else:
                 place.zero_()
-                if name_unused:
-                    self._name_unused(group.names[slot.index])
+                self._unused += [group.names[slot.index]] if name_unused else []
+        if name_unused:
+            self._filled.add((entry.group, interval.index))
+            if len(self._filled) == len(self._gaps):
+                self._name_unused()
         free_grad_in_param_list([group.params[slot.index] for slot in interval.slots])
 
-    def _name_unused(self, name: str) -> None:
-        if name not in self._unused_named:
-            self._unused_named.add(name)
-            log.warning("parameter %s got no gradient in this backward pass: it counts as zeros (said once)", name)
+    def _name_unused(self) -> None:
+        """One line of rank 0's for all that were not named before. Another rank's may differ: it is a notice."""
+        new = [name for name in self._unused if name not in self._unused_named]
+        self._unused_named.update(new)
+        self._unused, self._filled = [], set()
+        if new and process_group.rank() == 0:
+            names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+            log.warning("no gradient in this backward pass, so it counts as zeros (said once): %s", names)
 
     def discard(self) -> None:
         """Drop everything that waits."""
         self._arrived.clear()
+        self._unused, self._filled = [], set()
         for group in self.groups:
             free_grad_in_param_list(group.params)
 
