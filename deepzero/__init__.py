@@ -6,4 +6,19 @@ from deepzero.config.parse import ConfigError
 from deepzero.runtime.engine import Engine, NonFiniteError
 from deepzero.runtime.initialize import add_config_arguments, initialize
 
-__all__ = ["ConfigError", "Engine", "NonFiniteError", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__version__ = "0.1.0"
+
+DeepSpeedEngine = Engine
+"""The name under which scripts for DeepSpeed test and annotate it."""
+
+__all__ = [
+    "ConfigError",
+    "DeepSpeedEngine",
+    "Engine",
+    "NonFiniteError",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "zero",
+]

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
@@ -40,6 +41,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_zero
+from deepzero.runtime.engine_facts import EngineFacts
 from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -74,7 +76,7 @@ class StepRecord:
     """fp16 overflow: parameters, moments and schedule are as before."""
 
 
-class Engine(nn.Module):
+class Engine(EngineFacts):
     """A model, its optimizer and its share of ZeRO. Made by ``deepzero.initialize``.
 
     Args:
@@ -123,6 +125,9 @@ class Engine(nn.Module):
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
+        # Backward passes that have ended since the last boundary.
+        self._backward_passes = 0
         self._boundary_override: bool | None = None
         self._inside_no_sync = self._step_applied = False
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
@@ -139,11 +144,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """1: the module's own output. In training its tensors are watched, so that a plain backward is noticed too."""
-        if self._hooks.broke_off:
-            raise RuntimeError(
-                "the last backward pass broke off before its end, and its gradients are incomplete; "
-                "call engine.zero_grad() on every rank to drop them before the next forward pass"
-            )
+        self._refuse_broken_pass()
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
         outputs = self.module(*args, **kwargs)
@@ -154,6 +155,13 @@ class Engine(nn.Module):
                     value = tensor.detach().float().reshape(()) if tensor is loss else None
                     tensor.register_hook(partial(self._output_gradient, value))
         return outputs
+
+    def _refuse_broken_pass(self) -> None:
+        if self._hooks.broke_off:
+            raise RuntimeError(
+                "the last backward pass broke off before its end, and its gradients are incomplete; "
+                "call engine.zero_grad() on every rank to drop them, then go on with the next forward pass"
+            )
 
     def _cast_input(self, value: Any) -> Any:
         if torch.is_tensor(value) and value.is_floating_point():
@@ -229,6 +237,7 @@ class Engine(nn.Module):
         self.stage.gradient_ready(param, self._reduces_now())
 
     def _backward_end(self) -> None:
+        self._backward_passes += 1
         self._loss_is_scaled = False
         loss = self._given_loss if self._given_loss is not None else self._seen_loss
         if loss is not None:
@@ -250,16 +259,27 @@ class Engine(nn.Module):
 
         Raises:
             NonFiniteError: inf or NaN gradients in bf16 or fp32, on all ranks; parameters and moments are untouched.
+            RuntimeError: no backward pass has run since the last boundary, or the last one broke off.
         """
         if self._inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
+        self._refuse_broken_pass()
+        if self._backward_passes == 0:
+            raise RuntimeError(
+                f"engine.step(): no backward pass has run on rank {self.global_rank} since optimizer step "
+                f"{self.global_steps}; without gradients weight decay and momentum alone would change the weights. "
+                "Call engine.backward(loss) once for each engine.step()"
+            )
         self._step_applied = False
         self.ledger.sample()
+        boundary = self.is_gradient_accumulation_boundary()
         try:
-            if self.is_gradient_accumulation_boundary():
+            if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
             self.micro_steps += 1
+            if boundary:
+                self._backward_passes = 0
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         for group in self._zero.groups:
@@ -368,41 +388,12 @@ class Engine(nn.Module):
         """Whether the last call of :meth:`step` changed the parameters."""
         return self._step_applied
 
-    def get_lr(self) -> list[float]:
-        """Learning rate of every param group."""
-        return [group["lr"] for group in self.optimizer.param_groups]
-
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by; 1 outside fp16."""
         return self._scaler.scale
 
     cur_scale = loss_scale
-
-    def train_batch_size(self) -> int:
-        """Sequences per optimizer step over all ranks."""
-        return self.batch.global_batch
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Sequences in one forward pass of one rank."""
-        return self.batch.micro_batch
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.batch.accumulation
-
-    def gradient_clipping(self) -> float:
-        """Largest global gradient norm; 0: off."""
-        return self.config.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        """0, 1, 2 or 3."""
-        return self.config.zero.stage
-
-    @property
-    def dp_world_size(self) -> int:
-        """Ranks that share the data: all of them."""
-        return self.world_size
 
     def params_sha256(self) -> str:
         """SHA-256 of the full parameters' bytes in the compute dtype, in name order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from deepzero.runtime.agreement import agree_to_start, check_parameters, check_p
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.zero.init_context import Init
+
+log = logging.getLogger(__name__)
 
 
 def initialize(
@@ -41,7 +44,8 @@ def initialize(
         model: any ``nn.Module``, the same on every rank. Afterwards its trainable parameters are views of flat buffers
             on the rank's device, in the configured precision, with rank 0's values.
         optimizer: an elementwise optimizer over ``model``'s parameters, or a callable that makes one from them; None
-            builds the one that the configuration names. Afterwards it holds this rank's fp32 masters.
+            builds the one that the configuration names. Afterwards it holds this rank's fp32 masters. What is given
+            here wins over the configuration's block, with a warning; so does ``lr_scheduler``.
         model_parameters: for an optimizer that is built here; None takes all trainable parameters.
         training_data: a dataset; the third return value is then a loader of this rank's micro-batches.
         lr_scheduler: an object with ``step()``, a callable that makes one from the optimizer, or None for the config's.
@@ -76,11 +80,9 @@ def initialize(
         problem = error
     _join(dist_init_required, settings)
     model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
-    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
-        lr_scheduler = lr_scheduler(chosen)
-    engine = Engine(model, chosen, settings, lr_scheduler, total_steps)
-    loader = None if training_data is None else _loader(engine, training_data, collate_fn)
-    return engine, chosen, loader, engine.lr_scheduler
+    engine = Engine(model, chosen, settings, _scheduler(lr_scheduler, chosen, settings), total_steps)
+    engine.training_dataloader = None if training_data is None else _loader(engine, training_data, collate_fn)
+    return engine, chosen, engine.training_dataloader, engine.lr_scheduler
 
 
 def _join(dist_init_required: bool | None, settings: EngineConfig) -> None:
@@ -134,6 +136,7 @@ def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any
 def _optimizer(
     model: nn.Module, optimizer: Any, model_parameters: Any, settings: EngineConfig
 ) -> torch.optim.Optimizer:
+    _warn_of_two("optimizer", optimizer, settings.optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         if model_parameters is not None:
             _check_same_parameters(optimizer, model_parameters)
@@ -150,6 +153,24 @@ def _optimizer(
     if settings.optimizer is None:
         raise ConfigError('no optimizer: pass optimizer= to initialize, or set "optimizer": {"type": …} in the config')
     return build_optimizer(settings.optimizer, parameters)
+
+
+def _scheduler(lr_scheduler: Any, optimizer: torch.optim.Optimizer, settings: EngineConfig) -> Any:
+    """What the caller gave, made if it was a callable; None leaves it to the configuration."""
+    _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
+    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
+        return lr_scheduler(optimizer)
+    return lr_scheduler
+
+
+def _warn_of_two(argument: str, given: Any, block: Any) -> None:
+    """What the script passes wins over the configuration, as in DeepSpeed. Rank 0 says so."""
+    if given is not None and block is not None and process_group.rank() == 0:
+        log.warning(
+            "initialize was given %s=, so the config's %r block is not used; leave one of the two out",
+            argument,
+            argument.removeprefix("lr_"),
+        )
 
 
 def _check_same_parameters(optimizer: torch.optim.Optimizer, model_parameters: Any) -> None:

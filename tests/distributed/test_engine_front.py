@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 
 import pytest
 import torch
@@ -30,6 +31,73 @@ def direct_optimizer_step(rank, world):
 
 def test_misuse(ranks):
     ranks.run(direct_optimizer_step, world_size=2)
+
+
+def steps_without_backward(rank, world, stage):
+    engine = start(make_model(), stage=stage, gradient_accumulation_steps=2)
+    batch = make_batch(0, 2)
+    before = engine.params_sha256()
+    with pytest.raises(RuntimeError, match=rf"no backward pass has run on rank {rank} since optimizer step 0"):
+        engine.step()
+    assert (engine.micro_steps, engine.params_sha256()) == (0, before)
+    engine.backward(engine(*batch))
+    engine.step()
+    engine.step()  # one backward pass is enough for a step of two micro-batches
+    assert engine.was_step_applied() and engine.params_sha256() != before
+    with pytest.raises(RuntimeError, match="since optimizer step 1"):
+        engine.step()
+    engine.backward(engine(*batch))
+    engine.step()
+    return engine.micro_steps, engine.global_steps
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_without_any_backward_pass_is_refused(ranks, stage):
+    assert ranks.run(steps_without_backward, stage, world_size=2) == [(3, 1)] * 2
+
+
+def facts(rank, world):
+    settings = config(stage=2, precision="bf16", steps_per_print=7, gradient_accumulation_steps=3)
+    engine, _, loader, _ = deepzero.initialize(model=make_model(), config=settings, training_data=Numbers())
+    assert isinstance(engine, deepzero.DeepSpeedEngine) and engine.training_dataloader is loader
+    assert start(make_model(), optimizer=SGD).get_mom() == [0]
+    assert start(make_model()).training_dataloader is None
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        with pytest.raises(NotImplementedError, match=r"not implemented yet; .*module_state_dict"):
+            call("folder", tag="one")
+    return (
+        engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization(), engine.get_batch_info(),
+        engine.steps_per_print(), engine.get_mom(), engine.get_data_parallel_rank(), engine.dp_world_size,
+        engine.mp_world_size,
+    )  # fmt: skip
+
+
+def test_what_others_ask(ranks):
+    expected = [(False, True, True, (12, 2, 3), 7, [(0.9, 0.999)], rank, 2, 1) for rank in range(2)]
+    assert ranks.run(facts, world_size=2) == expected
+
+
+def given_twice(rank, world):
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("deepzero").addHandler(handler)
+    model, schedule = make_model(), {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = deepzero.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lambda chosen: torch.optim.lr_scheduler.ConstantLR(chosen, factor=1.0),
+        config=config(stage=1, scheduler=schedule),
+    )
+    logging.getLogger("deepzero").removeHandler(handler)
+    assert engine.optimizer is optimizer and engine.get_lr() == [0.5]
+    return [m.partition(",")[0] for m in messages]
+
+
+def test_what_the_script_passes_wins_over_the_config(ranks):
+    said = ["initialize was given optimizer=", "initialize was given lr_scheduler="]
+    assert ranks.run(given_twice, world_size=2) == [said, []]
 
 
 def writes_between_steps(rank, world, stage, precision):

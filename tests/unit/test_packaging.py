@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import deepzero
 from tools.house import read_house
 
 ROOT = Path(__file__).parents[2]
@@ -43,5 +44,6 @@ def test_version_and_licence() -> None:
     table = project()
     assert table["name"] == "deepzero"
     assert re.fullmatch(r"\d+\.\d+\.\d+", table["version"])
+    assert deepzero.__version__ == table["version"]
     assert table["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")[:200]

@@ -1,0 +1,114 @@
+"""What others ask an engine: sizes, settings, counters, in DeepSpeed's names. Nothing here changes anything.
+
+Apart from :mod:`~deepzero.runtime.engine` only so that the training step can be read there without them. What DeepSpeed
+has and deepzero has not written yet stands here too, and says so when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from deepzero.config.engine import BatchSizes, EngineConfig
+
+
+class EngineFacts(nn.Module):
+    """The questions that an engine answers from its configuration and its optimizer."""
+
+    config: EngineConfig
+    batch: BatchSizes
+    optimizer: torch.optim.Optimizer
+    global_rank: int
+    world_size: int
+
+    # ---- batch -------------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.batch.global_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Sequences in one forward pass of one rank."""
+        return self.batch.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.batch.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Sequences per optimizer step, sequences per micro-batch of a rank, micro-batches per optimizer step."""
+        return self.batch.global_batch, self.batch.micro_batch, self.batch.accumulation
+
+    # ---- settings ----------------------------------------------------------------------------------------------------
+
+    def gradient_clipping(self) -> float:
+        """Largest global gradient norm; 0: off."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> int | None:
+        """Optimizer steps between two lines that the engine prints; None: it prints none."""
+        return self.config.steps_per_print
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is partitioned."""
+        return self.config.zero.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """0, 1, 2 or 3."""
+        return self.config.zero.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether the model computes in fp16, under a loss scale."""
+        return self.config.precision.dtype == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the model computes in bf16."""
+        return self.config.precision.dtype == "bf16"
+
+    # ---- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the data: all of them."""
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share one copy of a layer: one."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share the data."""
+        return self.global_rank
+
+    # ---- optimizer ---------------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of every param group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of every param group: ``betas`` where the optimizer has them, else ``momentum``, else 0."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+
+    # ---- not written yet ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not implemented yet."""
+        self._no_checkpoints("save_checkpoint", "engine.module_state_dict(), on every rank, gives the weights to save")
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not implemented yet."""
+        self._no_checkpoints(
+            "load_checkpoint",
+            "engine.load_module_state_dict(weights), on every rank, takes those of engine.module_state_dict()",
+        )
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not implemented yet."""
+        self._no_checkpoints("save_16bit_model", "engine.module_state_dict(), on every rank, gives the weights to save")
+
+    def _no_checkpoints(self, name: str, instead: str) -> NoReturn:
+        raise NotImplementedError(f"engine.{name}: checkpoints are not implemented yet; {instead}")
