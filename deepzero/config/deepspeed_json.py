@@ -1,7 +1,8 @@
 """DeepSpeed's JSON config, read strictly into :class:`~deepzero.config.engine.EngineConfig`.
 
 Every key is one of three things: implemented, and read; *satisfied*, when deepzero's only way is what the given value
-asks for; or refused, by name, with the list of what is implemented. None is ignored. DeepSpeed itself ignores unknown
+asks for, or when the block asks for nothing because it is switched off; or refused, by name, with the list of what is
+implemented. None is ignored. DeepSpeed itself ignores unknown
 keys at the top level, which is how a misspelt ``gradient_cliping`` trains for a week.
 
 Our own extension stands in the same mapping under ``comm``.
@@ -10,8 +11,10 @@ Our own extension stands in the same mapping under ``comm``.
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,8 @@ _DTYPE_NAMES = {
 
 SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_allow_untested_optimizer": ((True, False), "deepzero tests every optimizer by experiment"),
+    "zero_force_ds_cpu_optimizer": ((True, False), "it is about offload, and there is none"),
+    "sparse_gradients": ((False,), "a sparse gradient is filled up"),
     "prescale_gradients": ((False,), "deepzero divides after the sum"),
     "gradient_predivide_factor": ((1, 1.0), "deepzero divides after the sum"),
     "wall_clock_breakdown": ((False,), "use the profiler"),
@@ -58,6 +63,8 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage3_model_persistence_threshold": ((sys.maxsize,), "persistent parameters are not limited"),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are fetched by all-gather"),
     "zero_optimization.stage3_module_granularity_threshold": ((0,), "declare leaf modules with set_z3_leaf_modules"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": ((False,), "checkpoints are not implemented yet"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": ((True, False), "a bucket always goes to all of its owners"),
     "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), ""),
     "zero_optimization.mics_shard_size": ((-1,), ""),
@@ -73,6 +80,56 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16.bf16_master_weights_and_grads": ((False,), "masters are fp32"),
 }
 """Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
+
+SWITCHED_OFF = (
+    "amp",
+    "comet",
+    "comms_logger",
+    "csv_monitor",
+    "curriculum_learning",
+    "data_efficiency",
+    "eigenvalue",
+    "elasticity",
+    "flops_profiler",
+    "hybrid_engine",
+    "progressive_layer_drop",
+    "tensorboard",
+    "wandb",
+)
+"""Blocks of DeepSpeed's that ask for nothing while ``enabled`` is false or absent, whatever else stands in them."""
+
+NOT_IMPLEMENTED = (
+    "aio",
+    "autotuning",
+    "checkpoint",
+    "compile",
+    "compression_training",
+    "fp32_allreduce",
+    "monitor_config",
+    "nebula",
+    "pipeline",
+    "seq_parallel_communication_data_type",
+    "sparse_attention",
+    "tensor_parallel",
+    "zero_optimization.allgather_sequential",
+    "zero_optimization.compute_grad_norm",
+    "zero_optimization.cpu_offload_param",
+    "zero_optimization.cpu_offload_params",
+    "zero_optimization.cpu_offload_use_pin_memory",
+    "zero_optimization.enable_sanity_checks",
+    "zero_optimization.leaf_module",
+    "zero_optimization.legacy_stage1",
+    "zero_optimization.log_trace_cache_warnings",
+    "zero_optimization.mics_hierarchical_params_gather",
+    "zero_optimization.override_module_apply",
+    "zero_optimization.parameter_alignment",
+    "zero_optimization.pipeline_loading_checkpoint",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.zenflow",
+    "zeropp_loco_param",
+)
+"""Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | None) -> EngineConfig:
@@ -120,15 +177,23 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def from_deepspeed(mapping: Mapping[str, Any]) -> EngineConfig:
     """A mapping in DeepSpeed's shape. See :func:`load_engine_config`."""
-    given = _drop_satisfied(mapping, "")
+    try:
+        return _read(mapping)
+    except ConfigError as error:
+        # The dataclasses name their keys as the command line does.
+        text = re.sub(r"(?<![\w.])zero\.(?=\w)", "zero_optimization.", str(error))
+        raise ConfigError(re.sub(r"(?<![\w.])precision\.(?=\w)", "fp16.", text)) from None
+
+
+def _read(mapping: Mapping[str, Any]) -> EngineConfig:
+    given = _drop_satisfied(_drop_switched_off(mapping), "")
     for key in given:
         if key not in (*_SCALARS, *_BLOCKS, "communication_data_type"):
-            raise unknown_key(key, (*_SCALARS, *_BLOCKS, "communication_data_type"), "")
+            raise _refused(key, (*_SCALARS, *_BLOCKS, "communication_data_type"), "")
+        if key in _SCALARS and given[key] == "auto":
+            raise ConfigError(f'{key}="auto" is for a trainer to fill in; write a number')
     settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
-    zero = _block(given, "zero_optimization")
-    for name in _OFFLOAD:
-        _refuse_offload(zero.pop(name, None), f"zero_optimization.{name}")
-    settings["zero"] = build(ZeroConfig, zero, "zero_optimization")
+    settings["zero"] = build(ZeroConfig, _zero_block(given), "zero_optimization")
     settings["precision"] = _precision(given)
     settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
     if given.get("optimizer") is not None:
@@ -144,6 +209,47 @@ def from_deepspeed(mapping: Mapping[str, Any]) -> EngineConfig:
     if given.get("communication_data_type") is not None:
         settings["communication_data_type"] = _dtype(given["communication_data_type"], "communication_data_type")
     return build(EngineConfig, settings)
+
+
+def _refused(key: str, implemented: Iterable[str], where: str) -> ConfigError:
+    path = f"{where}.{key}" if where else key
+    if path in NOT_IMPLEMENTED:
+        return ConfigError(f"{path!r} is a DeepSpeed key that deepzero does not implement; leave it out")
+    return unknown_key(key, implemented, where)
+
+
+def _drop_switched_off(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the blocks that ask for nothing; one that is switched on is refused."""
+    kept = dict(mapping)
+    for name in SWITCHED_OFF:
+        block = kept.pop(name, None)
+        if block is not None and not (isinstance(block, Mapping) and block.get("enabled", False) is False):
+            raise ConfigError(
+                f'{name!r} is a DeepSpeed key that deepzero does not implement; leave it out, or set "enabled": false'
+            )
+    block = kept.pop("activation_checkpointing", None)
+    asks = block.values() if isinstance(block, Mapping) else [block]
+    if any(value not in (False, None) for value in asks):
+        raise ConfigError(
+            f"activation_checkpointing={block!r} is not implemented; leave it out, or let all of it be false: a model "
+            "that checkpoints its activations does so itself, with torch.utils.checkpoint"
+        )
+    return kept
+
+
+def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``zero_optimization``, with offload switched off and nothing to gather where parameters are whole."""
+    value, gather = given.get("zero_optimization"), "stage3_gather_16bit_weights_on_model_save"
+    if isinstance(value, Mapping) and value.get(gather) is True and value.get("stage", 0) in (0, 1, 2):
+        given = {"zero_optimization": {k: v for k, v in value.items() if k != gather}}
+    zero = _block(given, "zero_optimization")
+    for name in _OFFLOAD:
+        _refuse_offload(zero.pop(name, None), f"zero_optimization.{name}")
+    known = [f.name for f in fields(ZeroConfig)]
+    for key in zero:
+        if key not in known:
+            raise _refused(key, known, "zero_optimization")
+    return zero
 
 
 def _refuse_offload(block: Any, where: str) -> None:
@@ -176,7 +282,8 @@ def _block(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     if value.get("enabled") == "auto":
         raise ConfigError(f'{name}.enabled="auto" is for a trainer to fill in; write true or false')
     # "auto" is how Hugging Face's trainer writes "take the default".
-    return {k: v for k, v in _drop_satisfied(value, f"{name}.").items() if v is not None and v != "auto"}
+    chosen = {k: v for k, v in value.items() if v is not None and v != "auto"}
+    return _drop_satisfied(chosen, f"{name}.")
 
 
 def _precision(given: Mapping[str, Any]) -> PrecisionConfig:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from deepzero.config.deepspeed_json import SATISFIED, load_engine_config
+from deepzero.config.deepspeed_json import SATISFIED, SWITCHED_OFF, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
 
@@ -64,7 +64,7 @@ def test_defaults_are_deepspeeds():
     [
         ({"gradient_cliping": 1.0}, "gradient_clipping"),
         ({"zero_optimization": {"stagee": 1}}, "zero_optimization.stage'"),
-        ({"zero_optimization": {"stage": 7}}, "zero.stage=7"),
+        ({"zero_optimization": {"stage": 7}}, "^zero_optimization.stage=7"),
         ({"zero_optimization": {"stage": "two"}}, "zero_optimization.stage='two' must be an integer"),
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "must be an integer"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "contiguous_gradients=False is not implemented"),
@@ -73,6 +73,19 @@ def test_defaults_are_deepspeeds():
         ({"communication_data_type": {}}, "communication_data_type"),
         ({"zero_optimization": True}, "must be an object"),
         ({"zero_optimization": {"overlap_comm": "yes"}}, "true or false"),
+        ({"zero_optimization": {"stage": 2, "reduce_scatter": False}}, "alone, and zero_optimization.stage=2"),
+        ({"fp16": {"enabled": True, "loss_scale": -1}}, "^fp16.loss_scale=-1"),
+        ({"train_batch_size": "auto"}, 'train_batch_size="auto" is for a trainer'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping="auto" is for a trainer'),
+        ({"wandb": {"enabled": True}}, "'wandb' is a DeepSpeed key"),
+        ({"amp": True}, "'amp' is a DeepSpeed key"),
+        ({"activation_checkpointing": {"profile": False, "cpu_checkpointing": True}}, "cpu_checkpointing.*torch.utils"),
+        ({"aio": {"block_size": 1}}, "'aio' is a DeepSpeed key that deepzero does not implement"),
+        ({"zero_optimization": {"legacy_stage1": False}}, "'zero_optimization.legacy_stage1' is a DeepSpeed key"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+            "checkpoints are not implemented yet",
+        ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"bf16": {"enable": True}}, "enabled"),
         ({"fp16": {"enabled": False, "loss_scal": 1}}, "loss_scale"),
@@ -89,6 +102,16 @@ def test_defaults_are_deepspeeds():
 def test_refused(given, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         load_engine_config(given)
+
+
+def test_what_is_switched_off_is_accepted():
+    off = {name: {"enabled": False, "team": "x", "steps": [1]} for name in SWITCHED_OFF}
+    off |= {"tensorboard": {}, "wandb": None}
+    off["activation_checkpointing"] = {"partition_activations": False, "number_checkpoints": None}
+    # From Hugging Face's examples: whole parameters have nothing to gather.
+    off["zero_optimization"] = {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True}
+    off["zero_optimization"] |= {"reduce_bucket_size": "auto", "contiguous_gradients": "auto"}
+    assert load_engine_config(off) == load_engine_config({"zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize("key", SATISFIED)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepzero.config.deepspeed_json import SATISFIED, load_engine_config
+from deepzero.config.deepspeed_json import NOT_IMPLEMENTED, SATISFIED, SWITCHED_OFF, load_engine_config
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
@@ -159,15 +159,24 @@ def test_satisfied_keys() -> None:
         assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
 
 
+def names_in(paragraph: str) -> list[str]:
+    """The words in backquotes in the paragraph of docs/config.md that begins with ``*paragraph*``."""
+    found = re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)
+    assert found is not None
+    return re.findall(r"`(\w+)`", found[0])
+
+
+def test_blocks_that_may_be_switched_off() -> None:
+    assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
+
+
 def test_refused_keys_are_refused() -> None:
-    sentence = re.search(r"\*Refused\*.*?\n\n|\*Refused\*.*", text(CONFIG), re.S)
-    assert sentence is not None
-    names = [name for name in re.findall(r"`(\w+)`", sentence[0].partition("`bfloat16`")[0]) if "*" not in name]
-    assert "flops_profiler" in names
-    for name in names:
-        for given in ({name: {}}, {"zero_optimization": {name: {}}}):
-            with pytest.raises(ConfigError, match="unknown config key"):
-                load_engine_config({"train_batch_size": 4, **given})
+    for name in names_in("Refused"):
+        place = NOT_IMPLEMENTED[[path.rpartition(".")[2] for path in NOT_IMPLEMENTED].index(name)]
+        with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
+            load_engine_config({"train_batch_size": 4, **nested(place, {})})
+    with pytest.raises(ConfigError, match="unknown config key"):
+        load_engine_config({"train_batch_size": 4, "no_such_key": {}})
 
 
 def test_schedules_with_their_parameters() -> None:
