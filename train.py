@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ def main() -> None:
     # Our preset has the name of the plugin's own; Hydra merges them, and says that it will not always do so.
     warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema")
     try:
+        _check_arguments(sys.argv[1:])
         if under_launcher():
             _share_one_run_folder()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
@@ -227,6 +228,18 @@ def main() -> None:
     sys.exit(STATUS[0])
 
 
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse what Hydra answers with a traceback: a number for a group, a file in the run folder's place."""
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key in os.listdir(CONFIGS) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
+            raise ConfigError(_no_such_choice(key, value))
+        if key in ("hydra.run.dir", "hydra.sweep.dir"):
+            for path in (Path(value), *Path(value).parents):
+                if path.exists() and not path.is_dir():
+                    raise ConfigError(f"{argument}: {path} is a file, and the run needs a folder; choose another name")
+
+
 def _share_one_run_folder() -> None:
     """Under torchrun rank 0's Hydra makes the run folder; the others' Hydra must not make more of them."""
     if {"-m", "--multirun"} & set(sys.argv[1:]):
@@ -241,7 +254,7 @@ def job(cfg: DictConfig) -> None:
     if under_launcher():
         started = time.time()
         if os.environ["RANK"] == "0":
-            clear(run_dir)
+            _clear(run_dir)
 
         def on_failure(reason: str) -> None:
             if os.environ["RANK"] == "0":
@@ -309,7 +322,7 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
-    clear(run_dir)
+    _clear(run_dir)
     try:
         launch(str(HERE), "train", (run, str(run_dir)), nproc=nproc, environment=environment)
     except (ConfigError, RankFailed, Interrupted) as error:
@@ -321,6 +334,12 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
             (run_dir / ERROR).write_text(error.full, encoding="utf-8")
             raise RankFailed(error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}") from None
         raise
+
+
+def _clear(run_dir: Path) -> None:
+    """What an earlier run left in this folder goes, and is said to go."""
+    if (when := clear(run_dir)) is not None:
+        print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
 
 
 def choose_device(run: RunConfig, nproc: int) -> str:
@@ -364,10 +383,8 @@ def explain(error: Exception) -> str:
     unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
     if unknown_choice:
         group, choice = unknown_choice.groups()
-        choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-        if choices:
-            near = _nearest(choice, choices, f"{group}=")
-            return f"{group}={choice}: no such choice.{near} There are: {', '.join(choices)}"
+        if (CONFIGS / group).is_dir():
+            return _no_such_choice(group, choice)
     twice = re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text)
     if twice:
         return f"{twice[1]} has a choice already; write {twice[1]}={twice[2]}, without +"
@@ -377,6 +394,14 @@ def explain(error: Exception) -> str:
         return f"unknown config key {key!r}.{_nearest(key, valid_keys())} `python train.py --help` lists all keys"
     override = getattr(error, "override", None)  # of a parse error
     return f"{override}: {text}" if override and str(override) not in text else text
+
+
+def _no_such_choice(group: str, choice: str) -> str:
+    """A group takes the name of one of its files. ``zero=2`` and ``zero=stage2`` mean the key."""
+    choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+    stage = re.fullmatch(r"(?:stage_?)?(\d(?:,\d)*)", choice) if group == "zero" else None
+    near = f" Did you mean 'zero.stage={stage[1]}'?" if stage else _nearest(choice, choices, f"{group}=")
+    return f"{group}={choice}: no such choice.{near} There are: {', '.join(choices)}"
 
 
 def _nearest(word: str, valid: list[str], prefix: str = "") -> str:

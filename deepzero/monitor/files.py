@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,17 @@ def _clean(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a JSON file")
 
 
-def clear(run_dir: Path) -> None:
-    """Remove what an earlier run left in a folder that is used again: its summary must not speak for this run."""
-    for name in (METRICS, SUMMARY, ERROR):
-        (run_dir / name).unlink(missing_ok=True)
+def clear(run_dir: Path) -> datetime | None:
+    """Remove what an earlier run left in a folder that is used again: its summary must not speak for this run.
+
+    Returns:
+        When that run last wrote; None when there was none.
+    """
+    left = [run_dir / name for name in (METRICS, SUMMARY, ERROR) if (run_dir / name).exists()]
+    when = max((path.stat().st_mtime for path in left), default=None)
+    for path in left:
+        path.unlink()
+    return None if when is None else datetime.fromtimestamp(when)
 
 
 class MetricsFile:

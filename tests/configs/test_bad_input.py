@@ -22,6 +22,7 @@ KEYS = [
     ("experimnt=smoke", ["'experiment'"]),
     ("optimizer=adamww", ["optimizer=adamww", "'optimizer=adamw'", "sgd"]),
     ("precision=bf17", ["precision=bf17", "'precision=bf16'", "fp32"]),
+    ("zero=stage2", ["'zero.stage=2'"]),
     ("model=gpt2_124", ["'model=gpt2_124m'"]),
     ("scheduler=cosine", ["scheduler=cosine", "warmup_cosine"]),
     ("+optimizer=sgd", ["optimizer=sgd", "without +"]),
@@ -131,6 +132,24 @@ def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -
 def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
     done = cli("launch.nproc=0", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "launch.nproc=0: must be at least 1 rank\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["zero=1"], "zero=1: no such choice. Did you mean 'zero.stage=1'?"),
+        (["precision=16"], "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16"),
+        (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
+        (["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file"),
+        (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
+    ],
+)
+def test_one_line_instead_of_hydras_traceback(arguments: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("keep me")
+    done = cli(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert words in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("submitit") is not None, reason="submitit is installed")

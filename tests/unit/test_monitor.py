@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import struct
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,10 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
 def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path: Path) -> None:
     write_summary(tmp_path, {"status": "finished"})
     MetricsFile(tmp_path).step(step(1))
-    clear(tmp_path)
-    clear(tmp_path)
+    os.utime(tmp_path / "summary.json", (1e9, 1e9))
+    os.utime(tmp_path / "metrics.jsonl", (2e9, 2e9))
+    assert clear(tmp_path) == datetime.fromtimestamp(2e9), "the last sign of the earlier run"
+    assert clear(tmp_path) is None
     write_failed_summary(tmp_path, "at once", {}, 1.0)
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
 
