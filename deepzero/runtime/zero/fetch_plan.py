@@ -77,7 +77,7 @@ def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLi
         >>> uses += [Use((i,), backward=True, where="") for i in (2, 1, 0)]
         >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
         >>> [(a.release, a.fetch, [key for key, _ in a.prefetch]) for a in plan]
-        [((), (0,), [1]), ((0,), (), [2]), ((), (), []), ((2,), (), [0]), ((1,), (), [])]
+        [((), (0,), [1]), ((0,), (), [2]), ((), (), [0]), ((2,), (), []), ((1,), (), [])]
     """
     return _Planner(trace, numel, limits).run()
 
