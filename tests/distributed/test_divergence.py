@@ -11,14 +11,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import deepzero
 from deepzero.comm import process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
 from deepzero.config.engine import ChaosConfig
-from tests.distributed.training import SGD, make_model, my_micro_batches, start
+from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
 QUICK_SECONDS = 0.5
 
@@ -239,3 +241,35 @@ def leave_by_the_back_door(rank, world):
 
 def test_the_thread_ends_with_its_group(ranks):
     assert ranks.run(leave_by_the_back_door, world_size=2, process_group=False) == [(True, False, True, False)] * 2
+
+
+class Branching(nn.Module):
+    """Takes another way on another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right = (nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        """Left or right."""
+        return ((self.right if way else self.left)(self.first(x))).sum()
+
+
+def branch(rank, world):
+    join()
+    settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
+    engine, *_ = deepzero.initialize(model=Branching(), config=settings)
+    engine.backward(engine(torch.ones(2, 16), 0))
+    engine.step()
+    started = time.monotonic()
+    with pytest.raises(RankDivergenceError) as error:
+        engine.backward(engine(torch.ones(2, 16), rank))
+    process_group.shutdown()
+    return str(error.value), time.monotonic() - started
+
+
+def test_stage_3_names_the_modules(ranks):
+    """Each message has both ranks' modules, and what to do about experts."""
+    for text, seconds in ranks.run(branch, world_size=2, process_group=False):
+        assert " of left" in text and "forward of right" in text and "set_z3_leaf_modules" in text
+        assert seconds < 15
