@@ -124,7 +124,7 @@ class ModuleHooks:
         if not self._stack or self._stack[-1] is not module:
             return  # its pre-hook did not run: another one raised before it
         self._stack.pop()
-        self.coordinator.release_sub_module(module)
+        self.coordinator.release_sub_module(self._names[module])
         if not self._stack:
             if self._pushed.pop():
                 torch._C._autograd._pop_saved_tensors_default_hooks()

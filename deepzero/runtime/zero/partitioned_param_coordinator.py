@@ -208,11 +208,11 @@ class PartitionedParameterCoordinator:
             keys = self._keys[module] = keys_of(params)
         self.use(keys, where)
 
-    def release_sub_module(self, module: nn.Module) -> None:
+    def release_sub_module(self, where: str) -> None:
         """After a module ran. What it used goes at the next use, if the plan, or age, lets it go: modules come in
         runs that share an interval, and the end of the run is known only when it is over.
         """
-        self._comm.position = "forward, between modules"
+        self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def forget(self, module: nn.Module) -> None:
         """The parameters of ``module`` have changed; look its intervals up again."""

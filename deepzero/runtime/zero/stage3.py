@@ -30,6 +30,7 @@ from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
 from deepzero.runtime.zero.module_hooks import ModuleHooks
+from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.publish import all_gather_dp_groups
@@ -94,6 +95,8 @@ class ZeroStage3:
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
         """4: launch every interval whose gradients are complete and that is next in order."""
         self._boundary = boundary
+        if isinstance(param, ZeroParameter):
+            self.comm.position = f"backward, gradient of {param._zero.name}"
         self.gradients.gradient_ready(param, boundary)
 
     def _launched(self, entry: Scheduled) -> None:
