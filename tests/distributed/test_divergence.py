@@ -271,5 +271,5 @@ def branch(rank, world):
 def test_stage_3_names_the_modules(ranks):
     """Each message has both ranks' modules, and what to do about experts."""
     for text, seconds in ranks.run(branch, world_size=2, process_group=False):
-        assert " of left" in text and "forward of right" in text and "set_z3_leaf_modules" in text
+        assert "rank 0: in backward" in text and "in forward of right" in text and "set_z3_leaf_modules" in text
         assert seconds < 15

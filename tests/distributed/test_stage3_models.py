@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -192,6 +193,58 @@ def test_two_forwards_before_one_backward(ranks, world):
     for kind in ("base", "outside"):
         results = ranks.run(run, kind, "fp32", 2, world_size=world)
         assert all(outcome == results[0][0] for per_rank in results for outcome in per_rank)
+
+
+class Stack(nn.Module):
+    """Blocks to be compiled, one by one or all together."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return x.pow(2).mean()
+
+
+def compiled(rank, world):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at .grad of tensors that have none
+        return compile_in_three_ways(rank)
+
+
+def compile_in_three_ways(rank):
+    outcomes = []
+    for stage in (2, 3):
+        for how in ("in place", "wrapped", "all"):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            model = Stack()
+            if how == "all":
+                model.compile(backend="aot_eager")
+            for number, block in enumerate(model.blocks):
+                if how == "in place":
+                    block.compile(backend="aot_eager")
+                elif how == "wrapped":
+                    model.blocks[number] = torch.compile(block, backend="aot_eager")
+            engine, *_ = deepzero.initialize(
+                model=model, config=config(stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
+            )
+            losses = []
+            for step in range(3):
+                engine.backward(engine(batch(step, rank)))
+                engine.step()
+                losses.append((engine.last_step.loss, engine.last_step.grad_norm))
+            outcomes.append(losses)
+            assert stage == 2 or engine.stage.coordinator.training.dropped == 0
+            engine.destroy()
+    return outcomes
+
+
+def test_compiled_blocks(ranks):
+    for outcomes in ranks.run(compiled, world_size=2, timeout=110):
+        assert all(outcome == outcomes[0] for outcome in outcomes)
 
 
 class Experts(nn.Module):

@@ -17,7 +17,8 @@ they save are plain views, and the buffers behind them are not reused while they
 holds them]).
 
 Leaf modules (:func:`set_z3_leaf_modules`) are fetched as one, for forward and backward alike, whatever of them runs:
-that is what a mixture of experts needs, where each rank's tokens choose their own experts.
+that is what a mixture of experts needs, where each rank's tokens choose their own experts. A compiled module
+(``torch.compile``) is fetched as one too: its hooks run outside the compiled code, and there are none inside.
 
 Sources: ``setup_zero_stage3_hooks`` in DeepSpeed's ``parameter_offload.py``; ``utils/z3_leaf_module.py``. DeepSpeed
 fetches for the backward pass at module boundaries, and replaces ``F.linear`` by a function that saves no view.
@@ -81,15 +82,17 @@ class ModuleHooks:
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
-        """On this module and those below it; below a leaf there are none."""
+        """On this module and those below it; below a leaf, or in compiled code, there are none."""
         if module in seen:
             return
         seen.add(module)
-        leaf = module in _LEAVES
+        declared = module in _LEAVES
+        leaf = declared or is_compiled(module)
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
-        if leaf:
+        if declared:
             self.leaf_params.update(module.parameters())
-        before, after = (self._before_leaf, self._after_leaf) if leaf else (self._before, self._after)
+        before = self._before_leaf if declared else self._before
+        after = self._after_leaf if leaf else self._after
         self._handles += [
             module.register_forward_pre_hook(_bound(before, params), prepend=True, with_kwargs=True),
             module.register_forward_hook(_bound(after, params), always_call=True),
@@ -232,9 +235,15 @@ class ModuleHooks:
         return True
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module runs as compiled code: ``torch.compile(module)``, or ``module.compile()``."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
 def _bound(method: Callable[..., Any], params: list[ZeroParameter]) -> Callable[..., Any]:
     """A hook that brings ``params`` along. functools.partial would do, but for hooks that torch inspects."""
 
+    @torch.compiler.disable
     def hook(module: nn.Module, *rest: Any) -> Any:
         return method(params, module, *rest)
 
