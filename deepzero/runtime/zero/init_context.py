@@ -19,7 +19,9 @@ Source: ``Init`` and ``InsertPostInitMethodToModuleSubClasses`` in DeepSpeed's `
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,9 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_group import as_zero_parameter
 
 SETUP = "setup.gather"
+
+TRIM_BYTES = 64 << 20
+"""Freed parameters, between two calls of :func:`return_freed_memory`."""
 
 _ACTIVE: list[Init] = []
 """The contexts entered and not left, the innermost last."""
@@ -114,6 +119,7 @@ class Init:
         self._home = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
         self._pools: dict[torch.dtype, BufferPool] = {}
+        self._freed_bytes = 0
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
         if module is not None:
@@ -197,7 +203,24 @@ class Init:
         shard = torch.zeros(interval.part_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
         home = PartitionedInterval(-1 - made._zero.id, interval, [made], shard, comm, pool)
         home.write(made, values)
-        set_placeholder(made, values.dtype, self._home)
+        self._freed_bytes += values.nbytes
+        del values
+        set_placeholder(made, shard.dtype, self._home)
+        if self._freed_bytes >= TRIM_BYTES:
+            self._freed_bytes = 0
+            return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to give freed pages back to the system.
+
+    glibc keeps chunks below 32 MiB in its heap, where a few small objects between them make new holes of the old ones:
+    a model of 3 GB took 0.9 GB more than its share on some ranks. Other C libraries, and systems, have no such call.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
