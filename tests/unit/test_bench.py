@@ -190,7 +190,7 @@ def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytes
 def test_a_peer_that_is_not_installed_is_skipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     variant = Variant("plain", "")
     absent = Contender("absent", "Absent", "nowhere:build", (variant,), needs=("no_such_package.inner",))
-    assert zero.installed([(absent, variant), (FLOOR, FLOOR.variants[0])]) == [(FLOOR, FLOOR.variants[0])]
+    assert zero.installed([(absent, variant), (FLOOR, FLOOR.variants[0])], 2) == [(FLOOR, FLOOR.variants[0])]
     assert capsys.readouterr().out == "skipped absent: no_such_package.inner is not installed\n"
 
 

@@ -25,6 +25,10 @@ SPEED_LIMITS: dict[int, dict[str, float]] = {
 """By stage: largest step time, relative to a peer or to the floor."""
 
 
+ALONE_LIMIT = 1.05
+"""Of stage 3 on one rank, over a plain loop."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One variant over all of its rounds; times in seconds per step, memory in bytes of the largest rank."""
@@ -140,6 +144,10 @@ def compute_bars(rows: Sequence[Measured], floor: Floor | None) -> list[Bar]:
             bars.append(Bar(f"stage {stage} step time", _label(peer, peer_name), value, limits[peer_name]))
         value = ours.median_seconds / floor.seconds(stage) if ours and floor else None
         bars.append(Bar(f"stage {stage} step time", "floor", value, limits["floor"]))
+        alone = fastest(rows, "plain")
+        if alone is not None and stage == 3:
+            value = ours.median_seconds / alone.median_seconds if ours else None
+            bars.append(Bar(f"stage {stage} step time, one rank", _label(alone, ""), value, ALONE_LIMIT))
         bars.extend(_memory_bars(rows, ours, stage, peers))
     return bars
 

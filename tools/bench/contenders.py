@@ -40,6 +40,9 @@ class Contender:
     stage: int | None = None
     """ZeRO stage, where it has one."""
 
+    alone: bool = False
+    """Takes part with ``--ranks 1`` only."""
+
     def missing(self) -> str | None:
         """The first needed module that is not installed, or None."""
         for name in self.needs:
@@ -130,6 +133,13 @@ CONTENDERS: tuple[Contender, ...] = (
     _deepzero(1),
     _deepzero(2),
     _deepzero(3),
+    Contender(
+        "plain",
+        "plain PyTorch loop",
+        "peers:build_plain",
+        (Variant("bf16", "bf16 model, fp32 masters in the optimizer, no wrapper at all", {"mode": "bf16"}),),
+        alone=True,
+    ),
     Contender("ddp", "DDP", "peers:build_ddp", _DDP_VARIANTS),
     Contender("zro", "DDP + ZeroRedundancyOptimizer", "peers:build_zro", _DDP_VARIANTS),
     Contender("fsdp2", "FSDP2", "peers:build_fsdp2", _FSDP_VARIANTS),

@@ -61,7 +61,7 @@ def send_as_bf16(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses 
 
 
 def _ddp_step(context: Context, options: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """The loop that DDP and ZeroRedundancyOptimizer share; they differ in the optimizer alone."""
+    """The loop that all but FSDP2 share; they differ in the model's wrapper and in the optimizer."""
     params = list(model.parameters())
     clip = context.work.clip
     low = options["mode"] == "bf16"
@@ -90,6 +90,12 @@ def build_ddp(context: Context, options: dict[str, Any]) -> Step:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **context.work.adamw)
     return _ddp_step(context, options, model, optimizer)
+
+
+def build_plain(context: Context, options: dict[str, Any]) -> Step:
+    """One process, no wrapper: what a single rank of ZeRO is measured against."""
+    model = context.model.to(context.device, torch.bfloat16)
+    return _ddp_step(context, options, model, MasterAdamW(model.parameters(), **context.work.adamw))
 
 
 def build_zro(context: Context, options: dict[str, Any]) -> Step:

@@ -89,7 +89,7 @@ def ratio_table(rows: Sequence[Measured]) -> str:
 def floor_table(floor: Floor) -> str:
     """The parts of the floor, and what they add up to for each stage."""
     lines = [[name, f"{floor.median_parts[name]:.4f}", f"{floor.best_parts[name]:.4f}"] for name in floor.median_parts]
-    for stage, title in ((0, "floor of stage 0"), (1, "floor of stages 1 and 2")):
+    for stage, title in ((0, "floor of stage 0"), (1, "floor of stages 1 and 2"), (3, "floor of stage 3")):
         lines.append([title, f"{floor.seconds(stage):.4f}", f"{floor.seconds(stage, best=True):.4f}"])
     return table(["part, alone", "median s", "best s"], lines)
 

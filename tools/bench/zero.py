@@ -117,8 +117,9 @@ def workload_of(options: argparse.Namespace) -> Workload:
     return dataclasses.replace(TINY if options.quick else Workload(), **changes)
 
 
-def installed(entries: list[tuple[Contender, Variant]]) -> list[tuple[Contender, Variant]]:
-    """Leave out whoever is not installed, with a line each."""
+def installed(entries: list[tuple[Contender, Variant]], ranks: int) -> list[tuple[Contender, Variant]]:
+    """Leave out whoever is not installed, with a line each, and who cannot take part with so many ranks."""
+    entries = [(contender, variant) for contender, variant in entries if ranks == 1 or not contender.alone]
     missing = {contender.name: contender.missing() for contender, _ in entries}
     for name, module in missing.items():
         if module:
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The commit is read before the run: the checkout may move on while it lasts.
     facts = [*report.machine_facts(work), f"commit {report.commit()}", report.load_fact(work)]
     print("\n".join(facts), flush=True)
-    entries = installed(options.entries)
+    entries = installed(options.entries, options.ranks)
     with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as scratch:
         folder = options.logs.resolve() if options.logs else Path(scratch)
         tokens_file = Path(scratch) / "tokens.npy"
