@@ -1,6 +1,6 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
 
-from deepzero import zero
+from deepzero import utils, zero
 from deepzero.comm.process_group import init_distributed
 from deepzero.config.parse import ConfigError
 from deepzero.runtime.engine import Engine, NonFiniteError
@@ -20,5 +20,6 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "utils",
     "zero",
 ]

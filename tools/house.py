@@ -44,6 +44,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.profiling", 4),
     ("deepzero.models", 4),
     ("deepzero.data", 4),
+    ("deepzero.utils", 4),
     ("deepzero.zero", 4),
 )
 """Module or package → floor; the longest name that fits counts. The package ``deepzero`` itself stands above all."""

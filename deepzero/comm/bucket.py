@@ -114,6 +114,7 @@ class BucketReducer:
         method: ``exact`` or ``native``; see the module's text.
         whole: every rank gets the whole sum (an all-reduce) instead of its own part (a reduce-scatter).
         depth: buckets; 1 waits for each reduction before the next is filled.
+        suffix: ends the ledger's names for what is sent.
     """
 
     def __init__(
@@ -124,9 +125,10 @@ class BucketReducer:
         method: Literal["exact", "native"],
         whole: bool,
         depth: int,
+        suffix: str = "",
     ) -> None:
         self.comm, self.method, self.whole, self.depth = comm, method, whole, depth
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self.suffix = wire_dtype, suffix
         self._lane = Lane(comm.device)
         self._scratch = torch.zeros(2 * SUM_CHUNK, dtype=torch.float32, device=comm.device)
         self._buckets = deque(self._allocate(capacity) for _ in range(depth))
@@ -191,7 +193,7 @@ class BucketReducer:
         """
         if self._stays(accumulate):
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
-            self.comm.exchange(kind, [output], [output], 0, f"interval {interval.index}").wait()
+            self.comm.exchange(kind + self.suffix, [output], [output], 0, f"interval {interval.index}").wait()
             if measure is not None:
                 measure(output, 0)
             return
@@ -205,7 +207,7 @@ class BucketReducer:
         )
         if self.method == "exact":
             recv = self._receivers(bucket.recv, interval)
-            pending = self.comm.exchange(REDUCE_SCATTER, parts, recv, padding, where)
+            pending = self.comm.exchange(REDUCE_SCATTER + self.suffix, parts, recv, padding, where)
             parts = [parts[q] if q == self.comm.rank else recv[q] for q in range(self.comm.world_size)]
         else:
             pending, parts = self._launch_native(bucket, interval, send, padding, where)
@@ -227,9 +229,9 @@ class BucketReducer:
             send.div_(self.comm.world_size)
         if self.whole:
             padding = 2 * (self.comm.world_size - 1) * (interval.numel - interval.true_numel()) // self.comm.world_size
-            return self.comm.all_reduce(ALL_REDUCE, send, padding, where), [send]
+            return self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where), [send]
         part = bucket.recv[: interval.part_numel]
-        return self.comm.reduce_scatter(REDUCE_SCATTER, part, send, padding, where), [part]
+        return self.comm.reduce_scatter(REDUCE_SCATTER + self.suffix, part, send, padding, where), [part]
 
     def _finish(self, flight: _InFlight) -> None:
         """Wait for one reduction, add it up into its output, and free its bucket."""
@@ -254,7 +256,8 @@ class BucketReducer:
         comm = self.comm
         padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
         parts = whole.split(interval.part_numel)
-        self._gathers.append(comm.all_gather(ALL_GATHER_GRADIENTS, parts, whole, padding, f"interval {interval.index}"))
+        kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"interval {interval.index}"
+        self._gathers.append(comm.all_gather(kind, parts, whole, padding, where))
 
     def drain(self) -> None:
         """Finish everything under way. Afterwards the outputs may be read on the current stream."""

@@ -46,6 +46,7 @@ from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sh
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
+from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
 from deepzero.runtime.zero.sharded_step import ShardedStep, clip_divisor
 
@@ -122,6 +123,9 @@ class Engine(EngineFacts):
             for param in trained:
                 param.register_hook(self._scale_late)
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
+        self._fragments = TensorFragments(
+            model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now
+        )
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
@@ -289,11 +293,11 @@ class Engine(EngineFacts):
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
         agreement = agree(self.comm, self.stage.square_words(), self._mean_loss())
-        scale, lr = self._scaler.scale, self.optimizer.param_groups[0]["lr"]
+        scale, mean_divisor = self._scaler.scale, self._mean_divisor()
+        lr = self.optimizer.param_groups[0]["lr"]
         self._check_finite(agreement)
         if self._scaled:
             self._scaler.update(not agreement.finite)
-        mean_divisor = self.world_size * self.batch.accumulation * scale
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
@@ -314,6 +318,10 @@ class Engine(EngineFacts):
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         self._print_progress(self.last_step)
+
+    def _mean_divisor(self) -> float:
+        """What the sum of this step's gradients is divided by for their mean, without loss scale."""
+        return self.world_size * self.batch.accumulation * self._scaler.scale
 
     def _print_progress(self, record: StepRecord) -> None:
         every = self.config.steps_per_print
@@ -426,4 +434,5 @@ class Engine(EngineFacts):
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again."""
         self._hooks.remove()
+        self._fragments.forget()
         self.stage.destroy()

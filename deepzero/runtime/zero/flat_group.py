@@ -153,6 +153,23 @@ class FlatGroup:
                     # A write of the same value must not round the master to the compute dtype.
                     master.copy_(torch.where(master.to(self.dtype) == values, master, values.to(torch.float32)))
 
+    @torch.no_grad()
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """New values for one parameter, and for this rank's piece of its master, which keeps all bits of them.
+
+        Args:
+            index: position in :attr:`params`.
+            values: 1-D, whole, fp32, the same on every rank.
+        """
+        slot, param = self.layout.slots[index], self.params[index]
+        self.flat_P[slot.offset : slot.end].copy_(values)
+        if self.master_storage is not None and index in self._mine:
+            piece, master = self._mine[index]
+            master.copy_(values[piece.start : piece.start + piece.numel])
+        # Autograd must know, should a backward pass still need the old values; the master has followed already.
+        torch.autograd.graph.increment_version(param)
+        self._versions[index] = param._version
+
     def release(self) -> None:
         """Let the parameters belong to nobody again."""
         for param in self.params:

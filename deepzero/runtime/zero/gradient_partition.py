@@ -48,7 +48,7 @@ class GradientPartition:
         launched: Callable[[Scheduled], None] | None = None,
     ) -> None:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
-        self.every_pass, self.overlap = every_pass, overlap
+        self.every_pass, self.overlap, self.grad_dtype = every_pass, overlap, grad_dtype
         self._launched = launched
         self.together: set[nn.Parameter] = set()
         """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
@@ -72,8 +72,11 @@ class GradientPartition:
             for slot in entry.interval.slots
         }
         self._missing = [len(entry.interval.slots) for entry in order]
-        # Whether grad_S holds earlier micro-batches, to which the next reduction adds.
-        self._accumulated = False
+        self.present = False
+        """Whether a backward pass has ended since the last step."""
+        self.reduced = False
+        """Whether ``grad_S`` holds gradients of this step, to which the next reduction adds; else they wait in the
+        source."""
 
     # ---- 2: gradient ready -------------------------------------------------------------------------------------------
 
@@ -111,10 +114,11 @@ class GradientPartition:
 
     def _leaves_now(self, boundary: bool) -> bool:
         """Whether gradients of the backward pass under way are sent as they come."""
-        return self.every_pass or (self.overlap and boundary)
+        return self.every_pass or (self.overlap and boundary) or self.reduced
 
     def backward_end(self, boundary: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
+        self.present = True
         if not self._leaves_now(boundary) or not self._arrived:
             return
         for entry in self.order[self._cursor :]:
@@ -125,7 +129,7 @@ class GradientPartition:
             if self.source.waiting(entry):
                 self._reduce(entry, boundary, again=True)
         self._end_of_pass()
-        self._accumulated = True
+        self.reduced = True
 
     def _end_of_pass(self) -> None:
         self._cursor = 0
@@ -143,7 +147,7 @@ class GradientPartition:
         if boundary and not self.reducer.whole:
             measure = partial(self._norms[entry.group].measure, entry.interval.shard_offset)
             self._measured.add(key)
-        output, accumulate = self._sum_of(entry.group, entry.interval), self._accumulated or again
+        output, accumulate = self._sum_of(entry.group, entry.interval), self.reduced or again
         bucket = self.reducer.acquire(entry.interval, output, accumulate)
         self.source.fill(entry, bucket, name_unused=not again)
         self.reducer.launch(entry.interval, output, accumulate, measure)
@@ -154,12 +158,21 @@ class GradientPartition:
 
     def finish_gradients(self) -> None:
         """3 boundary: flush and wait. What has left during the backward pass has only its last buckets to wait for."""
-        if not self._accumulated:
-            # Stage 1 without overlap; or no backward pass at all since the last step: zeros, as every rank would send.
+        self.reduce_now()
+        self.present = self.reduced = False
+
+    def reduce_now(self) -> None:
+        """Send what waits, if nothing has been sent in this step; wait for what is under way."""
+        if not self.reduced:
+            # Stage 1 without overlap; or no gradient at all since the last step: zeros, as every rank would send.
             for entry in self.order:
                 self._reduce(entry, boundary=True)
         self.reducer.drain()
-        self._accumulated = False
+        self.reduced = True
+
+    def written(self, group: int, interval: Interval) -> None:
+        """Somebody has changed sums of this interval: its norms have to be taken anew."""
+        self._measured.discard((group, interval.index))
 
     def _sum_of(self, group: int, interval: Interval) -> torch.Tensor:
         """Where the reducer writes: this rank's part of the interval, or all of it with ``reduce_scatter=False``."""
@@ -203,7 +216,7 @@ class GradientPartition:
         self.source.discard()
         self._end_of_pass()
         self._measured.clear()
-        self._accumulated = False
+        self.present = self.reduced = False
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""

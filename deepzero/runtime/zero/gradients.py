@@ -45,6 +45,9 @@ class ParameterGroup(Protocol):
     def take_over_writes(self) -> None:
         """Before a step: what was written into parameters is kept, or refused."""
 
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """New values, 1-D, whole and fp32, for one parameter and its master."""
+
     def release(self) -> None:
         """Let the parameters belong to nobody again."""
 
@@ -173,6 +176,14 @@ class GradientSource:
             self._arrived.add(param)
         param.grad = None
 
+    def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """1-D: what waits to be sent of one parameter, or None."""
+        g, slot = self._place[param]
+        flat = self.flat[g]
+        if flat is not None:
+            return flat[slot.offset : slot.end] if param in self._arrived else None
+        return _dense(param.grad) if param.grad is not None else None
+
     def waiting(self, entry: Scheduled) -> bool:
         """Whether any gradient of an interval waits to be sent."""
         params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
@@ -188,17 +199,15 @@ class GradientSource:
             name_unused: say once which parameters got no gradient, when every interval of the pass has been filled.
         """
         group, interval = self.groups[entry.group], entry.interval
-        flat = self.flat[entry.group]
         for lo, hi in self._gaps[entry.group, interval.index]:
             bucket[lo:hi].zero_()
         for slot in interval.slots:
             param = group.params[slot.index]
             place = bucket[slot.offset - interval.offset : slot.end - interval.offset]
-            if flat is not None and param in self._arrived:
-                place.copy_(flat[slot.offset : slot.end])
+            waiting = self.waiting_of(param)
+            if waiting is not None:
+                place.copy_(waiting)
                 self._arrived.discard(param)
-            elif flat is None and param.grad is not None:
-                place.copy_(_dense(param.grad))
             else:
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []

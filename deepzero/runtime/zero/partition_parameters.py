@@ -406,3 +406,13 @@ class PartitionedInterval:
         home.generation += 1
         if home.on_write is not None:
             home.on_write(home, param)
+
+    @torch.no_grad()
+    def write_gathered(self, param: ZeroParameter, values: torch.Tensor) -> None:
+        """The same for the buffer, if the interval is gathered or on its way; it is no write by the user."""
+        if self.status is ZeroParamStatus.NOT_AVAILABLE:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+        whole = self.value(param._zero.placed()[1])
+        whole.copy_(values.view(whole.shape))

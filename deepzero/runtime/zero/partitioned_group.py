@@ -132,6 +132,22 @@ class PartitionedGroup:
         values = self.shard_S[piece.shard_start : piece.shard_start + piece.numel]
         master.copy_(torch.where(master.to(self.dtype) == values, master, values.to(torch.float32)))
 
+    @torch.no_grad()
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """New values for one parameter: this rank's piece of it, and of its master, which keeps all bits of them.
+
+        Args:
+            index: position in :attr:`params`.
+            values: 1-D, whole, fp32, the same on every rank.
+        """
+        param, number = self.params[index], self._mine.get(index)
+        home, _ = param._zero.placed()
+        home.write(param, values)
+        home.write_gathered(param, values)
+        if number is not None:
+            piece = self.pieces[number]
+            self.masters[number].copy_(values[piece.start : piece.start + piece.numel])
+
     def take_over_writes(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for interval in self.intervals:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
+from deepzero.layout import Interval
 from deepzero.runtime.grad_norm import square_sum_words
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
@@ -48,7 +49,17 @@ class ZeroStage0:
         grad_dtype: torch.dtype,
     ) -> None:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
+        self.grad_dtype = grad_dtype
         self.grad_P = [torch.zeros(g.layout.padded_numel, dtype=grad_dtype, device=g.device) for g in groups]
+        self.present = False
+        """Whether a backward pass has ended since the last step."""
+        self.reduced = False
+        """Whether this step's gradients are in ``grad_P``; else they wait in the source."""
+
+    @property
+    def gradients(self) -> ZeroStage0:
+        """What has the gradients: a part of the other stages, here the stage itself."""
+        return self
 
     def _sum_of(self, entry: Scheduled) -> torch.Tensor:
         interval = entry.interval
@@ -72,15 +83,31 @@ class ZeroStage0:
         self.source.accumulate(param)
 
     def backward_end(self, boundary: bool) -> None:
-        """Nothing leaves before the boundary."""
+        """Nothing leaves before the boundary, unless earlier gradients of this step had to."""
+        self.present = True
+        if self.reduced:
+            self._reduce()
 
     def finish_gradients(self) -> None:
         """3 boundary: all-reduce every bucket."""
+        self.reduce_now()
+        self.present = self.reduced = False
+
+    def reduce_now(self) -> None:
+        """All-reduce what waits, if that has not been done in this step."""
+        if not self.reduced:
+            self._reduce()
+            self.reduced = True
+
+    def _reduce(self) -> None:
         for entry in self.order:
-            bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=False)
-            self.source.fill(entry, bucket)
-            self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=False)
+            bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=self.reduced)
+            self.source.fill(entry, bucket, name_unused=not self.reduced)
+            self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced)
         self.reducer.drain()
+
+    def written(self, group: int, interval: Interval) -> None:
+        """Somebody has changed sums of this interval: nothing is remembered of them here."""
 
     def publish(self) -> None:
         """5: every rank has every new master; cast them into the model."""
@@ -92,6 +119,7 @@ class ZeroStage0:
     def discard_gradients(self) -> None:
         """Forget this step's gradients."""
         self.source.discard()
+        self.present = self.reduced = False
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""

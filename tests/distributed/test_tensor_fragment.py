@@ -1,0 +1,440 @@
+"""``deepzero.utils.safe_*``: a parameter's master, gradient and optimizer state, read and written in every stage."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero import utils
+from deepzero.runtime.zero import fragments
+from deepzero.zero import GatheredParameters
+from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step, start
+
+STAGES = (0, 1, 2, 3)
+ADAMW = dict(lr=1e-2, weight_decay=0.1, fused=True)
+MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build(stage, precision, persist=0, zero=None, **changes):
+    """Small buckets; stage 3 with everything partitioned, unless ``persist`` is larger."""
+    model = make_model()
+    zero = {**(zero or {}), **({"stage3_param_persistence_threshold": persist} if stage == 3 else {})}
+    settings = config(stage=stage, precision=precision, bucket=1500, zero=zero, **changes)
+    del settings["optimizer"]
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return deepzero.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def backward(engine, rank, world, step=0, before_last=None):
+    """All backward passes of a step; the last ``engine.step()`` is the caller's."""
+    batches = my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation)
+    for number, (ids, labels) in enumerate(batches):
+        engine.backward(engine(ids, labels))
+        if number + 1 < len(batches):
+            if before_last is not None:
+                before_last()
+            engine.step()
+
+
+class Reference:
+    """A plain loop over fp32 masters that takes every rank's micro-batches itself, and adds as the ranks do."""
+
+    def __init__(self, world, precision, per_pass, accumulation):
+        self.world, self.per_pass, self.accumulation = world, per_pass, accumulation
+        self.dtype = DTYPES[precision]
+        self.masters = dict(make_model().named_parameters())
+        self.optimizer = torch.optim.AdamW(self.masters.values(), **ADAMW)
+        self.model = make_model().to(self.dtype)
+
+    def gradients(self, rank, step):
+        """One rank's, by micro-batch."""
+        found = []
+        for ids, labels in my_micro_batches(step, rank, self.world, 2, self.accumulation):
+            self.model.zero_grad()
+            self.model(ids, labels).backward()
+            found.append({name: p.grad for name, p in self.model.named_parameters()})
+        return found
+
+    def backward(self, step):
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                param.copy_(self.masters[name])
+        everyone = [self.gradients(rank, step) for rank in range(self.world)]
+        for name, master in self.masters.items():
+            grads = [[one[name].float() for one in mine] for mine in everyone]
+            if self.per_pass:
+                passes = [functools.reduce(torch.add, column) for column in zip(*grads, strict=True)]
+                total = functools.reduce(torch.add, passes)
+            else:
+                local = [functools.reduce(torch.add, mine).to(self.dtype).float() for mine in grads]
+                total = functools.reduce(torch.add, local)
+            master.grad = total / torch.tensor(float(self.world * self.accumulation))
+
+    def state(self, name, key):
+        return self.optimizer.state[self.masters[name]][key]
+
+
+def check_masters(engine, reference):
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(utils.safe_get_full_fp32_param(param), reference.masters[name]), name
+        for key in MOMENTS:
+            assert torch.equal(utils.safe_get_full_optimizer_state(param, key), reference.state(name, key)), (name, key)
+
+
+def check_gradients(engine, reference):
+    for name, param in engine.module.named_parameters():
+        grad = utils.safe_get_full_grad(param)
+        assert grad.dtype == torch.float32 and grad.shape == param.shape
+        assert torch.equal(grad, reference.masters[name].grad), name
+
+
+def as_a_plain_loop(rank, world, stage, precision, changes):
+    accumulation = changes.get("gradient_accumulation_steps", 1)
+    reference = Reference(world, precision, stage >= 2, accumulation)
+    engine = build(stage, precision, gradient_clipping=0, **changes)
+    untouched = build(stage, precision, gradient_clipping=0, **changes)
+    first = next(iter(engine.module.parameters()))
+    assert utils.safe_get_full_grad(first) is None and utils.safe_get_local_grad(first) is None
+    for step in range(3):
+        backward(untouched, rank, world, step)
+        untouched.step()
+        backward(engine, rank, world, step, before_last=lambda: utils.safe_get_full_grad(first))
+        reference.backward(step)
+        check_gradients(engine, reference)
+        check_gradients(engine, reference)  # looking changes nothing
+        engine.step()
+        reference.optimizer.step()
+        assert utils.safe_get_full_grad(first) is None
+        check_masters(engine, reference)
+        assert engine.params_sha256() == untouched.params_sha256()
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_plain_loop_has_the_same(ranks, stage, precision, world):
+    assert all(ranks.run(as_a_plain_loop, stage, precision, {}, world_size=world))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_micro_batches(ranks, stage, precision):
+    changes = {"gradient_accumulation_steps": 2, "overlap": True}
+    assert all(ranks.run(as_a_plain_loop, stage, precision, changes, world_size=2))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_persistent_parameters_and_one_rank(ranks, stage):
+    assert all(ranks.run(as_a_plain_loop, stage, "bf16", {"persist": 100} if stage == 3 else {}, world_size=2))
+    assert all(ranks.run(as_a_plain_loop, stage, "bf16", {}, world_size=1))
+
+
+def values_for(engine, seed, scale=1.0):
+    """The same on every rank; fp32 values that bf16 cannot hold."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(param.shape, generator=generator) * scale for name, param in engine.module.named_parameters()
+    }
+
+
+def mine(engine, name, whole):
+    """This rank's piece of a whole: where it begins is found with a parameter that counts its elements."""
+    param = dict(engine.module.named_parameters())[name]
+    kept = utils.safe_get_full_fp32_param(param)
+    utils.safe_set_full_fp32_param(param, torch.arange(float(param.numel())))
+    places = utils.safe_get_local_fp32_param(param).long()
+    utils.safe_set_full_fp32_param(param, kept)
+    return whole.flatten()[places]
+
+
+def set_and_step(rank, world, stage, precision, local, changes):
+    engine = build(stage, precision, **changes)
+    named = dict(engine.module.named_parameters())
+    one_step(engine, rank, world)
+    masters, first, second = (values_for(engine, seed) for seed in (1, 2, 3))
+    gradients = values_for(engine, 4, 1e-2)
+
+    def put(name, whole, setter, *key):
+        full, local_setter = getattr(utils, f"safe_set_full_{setter}"), getattr(utils, f"safe_set_local_{setter}")
+        value = mine(engine, name, whole) if local else whole
+        (local_setter if local else full)(named[name], value, *key)
+
+    chosen = ["blocks.0.1.weight", "embed.weight", "norm.bias"]
+    for name in chosen:
+        put(name, masters[name], "fp32_param")
+        put(name, first[name], "optimizer_state", "exp_avg")
+        put(name, second[name].abs(), "optimizer_state", "exp_avg_sq")
+    before = {name: param.clone() for name, param in zip(named, whole_of(engine), strict=True)}
+    backward(engine, rank, world, 1)
+    for name in chosen[:2]:
+        put(name, gradients[name], "grad")
+    found = [utils.safe_get_full_grad(param) for param in named.values()]
+    for name in chosen:
+        assert torch.equal(utils.safe_get_full_fp32_param(named[name]), masters[name])
+        assert torch.equal(utils.safe_get_full_optimizer_state(named[name], "exp_avg"), first[name])
+        assert torch.equal(before[name], masters[name].to(DTYPES[precision]))
+    for name in chosen[:2]:
+        grad = found[list(named).index(name)]
+        exact = world & (world - 1) == 0
+        assert torch.equal(grad, gradients[name]) if exact else torch.allclose(grad, gradients[name], rtol=2e-7, atol=0)
+    engine.step()
+    record = engine.last_step
+    fp32 = [utils.safe_get_full_fp32_param(param) for param in named.values()]
+    one_step(engine, rank, world, 2)
+    return found, fp32, record.grad_norm, record.grad_norm_clipped, engine.last_step.loss, engine.params_sha256()
+
+
+def whole_of(engine):
+    with GatheredParameters(engine.module.parameters()):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def same(a, b):
+    tensors = all(
+        torch.equal(x, y) for one, other in zip(a[:2], b[:2], strict=True) for x, y in zip(one, other, strict=True)
+    )
+    return tensors and a[2:] == b[2:]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
+    reference = ranks.run(set_and_step, 0, precision, False, {}, world_size=world)[0]
+    assert reference[2] > 0.5 == pytest.approx(reference[3], rel=1e-4)  # clipped, by the norm of what was set
+    for stage in STAGES:
+        for local in (False, True):
+            for changes in ({}, {"overlap": True, "chaos": 3}):
+                for result in ranks.run(set_and_step, stage, precision, local, changes, world_size=world):
+                    assert same(result, reference), (stage, local, changes)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_sums_and_persistent_parameters(ranks, stage):
+    reference = ranks.run(set_and_step, 0, "bf16", False, {}, world_size=2)[0]
+    changes = {"persist": 100} if stage == 3 else {"zero": {"reduce_scatter": False}}
+    for result in ranks.run(set_and_step, stage, "bf16", False, changes, world_size=2):
+        assert same(result, reference)
+
+
+def pieces(rank, world, stage):
+    engine = build(stage, "bf16")
+    one_step(engine, rank, world)
+    backward(engine, rank, world, 1)
+    found = {}
+    for name, param in engine.module.named_parameters():
+        found[name] = [
+            (utils.safe_get_full_fp32_param(param), utils.safe_get_local_fp32_param(param)),
+            (utils.safe_get_full_grad(param), utils.safe_get_local_grad(param)),
+            *(
+                (utils.safe_get_full_optimizer_state(param, key), utils.safe_get_local_optimizer_state(param, key))
+                for key in MOMENTS
+            ),
+        ]
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_local_pieces_make_the_whole(ranks, stage):
+    results = ranks.run(pieces, stage, world_size=3)
+    for name, kinds in results[0].items():
+        for number, (full, _) in enumerate(kinds):
+            parts = [result[name][number][1] for result in results]
+            assert all(part.dim() == 1 and part.dtype == torch.float32 for part in parts)
+            assert torch.equal(parts[0] if stage == 0 else torch.cat(parts), full.flatten()), name
+            assert all(torch.equal(result[name][number][0], full) for result in results)
+
+
+def reductions(rank, world, reduce, precision):
+    """Between the last backward pass and the step: what is found is what a step with SGD then uses."""
+    outcomes = []
+    for stage in STAGES:
+        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        settings = config(stage=stage, bucket=1500, precision=precision, reduce=reduce, zero=zero, gradient_clipping=0)
+        settings["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+        if precision == "fp16":
+            settings["fp16"] = {"enabled": True, "initial_scale_power": 10}
+        engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+        params = list(engine.module.parameters())
+        before = [utils.safe_get_full_fp32_param(param) for param in params]
+        backward(engine, rank, world)
+        grads = [utils.safe_get_full_grad(param) for param in params]
+        engine.step()
+        assert engine.was_step_applied()
+        after = [utils.safe_get_full_fp32_param(param) for param in params]
+        outcomes.append(all(torch.equal(b - g, a) for b, g, a in zip(before, grads, after, strict=True)))
+    return outcomes
+
+
+@pytest.mark.parametrize("reduce", ["exact", "native"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_found_is_what_the_step_uses(ranks, reduce, precision):
+    assert ranks.run(reductions, reduce, precision, world_size=2) == [[True] * 4] * 2
+
+
+class HalfFrozen(nn.Module):
+    """One layer that is not trained, one that is, and one that the forward pass does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained, self.unused = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x)).square().mean()
+
+
+def nothing_there(rank, world, stage):
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    engine = start(HalfFrozen(), stage=stage, precision="bf16", zero=zero)
+    frozen, trained, unused = (getattr(engine.module, n).weight for n in ("frozen", "trained", "unused"))
+    engine.backward(engine(torch.ones(2, 6, dtype=torch.bfloat16)))
+    assert utils.safe_get_full_grad(unused).count_nonzero() == 0 < utils.safe_get_full_grad(trained).count_nonzero()
+    for get in ("fp32_param", "grad"):
+        assert getattr(utils, f"safe_get_full_{get}")(frozen) is None
+        assert getattr(utils, f"safe_get_local_{get}")(frozen) is None
+        for scope in ("full", "local"):
+            with pytest.raises(ValueError, match=r"'frozen\.weight' is not trained"):
+                getattr(utils, f"safe_set_{scope}_{get}")(frozen, torch.ones(6, 6))
+    assert utils.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    assert utils.safe_get_local_optimizer_state(frozen, "exp_avg") is None
+    for stranger in (nn.Parameter(torch.ones(3)), trained.detach()):
+        with pytest.raises(ValueError, match="is no parameter of an engine"):
+            utils.safe_get_full_fp32_param(stranger)
+    with pytest.raises(ValueError, match=r"no state 'momentum'.*it keeps exp_avg, exp_avg_sq"):
+        utils.safe_get_full_optimizer_state(trained, "momentum")
+    with pytest.raises(ValueError, match="no state 'step' for each element"):
+        utils.safe_set_full_optimizer_state(trained, torch.ones(6, 6), "step")
+    with pytest.raises(ValueError, match=r"shape \(5,\) has 5 elements; the parameter has 36"):
+        utils.safe_set_full_grad(trained, torch.ones(5))
+    engine.step()
+    with pytest.raises(RuntimeError, match="no backward pass has ended since the last step"):
+        utils.safe_set_full_grad(trained, torch.ones(6, 6))
+    engine.destroy()
+    with pytest.raises(ValueError, match="is no parameter of an engine"):
+        utils.safe_get_full_fp32_param(trained)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_there(ranks, stage):
+    assert all(ranks.run(nothing_there, stage, world_size=2))
+
+
+def untimely(rank, world, stage):
+    engine = build(stage, "bf16", gradient_accumulation_steps=2)
+    param = engine.module.blocks[0][1].weight
+    messages = []
+
+    def inside(_):
+        with pytest.raises(RuntimeError, match="a backward pass is under way"):
+            utils.safe_get_full_grad(param)
+        messages.append("inside")
+
+    def between():
+        so_far = utils.safe_get_full_grad(param)
+        assert so_far.count_nonzero() > 0
+        with pytest.raises(RuntimeError, match="further micro-batches of this step"):
+            utils.safe_set_full_grad(param, so_far)
+        messages.append("between")
+
+    handle = engine.module.norm.weight.register_hook(inside)
+    backward(engine, rank, world, 0, before_last=between)
+    handle.remove()
+    # Once set, further gradients of the same micro-batch are added, and none is lost.
+    value = torch.full_like(utils.safe_get_full_grad(param), 0.5)
+    utils.safe_set_full_grad(param, value)
+    other = engine.module.norm.bias
+    bias = utils.safe_get_full_grad(other)
+    engine.backward(engine(*make_batch(5, 2)))
+    assert (utils.safe_get_full_grad(param) - value).count_nonzero() > 0
+    assert (utils.safe_get_full_grad(other) - bias).count_nonzero() > 0
+    total = [utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+    engine.step()
+    engine.zero_grad()
+    backward(engine, rank, world, 1)
+    engine.zero_grad()
+    assert utils.safe_get_full_grad(param) is None
+    return messages, total, engine.last_step.grad_norm
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_untimely(ranks, stage):
+    for result, reference in zip(
+        ranks.run(untimely, stage, world_size=2), ranks.run(untimely, 0, world_size=2), strict=True
+    ):
+        assert set(result[0]) == {"inside", "between"}
+        for ours, theirs in zip(result[1], reference[1], strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-2)  # bf16 on the way, once or twice
+        assert result[2] == pytest.approx(reference[2], rel=1e-2)
+
+
+def kept_and_noticed(rank, world, stage):
+    engine = build(stage, "bf16")
+    param = engine.module.blocks[0][1].weight
+    value = torch.full(param.shape, 1 + 1e-5)
+    # Values that the user loads into the parameter are in the master at once, and are not rounded by it.
+    state = {name: tensor * 2 for name, tensor in engine.module_state_dict().items()}
+    expected = state["blocks.0.1.weight"].float()
+    engine.load_module_state_dict(state)
+    assert torch.equal(utils.safe_get_full_fp32_param(param), expected)
+    utils.safe_set_full_fp32_param(param, value)
+    one_step(engine, rank, world)
+    drift = (utils.safe_get_full_fp32_param(param) - value * (1 - 1e-3)).abs().max()
+    assert drift < 1.0001e-2  # AdamW's first step is lr; the master started from all bits of value
+    # Gathered, the buffer follows too.
+    utils.safe_set_full_fp32_param(param, value)
+    with GatheredParameters(param):
+        utils.safe_set_full_fp32_param(param, value * 3)
+        assert torch.equal(param.detach().float(), (value * 3).bfloat16().float())
+    assert torch.equal(utils.safe_get_full_fp32_param(param), value * 3)
+    with GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        utils.safe_set_full_fp32_param(param, value * 5)
+        param[0] = 7.0
+    found = utils.safe_get_full_fp32_param(param)
+    assert torch.equal(found[1:], (value * 5)[1:]) and bool((found[0] == 7).all())
+    # A backward pass through values that are no longer there is refused.
+    loss = engine(*make_batch(rank, 2))
+    utils.safe_set_full_fp32_param(param, value)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has changed|changed"):
+        engine.backward(loss)
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_keep_every_bit(ranks, stage):
+    assert all(ranks.run(kept_and_noticed, stage, world_size=2))
+
+
+def counted(rank, world, stage):
+    engine = build(stage, "bf16")
+    one_step(engine, rank, world)
+    expected = engine.ledger.last_step
+    backward(engine, rank, world, 1)
+    for param in engine.module.parameters():
+        utils.safe_get_full_grad(param)
+        utils.safe_get_full_fp32_param(param)
+    engine.step()
+    assert engine.ledger.last_step.keys() == expected.keys()
+    asked = {kind for kind in engine.ledger.between_steps if kind.endswith("_on_request")}
+    records = len(fragments._ADDRESSES)
+    engine.destroy()
+    gc.collect()
+    return len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(ranks, stage):
+    for asked, gone in ranks.run(counted, stage, world_size=2):
+        assert asked > 0 and gone
+
+
+def test_names() -> None:
+    assert utils.set_z3_leaf_modules is deepzero.zero.set_z3_leaf_modules
+    assert len(utils.__all__) == 15 and all(hasattr(utils, name) for name in utils.__all__)
