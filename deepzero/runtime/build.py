@@ -30,7 +30,7 @@ from deepzero.runtime.closed_forms import (
 )
 from deepzero.runtime.optimizers import allocate_state
 from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
@@ -193,6 +193,7 @@ def build_zero(
     names = {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
+    check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
     moment_bytes = moment_bytes_per_element(optimizer, comm.device)
     partitioning: Partitioning | None = None
@@ -210,25 +211,18 @@ def build_zero(
     # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
     source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
     reducer = _build_reducer(groups, config, comm, dtypes)
-    order = schedule(groups, arrival)
+    order, overlap = schedule(groups, arrival), config.zero.overlap_comm
     engine_stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
     if partitioning is not None:
         engine_stage = ZeroStage3(
-            model,
-            groups,
-            partitioning.frozen,
-            order,
-            source,
-            reducer,
-            comm,
-            partitioning.coordinator,
-            dtypes.accumulation,
-        )
+            model, groups, partitioning.frozen, order, source, reducer, comm,
+            partitioning.coordinator, dtypes.accumulation,
+        )  # fmt: skip
     elif stage == 0:
         engine_stage = ZeroStage0(_flat(groups), order, source, reducer, dtypes.accumulation)
     else:
         engine_stage = ZeroStage1And2(
-            _flat(groups), order, source, reducer, comm, stage == 2, config.zero.overlap_comm, dtypes.accumulation
+            _flat(groups), order, source, reducer, comm, stage == 2, overlap, dtypes.accumulation
         )
     built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes, partitioning)
     _open_ledger(built, optimizer, config, comm, micro_batches)

@@ -119,9 +119,7 @@ class Engine(EngineFacts):
         sub_group_size = config.zero.sub_group_size if config.zero.stage == 3 else None
         self._sharded_step = ShardedStep(optimizer, self.stage.master_parts(), sub_group_size)
         trained = [param for group in self._zero.groups for param in group.params]
-        if self._scaled:
-            for param in trained:
-                param.register_hook(self._scale_late)
+        self._late_scaling = [param.register_hook(self._scale_late) for param in trained if self._scaled]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
         self._fragments = TensorFragments(
             model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now
@@ -429,10 +427,13 @@ class Engine(EngineFacts):
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load values into the model on every rank; the masters follow before the next step."""
+        self.stage.before_writes()
         self.module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again."""
         self._hooks.remove()
+        for handle in self._late_scaling:
+            handle.remove()
         self._fragments.forget()
         self.stage.destroy()

@@ -28,8 +28,6 @@ class BufferPool:
 
     def take(self, numel: int) -> torch.Tensor:
         """A buffer of ``numel`` elements or more; its contents are whatever was there."""
-        if self.device.type != "cpu":
-            return torch.empty(numel, dtype=self.dtype, device=self.device)
         usable = [b for b in self._free if b.numel() >= numel and references(b) <= self._alone]
         if usable:
             buffer = min(usable, key=torch.Tensor.numel)
@@ -42,8 +40,8 @@ class BufferPool:
 
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as nobody holds a view of it."""
+        del self._taken[buffer.data_ptr()]
         if self.device.type == "cpu":
-            del self._taken[buffer.data_ptr()]
             self._free.append(buffer)
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
@@ -63,10 +61,6 @@ class BufferPool:
     def buffers(self) -> list[torch.Tensor]:
         """For the ledger."""
         return [*self._free, *self._taken.values()]
-
-    def clear(self) -> None:
-        """Let go of what is free."""
-        self._free.clear()
 
 
 def references(tensor: torch.Tensor) -> int:

@@ -12,11 +12,13 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import ZeroConfig
 from deepzero.layout import interval_limit, plan_layout
+from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import ParameterGroup
-from deepzero.runtime.zero.partition_parameters import BufferPool, PartitionedInterval, PartitionedParameter
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup, make_whole
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ def partition_model(
         intervals.extend(made.intervals)
         return made
 
-    for index, params in enumerate(chosen):
+    for index in range(len(chosen)):
         if large[index]:
             groups.append(partition(large[index], index))
         if small[index]:
@@ -99,7 +101,6 @@ def partition_model(
                     labels, small[index], layout, dtype, comm.device, comm.rank, whole=False, optimizer_group=index
                 )
             )
-        del params
     if kept:
         frozen.append(partition(kept, None))
     largest = max((interval.numel for interval in intervals), default=0)

@@ -20,7 +20,7 @@ every W.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,6 +30,13 @@ from deepzero.layout import FlatLayout, Interval, Piece
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise a :class:`ConfigError` when any of these parameters belongs to an engine; before anything is changed."""
+    for param, name in names.items():
+        if id(param) in _OWNED:
+            raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
 
 
 def claim(param: nn.Parameter, name: str) -> None:

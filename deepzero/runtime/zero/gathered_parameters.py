@@ -2,9 +2,10 @@
 
 Collective: every rank enters with the same parameters. Reading needs no more; a write is made on ``modifier_rank``,
 whose values all ranks take over when the context ends, each keeping its part. Parameters that are whole anyway (stages
-0-2, persistent ones) may be among them, and are treated alike.
+0-2, persistent ones) may be among them.
 
-A write without ``modifier_rank`` would vanish; it raises.
+A write to a partitioned parameter without ``modifier_rank`` would vanish; it raises. One to a whole parameter stays, as
+it does outside; it has to be the same on all ranks.
 
 Source: ``GatheredParameters`` in DeepSpeed's ``partition_parameters.py``.
 """
@@ -20,11 +21,11 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.runtime.zero.module_hooks import register_external_parameter
 from deepzero.runtime.zero.partition_parameters import (
-    PartitionedInterval,
     PartitionedUseError,
     ZeroParameter,
     ZeroParamStatus,
 )
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import ON_REQUEST, ON_REQUEST_BROADCAST
 
 
@@ -62,8 +63,8 @@ class GatheredParameters:
         if modifier_rank is not None and not 0 <= modifier_rank < world:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
-        homes = {home.key: home for home in (param._zero.placed()[0] for param in self.partitioned)}
-        self.intervals: list[PartitionedInterval] = [homes[key] for key in sorted(homes)]
+        homes = {home.number: home for home in (param._zero.placed()[0] for param in self.partitioned)}
+        self.intervals: list[PartitionedInterval] = [homes[number] for number in sorted(homes)]
         for param in self.partitioned if fwd_module is not None else ():
             register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
 
@@ -79,33 +80,34 @@ class GatheredParameters:
         for interval in self.intervals:
             if interval.status is ZeroParamStatus.INFLIGHT:
                 interval.wait()
-        self._versions = {param: param._version for param in self.params}
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
         if not self.enabled:
             return
+        complete = False
         try:
             if kind is None:
-                if self.modifier_rank is None:
-                    self._refuse_writes()
-                else:
+                if self.modifier_rank is not None:
                     self._take_over(self.modifier_rank)
+                self._refuse_other_writes()
+                complete = True
         finally:
             for interval in self.intervals:
                 interval.permit_writes()
                 interval.pins -= 1
                 if interval.pins == 0 and interval.only_pinned:
                     interval.only_pinned = False
-                    interval.release()
+                    interval.release() if complete else interval.discard()
 
-    def _refuse_writes(self) -> None:
-        """A write that nobody will take over: seen by its trace in the version, or, through ``.data``, in my part."""
+    def _refuse_other_writes(self) -> None:
+        """A write that nobody has taken over: without ``modifier_rank``, or to a neighbour in the same interval."""
+        for interval in self.intervals:
+            interval.refuse_writes()
         for param in self.partitioned:
             home, slot = param._zero.placed()
             start, stop, _ = home.range_of(slot)
-            mine = home.value(slot).reshape(-1)[start:stop]
-            if param._version != self._versions[param] or not _same_bits(mine, home.part_of(slot)):
+            if not _same_bits(home.value(slot).reshape(-1)[start:stop], home.part_of(slot)):
                 raise PartitionedUseError(
                     f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
                     "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"
@@ -120,8 +122,12 @@ class GatheredParameters:
                 continue
             home, slot = param._zero.placed()
             values = home.value(slot)
+            if param.numel() and param.data_ptr() != values.data_ptr():
+                values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
+                param.data = values
             home.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             home.write(param, values.reshape(-1))
+            home.permit_write(param)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -72,6 +72,9 @@ class GradientPartition:
             for slot in entry.interval.slots
         }
         self._missing = [len(entry.interval.slots) for entry in order]
+        self._pass_began = False
+        # How often leaf modules with parameters in an interval were complete in this pass, by position.
+        self._completions: dict[int, int] = {}
         self.present = False
         """Whether a backward pass has ended since the last step."""
         self.reduced = False
@@ -90,6 +93,7 @@ class GradientPartition:
         self.source.accumulate(param)
         if not self._leaves_now(boundary):
             return
+        self._pass_began = True
         if param not in self.together:
             self._count(param)
             self._launch_complete(boundary)
@@ -97,9 +101,12 @@ class GradientPartition:
     def together_complete(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
         """All gradients of some of :attr:`together` are there; those that did not come count as zeros."""
         if self._leaves_now(boundary):
-            for param in params:
-                if param in self._place:
-                    self._count(param)
+            self._pass_began = True
+            mine = [param for param in params if param in self._place]
+            for position in {self._place[param] for param in mine}:
+                self._completions[position] = self._completions.get(position, 0) + 1
+            for param in mine:
+                self._count(param)
             self._launch_complete(boundary)
 
     def _count(self, param: nn.Parameter) -> None:
@@ -119,20 +126,23 @@ class GradientPartition:
     def backward_end(self, boundary: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
         self.present = True
-        if not self._leaves_now(boundary) or not self._arrived:
+        if not self._leaves_now(boundary) or not self._pass_began:
             return
         for entry in self.order[self._cursor :]:
             self._reduce(entry, boundary)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
         # the second may come after its bucket left. It is sent after the first and added to it.
-        for entry in self.order:
-            if self.source.waiting(entry):
+        # Leaf modules: what waits differs between ranks, how often they were complete does not.
+        for position, entry in enumerate(self.order):
+            if self._completions.get(position, 0) > 1 or self.source.waiting(entry):
                 self._reduce(entry, boundary, again=True)
         self._end_of_pass()
         self.reduced = True
 
     def _end_of_pass(self) -> None:
         self._cursor = 0
+        self._pass_began = False
+        self._completions.clear()
         self._arrived.clear()
         self._missing = [len(entry.interval.slots) for entry in self.order]
 

@@ -41,14 +41,12 @@ from deepzero.layout import plan_layout
 from deepzero.runtime.zero import partition_parameters
 from deepzero.runtime.zero.buffer_pool import BufferPool, references
 from deepzero.runtime.zero.partition_parameters import (
-    PartitionedInterval,
     ZeroParameter,
     partitioned_in,
     set_placeholder,
 )
-from deepzero.runtime.zero.partitioned_group import as_zero_parameter
-
-SETUP = "setup.gather"
+from deepzero.runtime.zero.partitioned_group import SETUP, as_zero_parameter
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
 TRIM_BYTES = 64 << 20
 """Freed parameters, between two calls of :func:`return_freed_memory`."""
@@ -310,6 +308,12 @@ def materialize(model: nn.Module, context: Init) -> None:
             raise ConfigError(
                 f"buffer {next(iter(empty))!r} of module {name!r} is on the meta device, and reset_parameters() need "
                 "not fill it; construct the model inside deepzero.zero.Init() instead"
+            )
+        whole = [key for key, param in module._parameters.items() if param is not None and not param.is_meta]
+        if whole and metas:
+            raise ConfigError(
+                f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
+                "reset_parameters() would overwrite; load all of its parameters, or none"
             )
         for param in metas.values():
             if param.is_meta:

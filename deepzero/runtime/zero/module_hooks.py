@@ -26,6 +26,7 @@ fetches for the backward pass at module boundaries, and replaces ``F.linear`` by
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,11 @@ import torch
 from torch import nn
 
 from deepzero.runtime.outputs import output_tensors
-from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter
+from deepzero.runtime.zero.partition_parameters import ZeroParameter
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
+
+log = logging.getLogger(__name__)
 
 _LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
@@ -72,6 +76,10 @@ class ModuleHooks:
     ) -> None:
         self.coordinator, self._leaf_done = coordinator, leaf_done
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+        self._own_keys: dict[nn.Module, tuple[int, ...]] = {}
+        # Calls of each leaf in forward passes whose backward passes are to come.
+        self._leaf_calls: dict[nn.Module, int] = {}
+        self._warned_autocast = False
         self._stack: list[nn.Module] = []
         self._pushed: list[bool] = []
         self._handles: list[Any] = []
@@ -117,10 +125,18 @@ class ModuleHooks:
             self.coordinator.begin_forward()
             self._pushed.append(self._push_saved_tensor_hooks())
         self._stack.append(module)
+        keys = self._keys_of(module, params)
+        if keys:
+            self.coordinator.fetch_sub_module(keys, self._names[module])
+
+    def _keys_of(self, module: nn.Module, params: list[ZeroParameter]) -> tuple[int, ...]:
+        """The intervals of a module's own parameters, looked up once; of registered ones too, which may change."""
+        keys = self._own_keys.get(module)
+        if keys is None:
+            keys = self._own_keys[module] = keys_of(params)
         if module in _EXTERNAL:
-            params = [*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))]
-        if params:
-            self.coordinator.fetch_sub_module(module, params, self._names[module])
+            keys = keys_of([*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))])
+        return keys
 
     def _after(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
         """2 post-forward: release_sub_module; also when the module has raised."""
@@ -138,16 +154,28 @@ class ModuleHooks:
         self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
             return None
-        inside = list(module.parameters())
+        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None  # non-reentrant checkpointing runs it again: the first run has been counted
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._leaf_done(inside))
+                self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
+                tensor.register_hook(lambda _: self._one_call_done(module))
                 break
         return None
 
+    def _one_call_done(self, module: nn.Module) -> None:
+        """The backward pass is through one call of a leaf; with the last one its gradients are complete."""
+        self._leaf_calls[module] = self._leaf_calls.get(module, 0) - 1
+        if self._leaf_calls[module] <= 0:
+            self._leaf_done(list(module.parameters()))
+
+    def end_of_backward(self) -> None:
+        """Calls that this backward pass did not reach will be counted as they come."""
+        self._leaf_calls.clear()
+
     def _after_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
-        keys, where = keys_of(params), self._names[module]
+        keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: self.coordinator.use(keys, where))
@@ -166,8 +194,14 @@ class ModuleHooks:
         if not torch.is_grad_enabled():
             return False
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and in_backward():
+        if outer is not None and (in_backward() or outer[0].__qualname__.startswith("_checkpoint_hook")):
             return False  # non-reentrant checkpointing counts what is saved, with hooks of its own
+        if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.device.type):
+            self._warned_autocast = True
+            log.warning(
+                "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "
+                "every rank; use precision=bf16 instead (said once)"
+            )
         pack, unpack = self._pack, self._unpack
         if outer is not None:
             pack, unpack = self._chained(*outer)

@@ -30,15 +30,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Interval, Slot
-from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.layout import Slot
 from deepzero.runtime.zero.metadata import METADATA, READS_WITHOUT_VALUES
 
 _IDS = itertools.count()
@@ -62,6 +60,25 @@ class PartitionedUseError(RuntimeError):
     """The values of a parameter were used, or written, while they were partitioned."""
 
 
+class Home(Protocol):
+    """Where a parameter lies: what the parameter itself needs to know of its interval (``partitioned_interval.py``)."""
+
+    number: int
+    status: ZeroParamStatus
+    shard: torch.Tensor
+    on_demand: Any
+    """Asked, with a list of intervals and a text, when values are used: gathers and returns True, or returns False."""
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """1-D: what this rank keeps of one parameter."""
+
+    def value(self, slot: Slot) -> torch.Tensor:
+        """The whole parameter, AVAILABLE only."""
+
+    def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
+        """New values for one parameter."""
+
+
 class ParamRecord:
     """What ZeRO knows about one parameter."""
 
@@ -71,12 +88,12 @@ class ParamRecord:
         self.shape = param.shape
         self.numel = param.numel()
         self.stride = torch.empty(param.shape, device="meta").stride()
-        self.home: PartitionedInterval | None = None
+        self.home: Any = None
         self.slot: Slot | None = None
         self.placeholder: torch.Tensor | None = None
         """Kept: one element of the compute dtype, stretched to :attr:`shape`."""
 
-    def placed(self) -> tuple[PartitionedInterval, Slot]:
+    def placed(self) -> tuple[Any, Slot]:
         """The interval, and where in it."""
         if self.home is None or self.slot is None:
             raise RuntimeError(f"parameter {self.name!r} has no place in an interval yet")
@@ -206,7 +223,7 @@ def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> None:
     written = [param for param in params if param is first and _writes(name)]
     if written:
         raise PartitionedUseError(_advice(written[0]._zero, f"written ({name})"))
-    homes = {home.key: home for home in (param._zero.placed()[0] for param in params)}
+    homes: dict[int, Home] = {home.number: home for home in (param._zero.placed()[0] for param in params)}
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     for on_demand in {home.on_demand for home in homes.values()}:
         asked = [home for _, home in sorted(homes.items()) if home.on_demand == on_demand]
@@ -248,171 +265,9 @@ def set_placeholder(param: ZeroParameter, dtype: torch.dtype, device: torch.devi
     """The parameter's values are not here any more; its shape is. NaN, should anybody read it in spite of all."""
     placeholder = param._zero.placeholder
     if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
-        stub = torch.full((), torch.nan, device=device).to(dtype)
-        placeholder = param._zero.placeholder = stub.expand(param._zero.shape)
+        with torch.inference_mode(False):  # kept beyond the pass that may be under way
+            stub = torch.full((), torch.nan, device=device).to(dtype)
+            placeholder = param._zero.placeholder = stub.expand(param._zero.shape)
     param.__class__ = ZeroParameter  # its setter of .data is not intercepted
     param.data = placeholder
     param.__class__ = PartitionedParameter
-
-
-Demand = Callable[[list["PartitionedInterval"], str], bool]
-"""Asked when values of partitioned parameters are used: gather their intervals and return True, or return False."""
-
-
-class PartitionedInterval:
-    """The unit of fetch and release: an interval of the layout, its part on this rank, its parameters.
-
-    Args:
-        key: the coordinator's number for it.
-        interval: where it lies in the group.
-        params: of the interval's slots, in order; each gets its record's home here.
-        shard: 1-D, this rank's part, ``interval.part_numel`` elements, in the compute dtype.
-        comm: the ranks.
-        pool: where buffers come from.
-    """
-
-    def __init__(
-        self,
-        key: int,
-        interval: Interval,
-        params: Sequence[ZeroParameter],
-        shard: torch.Tensor,
-        comm: Communicator,
-        pool: BufferPool,
-    ) -> None:
-        self.key, self.interval, self.params, self.shard = key, interval, list(params), shard
-        self.comm, self.pool = comm, pool
-        self.status = ZeroParamStatus.NOT_AVAILABLE
-        self.generation = 0
-        """Counts changes of the values: a backward pass through older ones is refused."""
-        self.buffer: torch.Tensor | None = None
-        self.pins = 0
-        """Contexts that need the values here; meanwhile nobody else may release them."""
-        self.only_pinned = False
-        """Nobody but those contexts needs the values: the last one to end releases them."""
-        self.on_demand: Demand | None = None
-        self.on_write: Callable[[PartitionedInterval, ZeroParameter], None] | None = None
-        self._pending: Pending | None = None
-        self._whole: torch.Tensor | None = None
-        self._versions: list[int] = []
-        self._padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
-        for param, slot in zip(self.params, interval.slots, strict=True):
-            param._zero.home, param._zero.slot = self, slot
-
-    @property
-    def numel(self) -> int:
-        """Elements of the whole, with padding."""
-        return self.interval.numel
-
-    @property
-    def names(self) -> str:
-        """For messages: the first parameters of the interval."""
-        names = [param._zero.name for param in self.params]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    @property
-    def whole(self) -> torch.Tensor:
-        """1-D: the gathered interval; while INFLIGHT it belongs to the all-gather."""
-        if self._whole is None:
-            raise RuntimeError(f"interval {self.key} is {self.status.name}: its values are not here")
-        return self._whole
-
-    # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
-
-    @torch.no_grad()
-    def launch(self, kind: str) -> None:
-        """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
-        if self.status is not ZeroParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
-        self.buffer = self.pool.take(self.numel)
-        self._whole = self.buffer[: self.numel]
-        self.pool.owners[self.buffer.data_ptr()] = self
-        parts = self._whole.split(self.interval.part_numel)
-        parts[self.comm.rank].copy_(self.shard)
-        self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, f"interval {self.key}")
-        self.status = ZeroParamStatus.INFLIGHT
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """INFLIGHT → AVAILABLE: the parameters become views of the buffer."""
-        if self.status is not ZeroParamStatus.INFLIGHT or self._pending is None or self._whole is None:
-            raise RuntimeError(f"interval {self.key} is {self.status.name}: there is nothing to wait for")
-        self._pending.wait()
-        self._pending = None
-        first = self.interval.offset
-        for param, slot in zip(self.params, self.interval.slots, strict=True):
-            record = param._zero
-            param.__class__ = ZeroParameter
-            param.data = self._whole.as_strided(record.shape, record.stride, slot.offset - first)
-        self.permit_writes()
-        self.status = ZeroParamStatus.AVAILABLE
-
-    def permit_writes(self) -> None:
-        """What was written so far has been taken over."""
-        self._versions = [param._version for param in self.params]
-
-    def refuse_writes(self) -> None:
-        """Raise when a parameter was written in place since it became available: its part would not follow."""
-        for param, version in zip(self.params, self._versions, strict=True):
-            if param._version != version:
-                raise PartitionedUseError(
-                    f"parameter {param._zero.name!r} was written while it was gathered for reading, and the write "
-                    "would be lost; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
-                )
-
-    @torch.no_grad()
-    def release(self) -> None:
-        """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool."""
-        if self.status is ZeroParamStatus.INFLIGHT:
-            self.wait()  # a prefetch that nobody used
-        if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
-            raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be released")
-        self.refuse_writes()
-        for param in self.params:
-            set_placeholder(param, self.shard.dtype, self.shard.device)
-        buffer, self.buffer, self._whole = self.buffer, None, None
-        del self.pool.owners[buffer.data_ptr()]
-        self.status = ZeroParamStatus.NOT_AVAILABLE
-        if self.comm.chaos.enabled and self.pool.is_alone(buffer):
-            self.comm.chaos.poison(buffer)
-        self.pool.give(buffer)
-
-    # ---- reading and writing -----------------------------------------------------------------------------------------
-
-    def value(self, slot: Slot) -> torch.Tensor:
-        """The whole parameter, AVAILABLE only: a view of the buffer."""
-        record = self.params[[s.index for s in self.interval.slots].index(slot.index)]._zero
-        return self.whole.as_strided(record.shape, record.stride, slot.offset - self.interval.offset)
-
-    def part_of(self, slot: Slot) -> torch.Tensor:
-        """1-D: what this rank keeps of one parameter."""
-        start, stop, first = self.range_of(slot)
-        return self.shard[first : first + stop - start]
-
-    def range_of(self, slot: Slot) -> tuple[int, int, int]:
-        """(first, one past the last) element of the parameter that this rank keeps, and where they lie in the part."""
-        mine = self.interval.part_start(self.comm.rank)
-        lo, hi = max(slot.offset, mine), min(slot.end, mine + self.interval.part_numel)
-        if lo >= hi:
-            return 0, 0, 0
-        return lo - slot.offset, hi - slot.offset, lo - mine
-
-    @torch.no_grad()
-    def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its part."""
-        home, slot = param._zero.placed()
-        start, stop, first = home.range_of(slot)
-        home.shard[first : first + stop - start].copy_(values[start:stop])
-        home.generation += 1
-        if home.on_write is not None:
-            home.on_write(home, param)
-
-    @torch.no_grad()
-    def write_gathered(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        """The same for the buffer, if the interval is gathered or on its way; it is no write by the user."""
-        if self.status is ZeroParamStatus.NOT_AVAILABLE:
-            return
-        if self._pending is not None:
-            self._pending.wait()
-        whole = self.value(param._zero.placed()[1])
-        whole.copy_(values.view(whole.shape))

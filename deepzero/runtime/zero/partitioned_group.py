@@ -17,16 +17,16 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
+from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.flat_group import claim, disclaim
 from deepzero.runtime.zero.partition_parameters import (
-    BufferPool,
     ParamRecord,
-    PartitionedInterval,
     PartitionedParameter,
     ZeroParameter,
     ZeroParamStatus,
     set_placeholder,
 )
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
 SETUP = "setup.gather"
 
@@ -170,10 +170,10 @@ class PartitionedGroup:
                 interval.launch(SETUP)
             if interval.status is ZeroParamStatus.INFLIGHT:
                 interval.wait()
-            for param in list(interval.params):
+            for param in interval.params:
                 disclaim(param)
                 make_whole(param)
-            interval.params = []
+            interval.abandon()
 
 
 @torch.no_grad()

@@ -27,12 +27,12 @@ import logging
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Traffic
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
-from deepzero.runtime.zero.partition_parameters import PartitionedInterval, ZeroParameter, ZeroParamStatus
+from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ def in_backward() -> bool:
 
 NOTHING = Action((), (), ())
 
+MANY = 10
+"""Plans dropped before it is said that they do not last."""
+
 
 class InflightParamRegistry:
     """The intervals whose all-gather is under way, by key, in the order of their launches."""
@@ -65,16 +68,14 @@ class InflightParamRegistry:
     def wait(self, key: int) -> None:
         """Wait for one, if it is under way."""
         interval = self._intervals.pop(key, None)
-        if interval is not None:
+        # GatheredParameters may have waited for it in between.
+        if interval is not None and interval.status is ZeroParamStatus.INFLIGHT:
             interval.wait()
 
     def wait_all(self) -> None:
         """Wait for all."""
         for key in list(self._intervals):
             self.wait(key)
-
-    def __contains__(self, key: int) -> bool:
-        return key in self._intervals
 
 
 class Trace:
@@ -117,9 +118,12 @@ class Trace:
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
         self.dropped += 1
+        if self.dropped == MANY:
+            log.warning(
+                "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
+                self.what, MANY,
+            )  # fmt: skip
         del self.uses[following:]
-        for use in self.uses:
-            use.completes = set()
         self.plan = None
 
     def completed(self, key: int) -> None:
@@ -156,13 +160,12 @@ class PartitionedParameterCoordinator:
         self, intervals: Sequence[PartitionedInterval], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
         self.intervals, self.limits, self.ledger = list(intervals), limits, comm.ledger
-        self._comm = comm
+        self._comm, self.device = comm, comm.device
         self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {interval.key: interval.numel for interval in intervals}
         self.training, self.evaluation = Trace("training", numel, limits), Trace("evaluation", numel, limits)
         self._trace = self.training
-        self._keys: dict[nn.Module, tuple[int, ...]] = {}
         # The use under way: its intervals are here and stay until the next one.
         self._current: frozenset[int] = frozenset()
         # By last use, the oldest first.
@@ -195,17 +198,13 @@ class PartitionedParameterCoordinator:
             self._trace = trace
             self._current = frozenset()
 
-    def fetch_sub_module(self, module: nn.Module, params: Iterable[ZeroParameter], where: str) -> None:
-        """Before a module runs, forward or backward: its parameters' intervals are here afterwards.
+    def fetch_sub_module(self, keys: tuple[int, ...], where: str) -> None:
+        """1 pre-forward of a module: its intervals are here afterwards.
 
         Args:
-            module: remembered, so that the intervals are looked up once.
-            params: its own partitioned parameters, and those registered for it.
+            keys: from :func:`keys_of` its own parameters, and those registered for it.
             where: its name.
         """
-        keys = self._keys.get(module)
-        if keys is None:
-            keys = self._keys[module] = keys_of(params)
         self.use(keys, where)
 
     def release_sub_module(self, where: str) -> None:
@@ -213,10 +212,6 @@ class PartitionedParameterCoordinator:
         runs that share an interval, and the end of the run is known only when it is over.
         """
         self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
-
-    def forget(self, module: nn.Module) -> None:
-        """The parameters of ``module`` have changed; look its intervals up again."""
-        self._keys.pop(module, None)
 
     def use(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
         """Release, launch mine, launch the prefetch, wait for mine.
@@ -282,19 +277,27 @@ class PartitionedParameterCoordinator:
         self.ledger.predicted_memory["gathered"] = most
 
     def reset(self) -> None:
-        """A pass broke off."""
-        self.release_all()
+        """A pass broke off; what it has written to parameters goes with it."""
+        self.release_all(discard=True)
         self.training.reset()
 
-    def release_all(self) -> None:
-        """Nothing is gathered afterwards."""
+    def release_all(self, discard: bool = False) -> None:
+        """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
         self.inflight.wait_all()
+        refused: Exception | None = None
         for key in list(self._live):
-            self._release(key)
+            try:
+                self._release(key, discard)
+            except PartitionedUseError as error:  # the others are released all the same
+                refused = error
+        if refused is not None:
+            raise refused
 
     def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
         """The gathered interval whose memory ``tensor`` shows, if any."""
+        if tensor.layout is not torch.strided:
+            return None
         place = tensor.untyped_storage().data_ptr()
         for pool in self._pools:
             owner = pool.owners.get(place)
@@ -322,7 +325,7 @@ class PartitionedParameterCoordinator:
         if interval.status is ZeroParamStatus.NOT_AVAILABLE:
             self.inflight.launch(interval, kind)
 
-    def _release(self, key: int) -> None:
+    def _release(self, key: int, discard: bool = False) -> None:
         interval = self.intervals[key]
         if self._live.pop(key, False) is False:
             return
@@ -332,7 +335,7 @@ class PartitionedParameterCoordinator:
             interval.only_pinned = True
         else:
             self.ledger.note("release", "", f"interval {key}")
-            interval.release()
+            interval.discard() if discard else interval.release()
 
     def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
         """What was used longest ago, until ``keys`` have room within ``limit`` elements."""

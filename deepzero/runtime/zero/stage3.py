@@ -110,6 +110,7 @@ class ZeroStage3:
 
     def backward_end(self, boundary: bool) -> None:
         """The end of a backward pass."""
+        self.hooks.end_of_backward()
         self.gradients.backward_end(boundary)
 
     # ---- 5: boundary -------------------------------------------------------------------------------------------------
@@ -150,6 +151,10 @@ class ZeroStage3:
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""
         return self.gradients.held_gradients()
+
+    def before_writes(self) -> None:
+        """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's part."""
+        self.coordinator.release_all()
 
     def destroy(self) -> None:
         """Whole, plain parameters again; no hooks. A collective."""

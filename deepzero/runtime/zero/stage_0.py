@@ -125,6 +125,9 @@ class ZeroStage0:
         """Tensors counted as gradients."""
         return [*self.source.held(), *self.grad_P]
 
+    def before_writes(self) -> None:
+        """Whole parameters may be written at any time between passes."""
+
     def destroy(self) -> None:
         """The parameters belong to nobody again."""
         for group in self.groups:

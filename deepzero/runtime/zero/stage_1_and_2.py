@@ -107,6 +107,9 @@ class ZeroStage1And2:
         """Tensors counted as gradients."""
         return self.gradients.held_gradients()
 
+    def before_writes(self) -> None:
+        """Whole parameters may be written at any time between passes."""
+
     def destroy(self) -> None:
         """The parameters belong to nobody again."""
         for group in self.groups:

@@ -1,0 +1,241 @@
+"""The unit of stage 3's fetch and release: an interval of the layout, of which this rank keeps a part.
+
+Its three states are those of its parameters, and its verbs lead from one to the next: ``launch``, ``wait``,
+``release``. See [Note: a partitioned parameter] in ``partition_parameters.py``. Nothing here knows when they are
+called.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.layout import Interval, Slot
+from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.partition_parameters import (
+    PartitionedUseError,
+    ZeroParameter,
+    ZeroParamStatus,
+    set_placeholder,
+)
+
+_NUMBERS = itertools.count()
+
+SAMPLES = 512
+"""Elements that are compared to find a write that left no other trace."""
+
+
+class PartitionedInterval:
+    """The unit of fetch and release: an interval of the layout, its part on this rank, its parameters.
+
+    Args:
+        key: the coordinator's number for it.
+        interval: where it lies in the group.
+        params: of the interval's slots, in order; each gets its record's home here.
+        shard: 1-D, this rank's part, ``interval.part_numel`` elements, in the compute dtype.
+        comm: the ranks.
+        pool: where buffers come from.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        interval: Interval,
+        params: Sequence[ZeroParameter],
+        shard: torch.Tensor,
+        comm: Communicator,
+        pool: BufferPool,
+    ) -> None:
+        self.key, self.interval, self.params, self.shard = key, interval, list(params), shard
+        self.number = next(_NUMBERS)
+        """Of this process, and the same on all ranks; keys are one engine's."""
+        self.comm, self.pool = comm, pool
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+        self.generation = 0
+        """Counts changes of the values: a backward pass through older ones is refused."""
+        self.buffer: torch.Tensor | None = None
+        self.pins = 0
+        """Contexts that need the values here; meanwhile nobody else may release them."""
+        self.only_pinned = False
+        """Nobody but those contexts needs the values: the last one to end releases them."""
+        self.on_demand: Callable[[list[PartitionedInterval], str], bool] | None = None
+        """Asked when values are used that are not here: gathers these intervals and returns True, or returns False."""
+        self.on_write: Callable[[PartitionedInterval, ZeroParameter], None] | None = None
+        self._pending: Pending | None = None
+        self._whole: torch.Tensor | None = None
+        self._versions: list[int] = []
+        self._padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
+        for param, slot in zip(self.params, interval.slots, strict=True):
+            param._zero.home, param._zero.slot = self, slot
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole, with padding."""
+        return self.interval.numel
+
+    @property
+    def names(self) -> str:
+        """For messages: the first parameters of the interval."""
+        names = [param._zero.name for param in self.params]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """1-D: the gathered interval; while INFLIGHT it belongs to the all-gather."""
+        if self._whole is None:
+            raise RuntimeError(f"interval {self.key} is {self.status.name}: its values are not here")
+        return self._whole
+
+    # ---- NOT_AVAILABLE → INFLIGHT → AVAILABLE → NOT_AVAILABLE --------------------------------------------------------
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def launch(self, kind: str) -> None:
+        """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
+        if self.status is not ZeroParamStatus.NOT_AVAILABLE:
+            raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
+        self.buffer = self.pool.take(self.numel)
+        self._whole = self.buffer[: self.numel]
+        self.pool.owners[self.buffer.data_ptr()] = self
+        parts = self._whole.split(self.interval.part_numel)
+        parts[self.comm.rank].copy_(self.shard)
+        self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, f"interval {self.key}")
+        self.status = ZeroParamStatus.INFLIGHT
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wait(self) -> None:
+        """INFLIGHT → AVAILABLE: the parameters become views of the buffer."""
+        if self.status is not ZeroParamStatus.INFLIGHT or self._pending is None or self._whole is None:
+            raise RuntimeError(f"interval {self.key} is {self.status.name}: there is nothing to wait for")
+        self._pending.wait()
+        self._pending = None
+        first = self.interval.offset
+        for param, slot in zip(self.params, self.interval.slots, strict=True):
+            record = param._zero
+            param.__class__ = ZeroParameter
+            param.data = self._whole.as_strided(record.shape, record.stride, slot.offset - first)
+        self.permit_writes()
+        self.status = ZeroParamStatus.AVAILABLE
+
+    def permit_writes(self) -> None:
+        """What was written so far has been taken over."""
+        self._versions = [param._version for param in self.params]
+
+    def permit_write(self, param: ZeroParameter) -> None:
+        """The same for one parameter."""
+        place = next(index for index, mine in enumerate(self.params) if mine is param)
+        self._versions[place] = param._version
+
+    def written(self) -> ZeroParameter | None:
+        """A parameter that was written since it became available, if any: its part would not follow.
+
+        A write in place counts up the version; an assignment to ``.data`` moves the parameter out of the buffer. A
+        write through ``.data`` does neither: on a CPU a sample of this rank's part is compared with what it was, which
+        sees whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
+        """
+        for param, slot, version in zip(self.params, self.interval.slots, self._versions, strict=True):
+            start = self.whole.data_ptr() + (slot.offset - self.interval.offset) * self.whole.itemsize
+            if param._version != version or (slot.numel and param.data_ptr() != start):
+                return param
+        if self.shard.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
+            mine = self.whole.split(self.interval.part_numel)[self.comm.rank]
+            step = max(1, self.interval.part_numel // SAMPLES)
+            bits = torch.int32 if mine.itemsize == 4 else torch.int16
+            if not torch.equal(mine[::step].view(bits), self.shard[::step].view(bits)):
+                differs = (mine.view(bits) != self.shard.view(bits)).nonzero()[0].item()
+                place = self.interval.part_start(self.comm.rank) + int(differs)
+                found = [p for p, s in zip(self.params, self.interval.slots, strict=True) if s.offset <= place < s.end]
+                return found[0] if found else self.params[0]
+        return None
+
+    def refuse_writes(self) -> None:
+        """Raise when :meth:`written` finds something."""
+        param = self.written()
+        if param is not None:
+            raise PartitionedUseError(
+                f"parameter {param._zero.name!r} was written while it was gathered for reading, and the write would be "
+                "lost; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
+            )
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def release(self) -> None:
+        """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool."""
+        if self.status is ZeroParamStatus.INFLIGHT:
+            self.wait()  # a prefetch that nobody used
+        if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
+            raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be released")
+        written = self.written()
+        for param in self.params:
+            set_placeholder(param, self.shard.dtype, self.shard.device)
+        buffer, self.buffer, self._whole = self.buffer, None, None
+        del self.pool.owners[buffer.data_ptr()]
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+        if self.comm.chaos.enabled and self.pool.is_alone(buffer):
+            self.comm.chaos.poison(buffer)
+        self.pool.give(buffer)
+        if written is not None:
+            raise PartitionedUseError(
+                f"parameter {written._zero.name!r} was written while it was gathered for reading, and the write is "
+                "lost; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
+            )
+
+    def discard(self) -> None:
+        """Release without a look at what was written: an exception has ended a write in the middle."""
+        self.whole.split(self.interval.part_numel)[self.comm.rank].copy_(self.shard)
+        self.permit_writes()
+        self.release()
+
+    def abandon(self) -> None:
+        """Give the buffer back for good: the parameters have values of their own now."""
+        if self.buffer is not None:
+            del self.pool.owners[self.buffer.data_ptr()]
+            self.pool.give(self.buffer)
+        self.params, self.buffer, self._whole = [], None, None
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+
+    # ---- reading and writing -----------------------------------------------------------------------------------------
+
+    def value(self, slot: Slot) -> torch.Tensor:
+        """The whole parameter, AVAILABLE only: a view of the buffer."""
+        record = self.params[[s.index for s in self.interval.slots].index(slot.index)]._zero
+        return self.whole.as_strided(record.shape, record.stride, slot.offset - self.interval.offset)
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """1-D: what this rank keeps of one parameter."""
+        start, stop, first = self.range_of(slot)
+        return self.shard[first : first + stop - start]
+
+    def range_of(self, slot: Slot) -> tuple[int, int, int]:
+        """(first, one past the last) element of the parameter that this rank keeps, and where they lie in the part."""
+        mine = self.interval.part_start(self.comm.rank)
+        lo, hi = max(slot.offset, mine), min(slot.end, mine + self.interval.part_numel)
+        if lo >= hi:
+            return 0, 0, 0
+        return lo - slot.offset, hi - slot.offset, lo - mine
+
+    @torch.no_grad()
+    def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
+        """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its part."""
+        slot = param._zero.placed()[1]
+        start, stop, first = self.range_of(slot)
+        self.shard[first : first + stop - start].copy_(values[start:stop])
+        self.generation += 1
+        self.write_gathered(param, values)
+        if self.on_write is not None:
+            self.on_write(self, param)
+
+    @torch.no_grad()
+    def write_gathered(self, param: ZeroParameter, values: torch.Tensor) -> None:
+        """The same for the buffer, if the interval is gathered or on its way; it is no write by the user."""
+        if self.status is ZeroParamStatus.NOT_AVAILABLE:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+        whole = self.value(param._zero.placed()[1])
+        if values.data_ptr() != whole.data_ptr():
+            whole.copy_(values.view(whole.shape))

@@ -1,0 +1,253 @@
+"""What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepzero
+from deepzero import zero
+from deepzero.zero import GatheredParameters, PartitionedUseError
+from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
+from tests.distributed.training import config, start
+
+
+def engine_of(**changes):
+    changes.setdefault("bucket", 10**6)  # everything in one interval
+    return start(make("base"), stage=3, zero=WHOLE, **changes)
+
+
+def step(engine, rank, number=0):
+    engine.backward(engine(batch(number, rank)))
+    engine.step()
+    return engine.last_step.loss, engine.last_step.grad_norm
+
+
+def neighbours(rank, world):
+    """A write to a parameter that only shares the interval with the one that is gathered."""
+    engine = engine_of()
+    first, second = engine.module.first, engine.module.second
+    for modifier in (0, None):
+        gathered = GatheredParameters(first.weight, modifier_rank=modifier)
+        with pytest.raises(PartitionedUseError, match=r"'second.bias' was written"), gathered, torch.no_grad():
+            second.bias.fill_(7.0)
+    with GatheredParameters([second.bias, first.weight], modifier_rank=0):
+        assert not (second.bias == 7).any()
+        first.weight.data = torch.full((37, 24), 2.0)
+    with GatheredParameters(first.weight):
+        assert (first.weight == 2).all()
+    with GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        nn.utils.vector_to_parameters(torch.full((37 * 25 + 24 * 38 + 48,), 0.5), engine.module.parameters())
+    with GatheredParameters(first.weight), GatheredParameters(first.weight, modifier_rank=1), torch.no_grad():
+        first.weight.mul_(2)
+    with GatheredParameters(engine.module.parameters()):
+        assert (first.weight == 1).all() and (second.weight == 0.5).all()
+    step(engine, rank)
+    return True
+
+
+def clamp(module, *_):
+    module.weight.data.clamp_(-0.01, 0.01)
+
+
+def through_data(rank, world):
+    """A write through ``.data`` in the forward pass leaves no trace in the version; it is found all the same."""
+    engine = engine_of()
+    step(engine, rank)
+    spoil = engine.module.first.register_forward_hook(clamp)
+    with pytest.raises(PartitionedUseError, match=r"first.weight' was written"):
+        step(engine, rank, 1)
+    spoil.remove()
+    engine.zero_grad()
+    step(engine, rank)  # it goes on
+    return True
+
+
+def load_on_the_way(rank, world):
+    """Between micro-batches the next interval travels already: a write must not be overtaken by it."""
+    engine = engine_of(bucket=700, gradient_accumulation_steps=2)
+    for number in range(2):
+        for _ in range(2):
+            engine.backward(engine(batch(number, rank)))
+            engine.step()
+    engine.backward(engine(batch(2, rank)))
+    engine.step()
+    state = {name: torch.full_like(value, 0.125) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict(state)
+    with GatheredParameters(engine.module.parameters()):
+        assert all((param == 0.125).all() for param in engine.module.parameters())
+    before = float(engine(batch(3, rank)).detach())
+    reference = make("base")
+    reference.load_state_dict(state)
+    assert before == pytest.approx(float(reference(batch(3, rank)).detach()))
+    return True
+
+
+def gather_between(rank, world):
+    """Gathers between forward and backward, while a prefetch is under way."""
+    engine = engine_of(bucket=700)
+    for number in range(4):
+        loss = engine(batch(number, rank))
+        engine.params_sha256()
+        with GatheredParameters(engine.module.parameters()):
+            pass
+        engine.backward(loss)
+        engine.step()
+    return True
+
+
+def inference(rank, world):
+    """Buffers that are first made in inference mode serve training too."""
+    engine = engine_of(bucket=700)
+    for number in range(3):
+        with torch.inference_mode():
+            engine(batch(number, rank))
+        step(engine, rank, number)
+    return True
+
+
+def two_engines(rank, world):
+    """An average of two models' weights, gathered together."""
+    student, teacher = engine_of(bucket=700), engine_of(bucket=700)
+    step(student, rank)
+    pairs = list(zip(student.module.parameters(), teacher.module.parameters(), strict=True))
+    with GatheredParameters([p for pair in pairs for p in pair], modifier_rank=0), torch.no_grad():
+        for mine, other in pairs:
+            other.lerp_(mine, 1.0)
+    assert student.params_sha256() == teacher.params_sha256()
+    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
+        start(student.module, stage=3)
+    step(student, rank, 1)
+    return True
+
+
+def sparse(rank, world):
+    """Autograd saves a sparse matrix beside the weights."""
+    torch.manual_seed(0)
+    matrix = torch.eye(6).to_sparse()
+
+    class Graph(Base):
+        def forward(self, x):
+            return super().forward(torch.sparse.mm(matrix, x + self.second(self.first(x))))
+
+    outcomes = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        engine = start(Graph(), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
+        outcomes.append([step(engine, rank, number) for number in range(2)])
+    return outcomes[0] == outcomes[1]
+
+
+def checkpointed_engine(rank, world):
+    """The whole engine inside torch's checkpoint."""
+    outcomes = []
+    for stage in (2, 3):
+        engine = start(make("base"), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
+        seen = []
+        for number in range(3):
+            engine.backward(checkpoint(engine, batch(number, rank), use_reentrant=False))
+            engine.step()
+            seen.append(engine.last_step.grad_norm)
+        outcomes.append(seen)
+    return outcomes[0] == outcomes[1]
+
+
+def mixed_meta(rank, world):
+    layer = nn.Linear(3, 3)
+    layer.bias = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(deepzero.ConfigError, match="'bias' on the meta device and values in 'weight'"):
+        zero.Init(module=layer)
+    return True
+
+
+def registered_late(rank, world):
+    engine = start(make("outside"), stage=3, bucket=100, zero=WHOLE)
+    model = engine.module
+    step(engine, rank)
+    zero.register_external_parameter(model, model.first.weight)
+    engine.ledger.trace = True
+    engine(batch(0, rank))
+    home = model.first.weight._zero.home
+    first = next(e for e in engine.ledger.events if e.what == "fetch" and e.where == f"interval {home.key}")
+    zero.unregister_external_parameter(model, model.first.weight)
+    return first.kind == "OutsideItsModule"
+
+
+CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
+CASES += [mixed_meta, registered_late]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_it(ranks, case):
+    # What is found by comparing this rank's part is found by its owner alone: with one rank, by everybody.
+    assert all(ranks.run(case, world_size=1 if case is through_data else 2))
+
+
+def experts_twice(rank, world):
+    """Two forward passes before one backward pass: each rank's experts get their gradients at other moments."""
+    outcomes = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Moe()
+        if stage == 3:
+            zero.set_z3_leaf_modules(model, ["Experts"])
+        engine, *_ = deepzero.initialize(
+            model=model, config=config(stage=stage, bucket=700, overlap=True, zero=WHOLE if stage == 3 else {})
+        )
+        seen = []
+        for number in range(4):
+            choice = (torch.arange(6) % 2 + rank + number) % 3
+            loss = engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3)
+            engine.backward(loss)
+            engine.step()
+            seen.append(engine.last_step.grad_norm)
+        outcomes.append(seen)
+    return outcomes[0] == outcomes[1]
+
+
+def test_experts_in_two_forward_passes(ranks):
+    assert all(ranks.run(experts_twice, world_size=2))
+
+
+def everything_in_a_leaf(rank, world):
+    """A leaf whose input needs no gradient: complete at the end of each backward pass."""
+    outcomes = []
+    for stage in (2, 3):
+        model = make("base")
+        if stage == 3:
+            zero.set_z3_leaf_modules(model, [Base])
+        settings = config(
+            stage=stage, precision="bf16", gradient_accumulation_steps=3, zero=WHOLE if stage == 3 else {}
+        )
+        engine, *_ = deepzero.initialize(model=model, config=settings)
+        for number in range(6):
+            engine.backward(engine(batch(number, rank).bfloat16()))
+            engine.step()
+            assert stage == 2 or not any(p.grad is not None for p in model.parameters())
+        outcomes.append(engine.params_sha256())
+    return outcomes[0] == outcomes[1]
+
+
+def test_everything_in_a_leaf(ranks):
+    assert all(ranks.run(everything_in_a_leaf, world_size=2))
+
+
+def fp16_twice(rank, world):
+    """An engine after an engine: nothing of the first one's loss scale is left."""
+    model = make("base")
+    norms = []
+    for _ in range(2):
+        engine = start(model, stage=2, precision="fp16", fp16={"initial_scale_power": 4}, gradient_clipping=0.0)
+        loss = engine(batch(0, rank).half()).float()
+        loss.backward()
+        engine.step()
+        norms.append(engine.last_step.grad_norm)
+        engine.destroy()
+    assert norms[1] < 4 * norms[0], norms
+    return True
+
+
+def test_fp16_engine_after_engine(ranks):
+    assert all(ranks.run(fp16_twice, world_size=1))
