@@ -80,6 +80,10 @@ class Communicator:
         self._pairwise = self.backend == "gloo" and device.type == "cpu"
         self._watch = watchdog.current()
 
+    def fingerprint(self) -> int:
+        """32 bits of everything launched so far: the same on all ranks that launched the same in the same order."""
+        return self._watch.trail.fingerprint
+
     @property
     def position(self) -> str:
         """Where in the model this rank is, in words (``forward of blocks.3.mlp``); set it, for error messages."""

@@ -29,6 +29,11 @@ from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 AGREEMENT = "agreement.all_reduce"
 
+PATH_WORDS = 2
+"""Integers that show whether all ranks took the same path."""
+PATH_BITS = 1 << 20
+"""Of the fingerprint; its square, summed over a million ranks, fits into an integer of 64 bits."""
+
 
 class RankMismatchError(RuntimeError):
     """Ranks were started with different settings or different models."""
@@ -145,20 +150,32 @@ class StepAgreement:
 
 
 def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAgreement:
-    """One all-reduce: norm and loss, the same bits on every rank.
+    """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
     Args:
         comm: the ranks.
         square_words: from ``grad_norm.square_sum_words``, this rank's share.
         loss: this rank's mean loss.
+
+    Raises:
+        RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
+            (NCCL) does not notice as long as extents agree. Nothing has been updated.
     """
+    path = comm.fingerprint() & (PATH_BITS - 1)
     losses = torch.zeros(comm.world_size, dtype=torch.int64)
     losses[comm.rank] = double_to_bits(loss)
-    words = torch.cat([square_words, losses.to(square_words.device)])
+    words = torch.cat([square_words, torch.cat([losses, torch.tensor([path, path * path])]).to(square_words.device)])
     comm.all_reduce(AGREEMENT, words).wait()
     numbers = words.tolist()
     total = 0.0
-    for bits in numbers[WORDS:]:
+    # By Cauchy and Schwarz W * sum(p^2) = (sum p)^2 exactly if all p are equal.
+    if comm.world_size * numbers[-1] != numbers[-2] ** 2:
+        raise RankMismatchError(
+            f"ranks have launched different collectives in this step (rank {comm.rank} was last in {comm.position}): "
+            "what they received may have been meant for something else, and nothing is updated. Let all ranks run the same "
+            "modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
+        )
+    for bits in numbers[WORDS:-PATH_WORDS]:
         total += bits_to_double(bits)
     return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size)
 
