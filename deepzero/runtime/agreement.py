@@ -172,8 +172,8 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAg
     if comm.world_size * numbers[-1] != numbers[-2] ** 2:
         raise RankMismatchError(
             f"ranks have launched different collectives in this step (rank {comm.rank} was last in {comm.position}): "
-            "what they received may have been meant for something else, and nothing is updated. Let all ranks run the same "
-            "modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
+            "what they received may have been meant for something else, and nothing is updated. Let all ranks run the "
+            "same modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
         )
     for bits in numbers[WORDS:-PATH_WORDS]:
         total += bits_to_double(bits)

@@ -100,11 +100,10 @@ class ParamRecord:
         return self.home, self.slot
 
 
-class ZeroParameter(nn.Parameter):
-    """A parameter whose values are here. Its ``ds_*`` attributes are DeepSpeed's."""
+class _DsAttributes:
+    """DeepSpeed's names for what ZeRO knows about a parameter."""
 
-    # As in nn.Parameter: nothing is intercepted.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __slots__ = ()  # as nn.Parameter lies in memory, so that a parameter can change its class
     _zero: ParamRecord
 
     @property
@@ -124,19 +123,34 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """1-D: the elements of this parameter that this rank keeps; a view, possibly empty."""
+        """1-D: the elements of this parameter that this rank keeps, or has to publish; a view, possibly empty."""
         home, slot = self._zero.placed()
-        return home.part_of(slot)
+        part: torch.Tensor = home.part_of(slot)
+        return part
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the values are here."""
-        return self._zero.placed()[0].status
+        status: ZeroParamStatus = self._zero.placed()[0].status
+        return status
 
     @property
     def ds_persist(self) -> bool:
-        """Parameters below ``stage3_param_persistence_threshold`` are not partitioned, and have no such attribute."""
-        return False
+        """Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole."""
+        return isinstance(self, PersistentParameter)
+
+
+class PersistentParameter(_DsAttributes, nn.Parameter):
+    """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class ZeroParameter(_DsAttributes, nn.Parameter):
+    """A parameter that is partitioned, whose values are here."""
+
+    # As in nn.Parameter: nothing is intercepted.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class PartitionedParameter(ZeroParameter):

@@ -97,13 +97,26 @@ class PartitionedInterval:
         """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
-        self.buffer = self.pool.take(self.numel)
+        self.buffer = self.pool.take(self.numel) if self.comm.world_size > 1 else self._shard_as_buffer()
         self._whole = self.buffer[: self.numel]
         self.pool.owners[self.buffer.data_ptr()] = self
         parts = self._whole.split(self.interval.part_numel)
-        parts[self.comm.rank].copy_(self.shard)
+        if self.comm.world_size > 1:
+            parts[self.comm.rank].copy_(self.shard)
         self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, f"interval {self.key}")
         self.status = ZeroParamStatus.INFLIGHT
+
+    def _shard_as_buffer(self) -> torch.Tensor:
+        """With one rank my part is the whole, and nothing is copied: the same memory under a storage of its own."""
+        return torch.from_dlpack(self.shard)
+
+    def _give_back(self, buffer: torch.Tensor) -> None:
+        """The end of a gathered interval's buffer."""
+        del self.pool.owners[buffer.data_ptr()]
+        if self.comm.world_size > 1:
+            if self.comm.chaos.enabled and self.pool.is_alone(buffer):
+                self.comm.chaos.poison(buffer)
+            self.pool.give(buffer)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -173,11 +186,8 @@ class PartitionedInterval:
         for param in self.params:
             set_placeholder(param, self.shard.dtype, self.shard.device)
         buffer, self.buffer, self._whole = self.buffer, None, None
-        del self.pool.owners[buffer.data_ptr()]
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        if self.comm.chaos.enabled and self.pool.is_alone(buffer):
-            self.comm.chaos.poison(buffer)
-        self.pool.give(buffer)
+        self._give_back(buffer)
         if written is not None:
             raise PartitionedUseError(
                 f"parameter {written._zero.name!r} was written while it was gathered for reading, and the write is "
@@ -193,8 +203,7 @@ class PartitionedInterval:
     def abandon(self) -> None:
         """Give the buffer back for good: the parameters have values of their own now."""
         if self.buffer is not None:
-            del self.pool.owners[self.buffer.data_ptr()]
-            self.pool.give(self.buffer)
+            self._give_back(self.buffer)
         self.params, self.buffer, self._whole = [], None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
 

@@ -274,7 +274,8 @@ class PartitionedParameterCoordinator:
                 padding, sent_bytes = interval.numel - true, interval.numel * share * interval.shard.itemsize
                 forms[BACKWARD if backward else FORWARD].add(Traffic(1, true * share, padding * share, sent_bytes))
         self.ledger.predicted_traffic.update(forms)
-        self.ledger.predicted_memory["gathered"] = most
+        # One rank computes with its share itself.
+        self.ledger.predicted_memory["gathered"] = most if world > 1 else 0
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""

@@ -26,15 +26,48 @@ from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
+from deepzero.layout import Slot
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.partition_parameters import ZeroParameter
+from deepzero.runtime.zero.partition_parameters import (
+    ParamRecord,
+    PersistentParameter,
+    ZeroParameter,
+    ZeroParamStatus,
+)
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.publish import all_gather_dp_groups
 from deepzero.runtime.zero.sharded_step import MasterPart
+
+
+class PersistentHome:
+    """Where persistent parameters lie: in a flat buffer, whole on every rank."""
+
+    status = ZeroParamStatus.AVAILABLE
+
+    def __init__(self, group: FlatGroup) -> None:
+        self.group = group
+        self._mine = {piece.slot.index: piece for piece in group.pieces}
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """1-D: what this rank's optimizer updates of one parameter."""
+        piece = self._mine.get(slot.index)
+        flat = self.group.flat_P[slot.offset : slot.end]
+        return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
+
+
+def keep_whole(group: FlatGroup) -> None:
+    """Give persistent parameters what DeepSpeed's users look at: ``ds_id``, ``ds_status`` and the like."""
+    home = PersistentHome(group)
+    for name, param, slot in zip(group.names, group.params, group.layout.slots, strict=True):
+        if type(param) is nn.Parameter:
+            record = ParamRecord(param, name)
+            record.home, record.slot = home, slot
+            param.__class__ = PersistentParameter
+            param._zero = record  # type: ignore[attr-defined]
 
 
 class ZeroStage3:
@@ -84,6 +117,8 @@ class ZeroStage3:
             grad_dtype=grad_dtype,
             launched=self._launched,
         )
+        for persistent in self.persistent:
+            keep_whole(persistent)
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
         self.gradients.together = self.hooks.leaf_params
@@ -162,5 +197,9 @@ class ZeroStage3:
         self.hooks.remove()
         for group in self.persistent:
             group.release()
+            for param in group.params:
+                if isinstance(param, PersistentParameter):
+                    del param._zero
+                    param.__class__ = nn.Parameter  # type: ignore[assignment]
         for partitioned in (*self.partitioned, *self.frozen):
             partitioned.release()
