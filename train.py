@@ -41,6 +41,7 @@ from deepzero.data.corpus import Corpus, load_corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.models.gpt import GPT
+from deepzero.models.hf import HFModel, check_library
 from deepzero.monitor.files import ERROR, clear, write_failed_summary
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.throughput import peak_flops
@@ -66,7 +67,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     torch.autograd.set_detect_anomaly(run.debug.detect_anomaly)
     corpus = load_corpus(run.data)
     torch.manual_seed(run.train.seed)  # the same initial parameters on every rank
-    model = GPT(run.model)
+    model = build_model(run)
     engine, *_ = deepzero.initialize(model=model, config=run.engine, total_steps=run.train.steps)
     torch.manual_seed(run.train.seed + 1 + engine.global_rank)  # from here on randomness is dropout, and differs
     train_data, val_data = sequences(run, corpus)
@@ -97,6 +98,14 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     process_group.shutdown()
 
 
+def build_model(run: RunConfig) -> GPT | HFModel:
+    """Our own model, or Hugging Face's; blocks that choose experts by the data are leaves for stage 3."""
+    model = HFModel(run.model) if run.model.library == "hf" else GPT(run.model)
+    if run.engine.zero.stage == 3 and (blocks := model.expert_blocks()):
+        deepzero.zero.set_z3_leaf_modules(model, blocks)
+    return model
+
+
 def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequences]:
     """The corpus for training and for validation, cut into sequences of the model's length."""
     size, vocabulary = run.model.block_size, run.model.vocab_size
@@ -106,7 +115,9 @@ def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequ
     )
 
 
-def build_monitor(run: RunConfig, run_dir: Path, engine: deepzero.Engine, model: GPT, corpus: Corpus) -> Monitor:
+def build_monitor(
+    run: RunConfig, run_dir: Path, engine: deepzero.Engine, model: GPT | HFModel, corpus: Corpus
+) -> Monitor:
     """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
     batch, dtype = engine.batch, run.engine.precision.dtype
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
@@ -123,9 +134,8 @@ def build_monitor(run: RunConfig, run_dir: Path, engine: deepzero.Engine, model:
     settings = dataclasses.asdict(run)
     monitor = make_monitor(workload, run.logger, run_dir, settings, log_every=run.train.log_every)
     monitor.line(f"data   {corpus.description}")
-    monitor.line(
-        f"model  {run.model.name}: {engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
-    )
+    shape = f"{engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
+    monitor.line(f"model  {run.model.name}: {shape}")
     sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
     monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
     return monitor
@@ -155,7 +165,7 @@ def validate(engine: deepzero.Engine, data: TokenSequences, batches: int) -> flo
     return float(mean[0] / mean[1])
 
 
-def sample(run: RunConfig, engine: deepzero.Engine, model: GPT, corpus: Corpus) -> str | None:
+def sample(run: RunConfig, engine: deepzero.Engine, model: GPT | HFModel, corpus: Corpus) -> str | None:
     """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
 
     Partitioned parameters are gathered by all ranks together: in stage 3 all of them write the same text.
@@ -357,6 +367,7 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     batch = resolve_batch(run.engine, world_size)
     check_precision(run.engine.precision.dtype, torch.device(device))
     check_profiler(run.profiler, run.train.steps, world_size)
+    check_library(run.model)
     if run.engine.optimizer is None or run.engine.scheduler is None:
         raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
     optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])

@@ -27,7 +27,10 @@ class ModelConfig:
     """``model.*``: a decoder-only transformer, from nano to a 7B in the Llama style. See ``models/gpt.py``."""
 
     name: str = "nano"
-    """Shown in logs and tables."""
+    """Shown in logs and tables; with ``library: hf`` the model type, for example ``gpt2`` or ``llama``."""
+
+    library: Literal["own", "hf"] = "own"
+    """``own``: ``models/gpt.py``. ``hf``: Hugging Face's causal language model of that type, with random weights."""
 
     vocab_size: int = 256
     """Tokens; 256 for bytes."""
@@ -76,6 +79,10 @@ class ModelConfig:
         if self.position == "rope":
             head = self.n_embd // self.n_head
             require(head % 2 == 0, "model.n_head", self.n_head, f"rope needs an even head width, here {head}")
+        for name, only in (("norm", "layernorm"), ("position", "learned"), ("activation", "gelu"), ("bias", True)):
+            value = getattr(self, name)
+            ok = self.library == "own" or value == only
+            require(ok, f"model.{name}", value, "a model of library=hf has its own; leave this out")
         require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
 
 

@@ -46,6 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepzero.config.run import ModelConfig
 from deepzero.models.cross_entropy import cross_entropy
+from deepzero.models.generate import generate
 
 INIT_STD = 0.02
 """GPT-2's standard deviation of weights; the two projections into the residual stream get it divided by √(2L)."""
@@ -328,18 +329,11 @@ class GPT(nn.Module):
         Raises:
             ValueError: a negative temperature or count.
         """
-        if temperature < 0 or max_new_tokens < 0:
-            raise ValueError(f"temperature={temperature} and max_new_tokens={max_new_tokens} must not be negative")
-        was_training = self.training
-        self.eval()
-        try:
-            for _ in range(max_new_tokens):
-                # Through __call__, not forward: whoever has put hooks on this module sees these passes too.
-                logits = self(ids[:, -self.config.block_size :], last_only=True)[:, -1].float()
-                ids = torch.cat((ids, _sample(logits, temperature, generator)), dim=1)
-        finally:
-            self.train(was_training)
-        return ids
+        return generate(self, self.config.block_size, ids, max_new_tokens, temperature, generator)
+
+    def expert_blocks(self) -> set[str]:
+        """Names of the classes that choose experts by the data: none."""
+        return set()
 
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied weight counted once."""
@@ -361,13 +355,3 @@ class GPT(nn.Module):
         mlp = (3 if c.activation == "swiglu" else 2) * width * ffn_width(c)
         multiplied = c.n_layer * (attention + mlp) + c.vocab_size * width
         return 6.0 * multiplied + 12.0 * c.n_layer * width * c.block_size
-
-
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    """One token per row of ``logits`` [B, V], as [B, 1]."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    chances = F.softmax(logits / temperature, dim=-1)
-    if generator is None:
-        return torch.multinomial(chances, 1)
-    return torch.multinomial(chances.to(generator.device), 1, generator=generator).to(logits.device)

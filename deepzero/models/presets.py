@@ -43,5 +43,6 @@ PRESETS: dict[str, ModelConfig] = {
         bias=False,
         tied=False,
     ),
+    "hf": ModelConfig(name="gpt2", library="hf"),
 }
-"""Preset name to settings."""
+"""Preset name to settings; ``hf`` is a shape for other people's models."""

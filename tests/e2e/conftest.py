@@ -26,8 +26,8 @@ def tiny(corpus: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def sweep(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple[Path, runs.Done]:
-    """``-m zero.stage=0,1,2`` on two ranks: its folder, and what it printed."""
+    """``-m zero.stage=0,1,2,3`` on two ranks: its folder, and what it printed."""
     cwd = tmp_path_factory.mktemp("sweep")
-    done = runs.train("-m", "zero.stage=0,1,2", *tiny, "hydra.sweep.dir=out", cwd=cwd, timeout=110)
+    done = runs.train("-m", "zero.stage=0,1,2,3", *tiny, "hydra.sweep.dir=out", cwd=cwd, timeout=110)
     assert done.status == 0, done.err
     return cwd / "out", done

@@ -27,7 +27,7 @@ STEP_KEYS = {
 def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> None:
     folder, done = sweep
     assert done.err == ""
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         run_dir = folder / str(stage)
         assert {p.name for p in run_dir.iterdir()} == {".hydra", "metrics.jsonl", "summary.json"}
         assert runs.summary(run_dir)["config"]["engine"]["zero"]["stage"] == stage
@@ -39,8 +39,8 @@ def test_piped_output_is_plain_lines(sweep: tuple[Path, runs.Done]) -> None:
     _, done = sweep
     assert "\r" not in done.out
     assert "\x1b" not in done.out
-    assert done.out.count("step 10/10  loss") == 3
-    assert done.out.count("predicted      measured    ratio") == 6
+    assert done.out.count("step 10/10  loss") == 4
+    assert done.out.count("predicted      measured    ratio") == 8
 
 
 def test_metrics_of_every_step(sweep: tuple[Path, runs.Done]) -> None:
@@ -68,12 +68,12 @@ def test_the_stages_agree_to_the_bit(sweep: tuple[Path, runs.Done]) -> None:
         numbers = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in steps]
         return numbers, [entry["val_loss"] for entry in validations], runs.summary(folder / str(stage))["params_sha256"]
 
-    assert trajectory(0) == trajectory(1) == trajectory(2)
+    assert trajectory(0) == trajectory(1) == trajectory(2) == trajectory(3)
 
 
 def test_the_summary_says_what_zero_promises(sweep: tuple[Path, runs.Done]) -> None:
     folder, _ = sweep
-    for stage in (0, 1, 2):
+    for stage in (0, 1, 2, 3):
         summary = runs.summary(folder / str(stage))
         steps, validations = runs.entries(folder / str(stage))
         assert summary["status"] == "finished"
@@ -90,7 +90,8 @@ def test_the_summary_says_what_zero_promises(sweep: tuple[Path, runs.Done]) -> N
         sent = {
             kind: v["measured"]["elements"] for kind, v in summary["communication"].items() if "agreement" not in kind
         }
-        assert sum(sent.values()) == 2 * numel / 2
+        # Stage 3 gathers twice, less what its plan saves.
+        assert sum(sent.values()) == 2 * numel / 2 or (stage == 3 and sum(sent.values()) <= 3 * numel / 2)
         for values in summary["communication"].values():
             assert values["measured"] == values["predicted"]
         for category in ("parameters", "gradients", "masters", "moments"):
