@@ -256,10 +256,10 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().split()]
         session.send_signal(end)
-        session.wait(20)
+        session.wait(60)
     finally:
         session.kill()
-        session.wait(20)
+        session.wait(60)
         session.stdout.close()  # type: ignore[union-attr]
     assert len(pids) == 2
     deadline = time.monotonic() + 10

@@ -22,8 +22,10 @@ class BufferPool:
         self.dtype, self.device, self.limit_numel = dtype, device, limit_numel
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
-        self.owners: dict[int, Any] = {}
-        """Gathered intervals, by where their memory begins."""
+        self.owners: dict[int, tuple[Any, int]] = {}
+        """Whose values, of which generation, a buffer holds, by where it begins: also after the release, as long as it
+        is not filled anew. So it does not depend on timing whether autograd is known to save a weight, or an old view of
+        it."""
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
 
     def take(self, numel: int) -> torch.Tensor:
@@ -43,6 +45,8 @@ class BufferPool:
         del self._taken[buffer.data_ptr()]
         if self.device.type == "cpu":
             self._free.append(buffer)
+        else:
+            self.owners.pop(buffer.data_ptr(), None)  # the allocator will give this place to anybody
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
@@ -52,7 +56,7 @@ class BufferPool:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
         self._free.sort(key=torch.Tensor.numel)
         while self._free and self.numel() + numel > self.limit_numel:
-            self._free.pop(0)
+            self.owners.pop(self._free.pop(0).data_ptr(), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""

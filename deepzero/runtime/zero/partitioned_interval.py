@@ -99,7 +99,7 @@ class PartitionedInterval:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
         self.buffer = self.pool.take(self.numel) if self.comm.world_size > 1 else self._shard_as_buffer()
         self._whole = self.buffer[: self.numel]
-        self.pool.owners[self.buffer.data_ptr()] = self
+        self.pool.owners[self.buffer.data_ptr()] = (self, self.generation)
         parts = self._whole.split(self.interval.part_numel)
         if self.comm.world_size > 1:
             parts[self.comm.rank].copy_(self.shard)
@@ -112,7 +112,6 @@ class PartitionedInterval:
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         """The end of a gathered interval's buffer."""
-        del self.pool.owners[buffer.data_ptr()]
         if self.comm.world_size > 1:
             if self.comm.chaos.enabled and self.pool.is_alone(buffer):
                 self.comm.chaos.poison(buffer)
@@ -203,6 +202,7 @@ class PartitionedInterval:
     def abandon(self) -> None:
         """Give the buffer back for good: the parameters have values of their own now."""
         if self.buffer is not None:
+            self.pool.owners.pop(self.buffer.data_ptr(), None)
             self._give_back(self.buffer)
         self.params, self.buffer, self._whole = [], None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
@@ -245,6 +245,7 @@ class PartitionedInterval:
             return
         if self._pending is not None:
             self._pending.wait()
+        self.pool.owners[self.whole.data_ptr()] = (self, self.generation)
         whole = self.value(param._zero.placed()[1])
         if values.data_ptr() != whole.data_ptr():
             whole.copy_(values.view(whole.shape))

@@ -85,10 +85,11 @@ class Trace:
         what: training or evaluation, for messages.
         numel: elements of every interval.
         limits: what may be held.
+        speaks: one rank says when a plan is dropped.
     """
 
-    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits) -> None:
-        self.what, self.numel, self.limits = what, numel, limits
+    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, speaks: bool) -> None:
+        self.what, self.numel, self.limits, self.speaks = what, numel, limits, speaks
         self.uses: list[Use] = []
         self.plan: list[Action] | None = None
         self.position = -1
@@ -113,12 +114,12 @@ class Trace:
 
     def _drop(self, following: int, where: str) -> None:
         expected = self.uses[following].where if following < len(self.uses) else "the end of the step"
-        if self.dropped == 0:
-            log.info(
+        if self.dropped == 0 and self.speaks:
+            log.warning(
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
         self.dropped += 1
-        if self.dropped == MANY:
+        if self.dropped == MANY and self.speaks:
             log.warning(
                 "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
                 self.what, MANY,
@@ -164,7 +165,9 @@ class PartitionedParameterCoordinator:
         self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {interval.key: interval.numel for interval in intervals}
-        self.training, self.evaluation = Trace("training", numel, limits), Trace("evaluation", numel, limits)
+        speaks = comm.rank == 0
+        self.training = Trace("training", numel, limits, speaks)
+        self.evaluation = Trace("evaluation", numel, limits, speaks)
         self._trace = self.training
         # The use under way: its intervals are here and stay until the next one.
         self._current: frozenset[int] = frozenset()
@@ -221,7 +224,10 @@ class PartitionedParameterCoordinator:
             where: for events and messages.
             on_demand: noticed only because the interval was not there; it need not be noticed every time.
         """
-        if self._current.issuperset(keys):
+        if on_demand:
+            # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
+            keys = tuple(sorted(self._current.union(keys)))
+        elif self._current.issuperset(keys):
             return
         backward = in_backward()
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -239,7 +245,8 @@ class PartitionedParameterCoordinator:
         if action is not None:
             for key, for_backward in action.prefetch:
                 self._launch(key, BACKWARD if for_backward else forward, f"prefetch at {where}")
-        self._current = frozenset(keys)
+        if not on_demand:
+            self._current = frozenset(keys)
         for key in keys:
             self.inflight.wait(key)
             self._live.pop(key, None)
@@ -296,14 +303,14 @@ class PartitionedParameterCoordinator:
             raise refused
 
     def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
-        """The gathered interval whose memory ``tensor`` shows, if any."""
+        """The interval whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
         place = tensor.untyped_storage().data_ptr()
         for pool in self._pools:
-            owner = pool.owners.get(place)
-            if owner is not None:
-                return owner
+            interval, generation = pool.owners.get(place, (None, 0))
+            if interval is not None and interval.generation == generation:
+                return interval
         return None
 
     # ---- how -------------------------------------------------------------------------------------------------------
