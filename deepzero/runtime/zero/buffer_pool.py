@@ -24,8 +24,8 @@ class BufferPool:
         self._taken: dict[int, torch.Tensor] = {}
         self.owners: dict[int, tuple[Any, int]] = {}
         """Whose values, of which generation, a buffer holds, by where it begins: also after the release, as long as it
-        is not filled anew. So it does not depend on timing whether autograd is known to save a weight, or an old view of
-        it."""
+        is not filled anew. So it does not depend on timing whether autograd is known to save a weight, or an old view
+        of it."""
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
 
     def take(self, numel: int) -> torch.Tensor:
