@@ -7,6 +7,7 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.zero import GatheredParameters
 from tests.distributed.training import config, make_batch, make_model
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +28,15 @@ def train(steps=10, **changes):
             ids, labels = (t.to(engine.device) for t in make_batch(step + 100 * k, 2))
             engine.backward(engine(ids, labels))
             engine.step()
-    return [p.detach().clone() for p in engine.module.parameters()], engine.params_sha256()
+    with GatheredParameters(engine.module.parameters()):
+        values = [p.detach().clone() for p in engine.module.parameters()]
+    return values, engine.params_sha256()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_same_bits_as_a_plain_loop(stage):
-    parameters, _ = train(stage=stage, bucket=1500, overlap=True)
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    parameters, _ = train(stage=stage, bucket=1500, overlap=True, zero=zero)
     plain = make_model().cuda()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
     for step in range(10):
