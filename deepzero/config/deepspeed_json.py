@@ -60,10 +60,16 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.elastic_checkpoint": ((False,), ""),
     "zero_optimization.load_from_fp32_weights": ((True,), ""),
     "zero_optimization.cpu_offload": ((False,), ""),
-    "zero_optimization.stage3_model_persistence_threshold": ((sys.maxsize,), "persistent parameters are not limited"),
+    "zero_optimization.stage3_model_persistence_threshold": (
+        (sys.maxsize,),
+        "leave it out: the sum of persistent parameters is not limited",
+    ),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are fetched by all-gather"),
     "zero_optimization.stage3_module_granularity_threshold": ((0,), "declare leaf modules with set_z3_leaf_modules"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": ((False,), "checkpoints are not implemented yet"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
+        (False,),
+        "saving is not implemented yet; engine.module_state_dict() gathers the weights",
+    ),
     "zero_optimization.use_multi_rank_bucket_allreduce": ((True, False), "a bucket always goes to all of its owners"),
     "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), ""),

@@ -62,16 +62,10 @@ class ZeroConfig:
 
     def __post_init__(self) -> None:
         require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
-        for name in (
-            "prefetch_bucket_size",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "param_persistence_threshold",
-        ):
+        for name in ("prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
             value = getattr(self, f"stage3_{name}")
-            require(value >= (name == "max_live_parameters"), f"zero.stage3_{name}", value, "must not be negative")
-        require(self.sub_group_size >= 1, "zero.sub_group_size", self.sub_group_size, "must be at least 1 element")
-        for name in ("reduce_bucket_size", "allgather_bucket_size"):
+            require(value >= 0, f"zero.stage3_{name}", value, "must not be negative")
+        for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size"):
             require(getattr(self, name) >= 1, f"zero.{name}", getattr(self, name), "must be at least 1 element")
         require(
             self.reduce_scatter or self.stage == 1,

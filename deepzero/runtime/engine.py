@@ -131,7 +131,7 @@ class Engine(EngineFacts):
         # Backward passes that have ended since the last boundary.
         self._backward_passes = 0
         self._boundary_override: bool | None = None
-        self._inside_no_sync = self._step_applied = False
+        self._inside_no_sync = self._step_applied = self._destroyed = False
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
         # The loss of the backward pass under way: as given to us, or put together from the outputs it went through.
@@ -263,6 +263,8 @@ class Engine(EngineFacts):
             NonFiniteError: inf or NaN gradients in bf16 or fp32, on all ranks; parameters and moments are untouched.
             RuntimeError: no backward pass has run since the last boundary, or the last one broke off.
         """
+        if self._destroyed:
+            raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
         if self._inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         self._refuse_broken_pass()
@@ -431,7 +433,10 @@ class Engine(EngineFacts):
         self.module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:
-        """Let go of the model: it keeps its values and may be given to ``initialize`` again."""
+        """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
+        if self._destroyed:
+            return
+        self._destroyed = True
         self._hooks.remove()
         for handle in self._late_scaling:
             handle.remove()

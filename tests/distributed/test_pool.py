@@ -235,8 +235,11 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
     program.write_text(
         textwrap.dedent(
             """
+            import signal
             from tests.distributed.pool import RankPool
             from tests.distributed.test_pool import stay_silent, surroundings
+            # A shell starts its background jobs with Ctrl-C ignored, and that is inherited.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             if __name__ == "__main__":
                 pool = RankPool()
                 pool.run(surroundings)

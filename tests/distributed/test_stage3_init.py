@@ -181,6 +181,8 @@ def gathered(rank, world, stage):
         GatheredParameters(weight, modifier_rank=5)
     with pytest.raises(TypeError, match="takes parameters"):
         GatheredParameters([weight.shape])
+    with pytest.raises(TypeError, match=r"pass module.parameters"):
+        GatheredParameters(model)
     record = one_step(engine, rank, world)
     return record.loss, record.grad_norm, engine.params_sha256()
 
@@ -246,6 +248,9 @@ def load_and_save(rank, world):
         one_step(engine, rank, world)
         hashes.append(engine.params_sha256())
         engine.destroy()
+        engine.destroy()
+        with pytest.raises(RuntimeError, match=r"after engine.destroy"):
+            engine.step()
         assert all(type(p) is nn.Parameter for p in engine.module.parameters())
         assert not any(m._forward_pre_hooks for m in engine.module.modules())
         again = start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16")

@@ -84,7 +84,7 @@ def test_defaults_are_deepspeeds():
         ({"zero_optimization": {"legacy_stage1": False}}, "'zero_optimization.legacy_stage1' is a DeepSpeed key"),
         (
             {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
-            "checkpoints are not implemented yet",
+            "saving is not implemented yet",
         ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"bf16": {"enable": True}}, "enabled"),

@@ -54,6 +54,8 @@ class GatheredParameters:
         self.enabled, self.modifier_rank = enabled, modifier_rank
         if not enabled:
             return
+        if isinstance(params, nn.Module):
+            raise TypeError("GatheredParameters takes parameters, got a module; pass module.parameters()")
         listed = [params] if isinstance(params, torch.Tensor) else list(params)
         for param in listed:
             if not isinstance(param, nn.Parameter):

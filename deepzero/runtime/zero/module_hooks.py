@@ -275,7 +275,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _bound(method: Callable[..., Any], params: list[ZeroParameter]) -> Callable[..., Any]:
-    """A hook that brings ``params`` along. functools.partial would do, but for hooks that torch inspects."""
+    """A hook that brings ``params`` along. A plain function: dynamo can step around that, not around an object."""
 
     @torch.compiler.disable
     def hook(module: nn.Module, *rest: Any) -> Any:

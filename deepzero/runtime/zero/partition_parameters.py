@@ -196,6 +196,12 @@ class PartitionedParameter(ZeroParameter):
 
 
 def _advice(record: ParamRecord, verb: str) -> str:
+    if record.home is not None and record.home.key < 0:  # an interval of zero.Init's own
+        return (
+            f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
+            f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
+            "deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
+        )
     return (
         f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned (zero stage 3): its values are not "
         f"on this rank, and it cannot be {verb} here. Use `with deepzero.zero.GatheredParameters(param):` to read it, "

@@ -322,7 +322,7 @@ class PartitionedParameterCoordinator:
         self.ledger.note("fetch", where, f"interval {key}")
         self.live_numel += interval.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
-        if self.live_numel > self.limits.live_numel and not self._warned_live:
+        if self.live_numel > self.limits.live_numel and not self._warned_live and self._comm.rank == 0:
             self._warned_live = True
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
