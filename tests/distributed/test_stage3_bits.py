@@ -36,7 +36,8 @@ KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant}
 
 def bits(rank, world, settings, kind="plain", steps=STEPS):
     torch.manual_seed(0)
-    model = KINDS[kind]()
+    with deepzero.zero.Init(enabled=kind == "init"):
+        model = KINDS.get(kind, TinyModel)()
     engine, *_ = deepzero.initialize(model=model, config=settings)
     losses, norms = [], []
     for step in range(steps):
@@ -58,6 +59,7 @@ def cases_of(precision):
         zero = {**WHOLE, "stage3_prefetch_bucket_size": prefetch}
         yield config(stage=3, precision=precision, bucket=1500, overlap=True, zero=zero), "plain"
     yield config(stage=3, precision=precision), "plain"  # everything persistent
+    yield config(stage=3, precision=precision, bucket=1500, overlap=True, zero=WHOLE), "init"
     two_intervals = {**WHOLE, "stage3_max_live_parameters": 4000, "stage3_max_reuse_distance": 0}
     yield config(stage=3, precision=precision, bucket=1500, zero=two_intervals), "plain"
     some = {"stage3_param_persistence_threshold": 100, "sub_group_size": 700}
