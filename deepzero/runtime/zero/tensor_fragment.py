@@ -136,8 +136,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """
     fragment = _trained(param)
     whole = _flat(fragment, value, fragment.slot.numel, "the parameter")
-    _refuse_untimely(fragment, address_of(param).name)
-    fragment.set_gradient(fragment.cut(whole))
+    _write_gradient(fragment, address_of(param).name, fragment.cut(whole))
 
 
 @torch.no_grad()
@@ -170,9 +169,7 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         RuntimeError: not between the last backward pass of an optimizer step and ``engine.step()``.
     """
     fragment = _trained(param)
-    mine = _flat(fragment, value, fragment.numel, "this rank's piece")
-    _refuse_untimely(fragment, address_of(param).name)
-    fragment.set_gradient(mine)
+    _write_gradient(fragment, address_of(param).name, _flat(fragment, value, fragment.numel, "this rank's piece"))
 
 
 # ---- optimizer state -------------------------------------------------------------------------------------------------
@@ -194,11 +191,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         ValueError: a tensor that is no engine's parameter; a key that the optimizer does not have, or that holds one
             number for the whole parameter (``step``).
     """
-    address = address_of(param)
-    fragment = address.fragment
-    if fragment is None or not fragment.has_state(optim_state_key, address.name, everywhere=True):
-        return None
-    return _whole(fragment, fragment.copy_of(fragment.state(optim_state_key)))
+    fragment = address_of(param).fragment
+    mine = _state(param, optim_state_key, everywhere=True)
+    return _whole(fragment, mine) if fragment is not None and mine is not None else None
 
 
 @torch.no_grad()
@@ -233,13 +228,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     Raises:
         ValueError: as :func:`safe_get_full_optimizer_state`.
     """
-    address = address_of(param)
-    fragment = address.fragment
-    if fragment is None:
-        return None
-    if fragment.part is not None and not fragment.has_state(optim_state_key, address.name, everywhere=False):
-        return None
-    return fragment.copy_of(fragment.state(optim_state_key))
+    return _state(param, optim_state_key, everywhere=False)
 
 
 @torch.no_grad()
@@ -303,7 +292,7 @@ def _refuse_inside_a_pass() -> None:
         )
 
 
-def _refuse_untimely(fragment: Fragment, name: str) -> None:
+def _write_gradient(fragment: Fragment, name: str, mine: torch.Tensor) -> None:
     _refuse_inside_a_pass()
     engine = fragment.engine
     if not engine.gradients.present or not engine.last_pass():
@@ -314,6 +303,19 @@ def _refuse_untimely(fragment: Fragment, name: str) -> None:
             f"the gradient of parameter {name!r} cannot be set now: {when}. Set it after the last backward pass of an "
             "optimizer step and before engine.step()"
         )
+    fragment.set_gradient(mine)
+
+
+def _state(param: nn.Parameter, key: str, everywhere: bool) -> torch.Tensor | None:
+    """A copy of this rank's piece of the state, or None. Without ``everywhere`` a rank without a piece asks nobody."""
+    address = address_of(param)
+    fragment = address.fragment
+    if fragment is None:
+        return None
+    asks = everywhere or fragment.part is not None
+    if asks and not fragment.has_state(key, address.name, everywhere):
+        return None
+    return fragment.copy_of(fragment.state(key))
 
 
 def _write_state(fragment: Fragment, name: str, mine: torch.Tensor, key: str, everywhere: bool) -> None:
