@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup, make_whole
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,13 +66,15 @@ def partition_model(
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
-    kept = [p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold]
+    frozen_params = [
+        p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold
+    ]
     large = [[p for p in params if p.numel() > threshold] for params in chosen]
     small = [[p for p in params if p.numel() <= threshold] for params in chosen]
-    partitioned = {param for params in (*large, kept) for param in params}
+    partitioned = {param for params in (*large, frozen_params) for param in params}
     place_whole(names, partitioned, trained, comm, dtype)
 
-    total = sum(param.numel() for params in (*large, *small, kept) for param in params)
+    total = sum(param.numel() for params in (*large, *small, frozen_params) for param in params)
     limit = interval_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
@@ -101,8 +100,8 @@ def partition_model(
                     labels, small[index], layout, dtype, comm.device, comm.rank, whole=False, optimizer_group=index
                 )
             )
-    if kept:
-        frozen.append(partition(kept, None))
+    if frozen_params:
+        frozen.append(partition(frozen_params, None))
     largest = max((interval.numel for interval in intervals), default=0)
     coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, limit), 2 * largest, comm)
     return Partitioning(groups, frozen, coordinator, pool)
