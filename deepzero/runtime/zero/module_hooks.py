@@ -100,10 +100,10 @@ class ModuleHooks:
         if declared:
             self.leaf_params.update(module.parameters())
         before = self._before_leaf if declared else self._before
-        after = self._after_leaf if leaf else self._after
+        after = _hook(self._after_leaf, params) if leaf else _hook(self._after)
         self._handles += [
-            module.register_forward_pre_hook(_bound(before, params), prepend=True, with_kwargs=True),
-            module.register_forward_hook(_bound(after, params), always_call=True),
+            module.register_forward_pre_hook(_hook(before, params), prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
         ]
         if not leaf:
             for child in module.children():
@@ -138,7 +138,7 @@ class ModuleHooks:
             keys = keys_of([*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))])
         return keys
 
-    def _after(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """2 post-forward: release_sub_module; also when the module has raised."""
         if not self._stack or self._stack[-1] is not module:
             return  # its pre-hook did not run: another one raised before it
@@ -179,7 +179,7 @@ class ModuleHooks:
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: self.coordinator.use(keys, where))
-        self._after(params, module, args, output)
+        self._after(module, args, output)
 
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
@@ -274,12 +274,12 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
-def _bound(method: Callable[..., Any], params: list[ZeroParameter]) -> Callable[..., Any]:
-    """A hook that brings ``params`` along. A plain function: dynamo can step around that, not around an object."""
+def _hook(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+    """A hook that brings ``given`` along. A plain function: dynamo can step around that, not around an object."""
 
     @torch.compiler.disable
     def hook(module: nn.Module, *rest: Any) -> Any:
-        return method(params, module, *rest)
+        return method(*given, module, *rest)
 
     return hook
 
