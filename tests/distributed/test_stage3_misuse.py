@@ -176,8 +176,30 @@ def registered_late(rank, world):
     return first.kind == "OutsideItsModule"
 
 
+def discarded_on_the_way(rank, world):
+    """What is thrown away while it travels belongs to the all-gather until it has arrived."""
+    engine = engine_of(bucket=700)
+    interval = engine.module.first.weight._zero.home
+    interval.launch("test")
+    pending, mine = interval._pending, interval.whole.split(interval.interval.part_numel)[rank]
+    pending.wait()
+    mine.fill_(7.0)
+    untouched = []
+
+    class Arrival:
+        def wait(self):
+            untouched.append(bool((mine == 7.0).all()))
+
+    interval._pending = Arrival()
+    interval.discard()
+    assert untouched == [True] and torch.equal(mine, interval.shard)
+    assert engine.module.first.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+    step(engine, rank)
+    return True
+
+
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [mixed_meta, registered_late]
+CASES += [mixed_meta, registered_late, discarded_on_the_way]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

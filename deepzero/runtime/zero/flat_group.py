@@ -64,6 +64,15 @@ def get_data_parallel_partitions(flat: torch.Tensor, interval: Interval) -> tupl
     return flat[interval.offset : interval.offset + interval.numel].split(interval.part_numel)
 
 
+@torch.no_grad()
+def follow(master: torch.Tensor, values: torch.Tensor) -> None:
+    """``values``, in the compute dtype, have been written from outside: their fp32 master follows.
+
+    Where they are the master's own, rounded, nothing was written, and the master keeps the bits that rounding loses.
+    """
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
+
+
 class FlatGroup:
     """The tensors of one group. See [Note: the tensors of ZeRO] in ``layout.py``.
 
@@ -157,8 +166,7 @@ class FlatGroup:
                 if self.master_storage is not None and index in self._mine:
                     piece, master = self._mine[index]
                     values = param.reshape(-1)[piece.start : piece.start + piece.numel]
-                    # A write of the same value must not round the master to the compute dtype.
-                    master.copy_(torch.where(master.to(self.dtype) == values, master, values.to(torch.float32)))
+                    follow(master, values)
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.flat_group import claim, disclaim
+from deepzero.runtime.zero.flat_group import claim, disclaim, follow
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -124,13 +124,12 @@ class PartitionedGroup:
 
     @torch.no_grad()
     def _accept_write(self, interval: PartitionedInterval, param: ZeroParameter) -> None:
-        """The part of ``param`` is new: its master follows, without losing bits where nothing changed."""
+        """The part of ``param`` is new: its master follows."""
         number = self._mine.get(self._index[param]) if self.master_storage is not None else None
         if number is None:
             return
-        piece, master = self.pieces[number], self.masters[number]
-        values = self.shard_S[piece.shard_start : piece.shard_start + piece.numel]
-        master.copy_(torch.where(master.to(self.dtype) == values, master, values.to(torch.float32)))
+        piece = self.pieces[number]
+        follow(self.masters[number], self.shard_S[piece.shard_start : piece.shard_start + piece.numel])
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -143,7 +142,6 @@ class PartitionedGroup:
         param, number = self.params[index], self._mine.get(index)
         home, _ = param._zero.placed()
         home.write(param, values)
-        home.write_gathered(param, values)
         if number is not None:
             piece = self.pieces[number]
             self.masters[number].copy_(values[piece.start : piece.start + piece.numel])

@@ -168,10 +168,7 @@ class PartitionedInterval:
         """Raise when :meth:`written` finds something."""
         param = self.written()
         if param is not None:
-            raise PartitionedUseError(
-                f"parameter {param._zero.name!r} was written while it was gathered for reading, and the write would be "
-                "lost; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
-            )
+            raise _write_lost(param, "would be lost")
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -188,13 +185,12 @@ class PartitionedInterval:
         self.status = ZeroParamStatus.NOT_AVAILABLE
         self._give_back(buffer)
         if written is not None:
-            raise PartitionedUseError(
-                f"parameter {written._zero.name!r} was written while it was gathered for reading, and the write is "
-                "lost; write inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
-            )
+            raise _write_lost(written, "is lost")
 
     def discard(self) -> None:
         """Release without a look at what was written: an exception has ended a write in the middle."""
+        if self.status is ZeroParamStatus.INFLIGHT:
+            self.wait()  # until then the buffer is the all-gather's
         self.whole.split(self.interval.part_numel)[self.comm.rank].copy_(self.shard)
         self.permit_writes()
         self.release()
@@ -234,12 +230,12 @@ class PartitionedInterval:
         start, stop, first = self.range_of(slot)
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
-        self.write_gathered(param, values)
+        self._write_gathered(param, values)
         if self.on_write is not None:
             self.on_write(self, param)
 
     @torch.no_grad()
-    def write_gathered(self, param: ZeroParameter, values: torch.Tensor) -> None:
+    def _write_gathered(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """The same for the buffer, if the interval is gathered or on its way; it is no write by the user."""
         if self.status is ZeroParamStatus.NOT_AVAILABLE:
             return
@@ -249,3 +245,10 @@ class PartitionedInterval:
         whole = self.value(param._zero.placed()[1])
         if values.data_ptr() != whole.data_ptr():
             whole.copy_(values.view(whole.shape))
+
+
+def _write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:
+    return PartitionedUseError(
+        f"parameter {param._zero.name!r} was written while it was gathered for reading, and the write {verb}; write "
+        "inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
+    )
