@@ -178,7 +178,7 @@ class ModuleHooks:
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: self.coordinator.use(keys, where))
+                tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where))
         self._after(module, args, output)
 
     def reset(self) -> None:
@@ -237,7 +237,7 @@ class ModuleHooks:
         )
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        """3 pre-backward: fetch, prefetch backwards."""
+        """3 pre-backward: fetch_sub_module, which prefetches backwards."""
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
             return value
@@ -252,7 +252,7 @@ class ModuleHooks:
                 f"this backward pass goes through a forward pass that saw older values of {interval.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
-        self.coordinator.use((packed.key,), interval.params[0]._zero.name)
+        self.coordinator.fetch_sub_module((packed.key,), interval.params[0]._zero.name)
         flat = interval.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
@@ -265,7 +265,8 @@ class ModuleHooks:
         if not self._stack and not in_backward():
             return False
         where = self._names.get(self._stack[-1], "?") if self._stack else "backward"
-        self.coordinator.use(tuple(interval.key for interval in intervals), f"{where} ({what})", on_demand=True)
+        keys = tuple(interval.key for interval in intervals)
+        self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand=True)
         return True
 
 

@@ -2,7 +2,8 @@
 
 In the first optimizer step the coordinator *records* which intervals are used in which order, in forward and backward
 passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
-follow. At each use, in this order:
+follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; each use
+does, in this order:
 
 1. release what the plan lets go,
 2. launch mine,
@@ -10,6 +11,8 @@ follow. At each use, in this order:
 4. wait for mine.
 
 Launching before waiting is all there is to overlap: the next intervals travel while this one is computed with.
+
+``release_sub_module``, after a module, releases nothing itself: what was used goes in the 1 of the next use.
 
 While recording there is nothing to look ahead to; then whatever was used longest ago is released first, so that about
 two intervals are held.
@@ -201,27 +204,13 @@ class PartitionedParameterCoordinator:
             self._trace = trace
             self._current = frozenset()
 
-    def fetch_sub_module(self, keys: tuple[int, ...], where: str) -> None:
-        """1 pre-forward of a module: its intervals are here afterwards.
+    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
+        """1 pre-forward, 3 pre-backward: release, launch mine, launch the prefetch, wait for mine.
 
         Args:
-            keys: from :func:`keys_of` its own parameters, and those registered for it.
-            where: its name.
-        """
-        self.use(keys, where)
-
-    def release_sub_module(self, where: str) -> None:
-        """After a module ran. What it used goes at the next use, if the plan, or age, lets it go: modules come in
-        runs that share an interval, and the end of the run is known only when it is over.
-        """
-        self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
-
-    def use(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
-        """Release, launch mine, launch the prefetch, wait for mine.
-
-        Args:
-            keys: sorted.
-            where: for events and messages.
+            keys: sorted; a module's own parameters' and those registered for it (:func:`keys_of`), or the one of a
+                weight that the backward pass asks for.
+            where: the module or parameter, for events and messages.
             on_demand: noticed only because the interval was not there; it need not be noticed every time.
         """
         if on_demand:
@@ -236,10 +225,7 @@ class PartitionedParameterCoordinator:
         action = self._trace.advance(keys, backward, where, on_demand)
         forward = FORWARD if self._trace is self.training else EVALUATION
         kind = BACKWARD if backward else forward
-        for key in action.release if action is not None else ():
-            self._release(key)
-        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
-            self._release(key)
+        self._make_room(keys, action)
         for key in keys:
             self._launch(key, kind, where)
         if action is not None:
@@ -251,6 +237,16 @@ class PartitionedParameterCoordinator:
             self.inflight.wait(key)
             self._live.pop(key, None)
             self._live[key] = None
+
+    def release_sub_module(self, where: str) -> None:
+        """2 post-forward: the module is over; ranks that fall apart say so in their messages. Nothing is released yet.
+
+        DeepSpeed releases here. An interval serves a run of modules, and at the end of one of them nothing tells
+        whether the next one will use it too: that is known when the next use comes, which begins by releasing
+        (:meth:`_make_room`). Nothing is fetched in between, so the most that is ever gathered is the same. And a
+        backward pass has no such moment: it asks for weights one by one and never says that it is done with one.
+        """
+        self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def gradients_complete(self, key: int) -> None:
         """All gradients of an interval are there."""
@@ -314,6 +310,13 @@ class PartitionedParameterCoordinator:
         return None
 
     # ---- how -------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, keys: tuple[int, ...], action: Action | None) -> None:
+        """Release what the plan lets go before ``keys`` are used; while recording, what was used longest ago."""
+        for key in action.release if action is not None else ():
+            self._release(key)
+        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
+            self._release(key)
 
     def _launch(self, key: int, kind: str, where: str) -> None:
         interval = self.intervals[key]

@@ -9,10 +9,10 @@ fetched for it; parameters of at most ``stage3_param_persistence_threshold`` ele
 step.
 
 One parameter's way, in the numbers of a training step: **0** ``PartitionedGroup`` cuts it → **1** ``ModuleHooks`` →
-``fetch_sub_module`` → its interval is gathered, the parameter is a view of it → **2** ``release_sub_module`` → **3**
-the backward pass asks for the saved weight: fetched once more → **4** its gradient is complete: ``GradientPartition``
-sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by sub-groups → **7** ``publish``:
-cast into ``shard_S``; nothing is sent but for persistent parameters.
+``fetch_sub_module`` → its interval is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
+fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
+complete: ``GradientPartition`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
+sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
 """
