@@ -12,8 +12,11 @@ single all-reduce, which is exact and has no order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
 import math
+import platform
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +29,8 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.parse import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
+
+log = logging.getLogger(__name__)
 
 AGREEMENT = "agreement.all_reduce"
 
@@ -181,7 +186,26 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAg
 
 
 def check_precision(dtype: str, device: torch.device) -> None:
-    """Raise a :class:`ConfigError` when ``device`` cannot compute in ``dtype``."""
+    """Raise a :class:`ConfigError` when ``device`` cannot compute in ``dtype``; say it when it does so slowly."""
     if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"precision=bf16: {name} has no bf16 arithmetic; use precision=fp16 or precision=fp32")
+    if dtype == "bf16" and device.type == "cpu" and process_group.rank() == 0 and lacks_bf16_arithmetic():
+        _say_slow()
+
+
+def lacks_bf16_arithmetic() -> bool:
+    """Whether this is an x86 processor without bf16 instructions; False where torch cannot tell."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    # Torch's queries are private names, which a later version may drop.
+    queries = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return all(query is not None and not query() for query in queries)
+
+
+@functools.cache
+def _say_slow() -> None:
+    log.warning(
+        "precision=bf16: this processor has no bf16 arithmetic (AVX512_BF16, AMX) and is slow at it; precision=fp32 is "
+        "likely faster, and takes more memory (said once)"
+    )
