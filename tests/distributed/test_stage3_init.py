@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import deepzero
+from deepzero.runtime.zero import init_context
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
 
@@ -153,6 +156,68 @@ def leaves_torch_alone(rank, world):
 
 def test_an_exception_leaves_torch_as_it_was(ranks):
     ranks.run(leaves_torch_alone, world_size=2)
+
+
+def failing_write(rank, world):
+    """Nothing stays gathered after an operation that raises, though its traceback holds views."""
+
+    def whole():
+        return [layer for layer in layers if layer.weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE]
+
+    layers = []
+    with Init():
+        layers.append(nn.Linear(6, 4))
+        before = layers[0].weight.detach().clone()
+        with pytest.raises(RuntimeError, match="must match the size") as caught:
+            layers[0].weight.data.copy_(torch.ones(5))
+        assert not init_context._OPEN and not whole() and caught.tb is not None
+        assert torch.equal(layers[0].weight, before)
+        layers[0].weight.data.fill_(3.0)
+    assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
+
+    with pytest.raises(KeyError), Init():
+        layers.append(nn.Linear(6, 4))
+        kept = layers[1].weight[1:3]
+        kept.fill_(2.0)
+        raise KeyError
+    assert not init_context._OPEN and not whole()
+
+    def lost(*_):
+        raise RuntimeError("connection lost")
+
+    context = Init()
+    with pytest.raises(RuntimeError, match="connection lost"), context:
+        layers += [nn.Linear(6, 4), nn.Linear(6, 4)]
+        views = [layer.weight[1:3] for layer in layers[2:]]
+        context.comm.broadcast = lost
+    assert len(views) == 2 and not init_context._OPEN and not whole()
+    with Init():
+        layers.append(nn.Linear(6, 4))
+    assert values_of(layers[-1])["weight"].shape == (4, 6)
+    return True
+
+
+def test_an_operation_that_raises_leaves_nothing_gathered(ranks):
+    assert all(ranks.run(failing_write, world_size=2))
+
+
+def odd_settings(rank, world):
+    with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
+        Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    init_context._say_not_pinned.cache_clear()
+    logging.getLogger("deepzero").addHandler(handler)
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        for _ in range(2):
+            Init(remote_device="cpu", pin_memory=True)
+    logging.getLogger("deepzero").removeHandler(handler)
+    return [line for line in lines if "pin_memory=True" in line]
+
+
+def test_settings_that_contradict_or_do_nothing(ranks):
+    assert [len(lines) for lines in ranks.run(odd_settings, world_size=2)] == [1, 0]
 
 
 def gathered(rank, world, stage):

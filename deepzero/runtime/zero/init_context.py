@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,12 +42,16 @@ from deepzero.layout import plan_layout
 from deepzero.runtime.zero import partition_parameters
 from deepzero.runtime.zero.buffer_pool import BufferPool, references
 from deepzero.runtime.zero.partition_parameters import (
+    PartitionedParameter,
     ZeroParameter,
+    ZeroParamStatus,
     partitioned_in,
     set_placeholder,
 )
 from deepzero.runtime.zero.partitioned_group import SETUP, as_zero_parameter
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+
+log = logging.getLogger(__name__)
 
 TRIM_BYTES = 64 << 20
 """Freed parameters, between two calls of :func:`return_freed_memory`."""
@@ -67,9 +72,9 @@ class Init:
         data_parallel_group: None: all ranks, the only group there is.
         mem_efficient_linear: accepted for DeepSpeed's sake: no linear layer saves a view of its weight here anyway.
         remote_device: ``"cpu"`` keeps the parts in host memory until ``initialize``; None on the rank's device.
-        pin_memory: with ``remote_device="cpu"``, in page-locked memory.
+        pin_memory: with ``remote_device="cpu"``, in page-locked memory; without CUDA in ordinary memory, with a line.
         config_dict_or_path: a DeepSpeed config; it must ask for stage 3.
-        config: the older name of that.
+        config: the older name of that; one of the two.
         enabled: False does nothing.
         dtype: make parameters in this dtype. None keeps the constructor's: fp32 values become the fp32 masters,
             whatever the precision of training, and so the bits are those of a model built without ``Init``.
@@ -105,6 +110,8 @@ class Init:
             raise ConfigError(f'zero.Init: remote_device={remote_device!r} is not implemented; "cpu" and None are')
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"zero.Init: dtype={dtype} is not a floating-point dtype")
+        if config is not None and config_dict_or_path is not None:
+            raise ConfigError("zero.Init: the configuration is given twice (config_dict_or_path, config); give it once")
         given = config_dict_or_path if config_dict_or_path is not None else config
         if given is not None and (stage := load_engine_config(given).zero.stage) != 3:
             raise ConfigError(
@@ -116,6 +123,8 @@ class Init:
         self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
         self._home = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
+        if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
+            _say_not_pinned()
         self._pools: dict[torch.dtype, BufferPool] = {}
         self._freed_bytes = 0
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
@@ -142,7 +151,7 @@ class Init:
         _ACTIVE.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
         if not self.enabled:
             return
         _ACTIVE.pop()
@@ -154,7 +163,12 @@ class Init:
             self._wrapped = []
             self._under_construction.clear()
             partition_parameters.write_through = None
-            _cut_again(only_unseen=False)
+            try:
+                # The others may not have had this rank's exception, and would not take part in a broadcast.
+                if kind is None:
+                    _cut_again(only_unseen=False)
+            finally:
+                _discard(list(_OPEN))
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -209,6 +223,11 @@ class Init:
             return_freed_memory()
 
 
+@functools.cache
+def _say_not_pinned() -> None:
+    log.warning("zero.Init: pin_memory=True has no effect without CUDA: parts stay in ordinary memory (said once)")
+
+
 def return_freed_memory() -> None:
     """Ask the C library to give freed pages back to the system.
 
@@ -244,16 +263,28 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
     """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
 
     When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
-    parameter stays whole until nobody holds the view.
+    parameter stays whole until nobody holds the view. When the operation raises, nothing is taken over.
     """
     _cut_again(only_unseen=True)
     params = partitioned_in((args, kwargs))
     homes = list({param._zero.id: param._zero.placed()[0] for param in params}.values())
-    for home in homes:
-        home.launch(SETUP)
-    for home in homes:
-        home.wait()
-        _OPEN[home] = references(home.whole)
+    try:
+        for home in homes:
+            home.launch(SETUP)
+        for home in homes:
+            home.wait()
+            _OPEN[home] = references(home.whole)
+        result = _with_views(func, args, kwargs, params)
+    except BaseException:
+        # Now, as the traceback holds views: they would pass for somebody's who may still write.
+        _discard(homes)
+        raise
+    _cut_again(only_unseen=True)
+    return result
+
+
+def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
+    """Call ``func`` with views of gathered parameters in their places."""
     # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
     whole = {id(param): param._zero.placed() for param in params}
     views = {key: home.value(slot) for key, (home, slot) in whole.items()}
@@ -264,7 +295,6 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
     del new_args, new_kwargs
     if returned:
         result = returned[0]  # an operation in place returns what it was given
-    _cut_again(only_unseen=True)
     return result
 
 
@@ -275,12 +305,25 @@ def _cut_again(only_unseen: bool) -> None:
         if only_unseen and references(home.whole) > alone:
             continue
         del _OPEN[home]
-        values = home.value(home.interval.slots[0]).reshape(-1)
-        home.comm.broadcast("setup.broadcast", values)
-        home.write(home.params[0], values)
-        home.permit_writes()
-        del values
-        home.release()
+        try:
+            values = home.value(home.interval.slots[0]).reshape(-1)
+            home.comm.broadcast("setup.broadcast", values)
+            home.write(home.params[0], values)
+            home.permit_writes()
+            del values
+            home.release()
+        except BaseException:
+            _discard([home])
+            raise
+
+
+@torch.no_grad()
+def _discard(homes: list[PartitionedInterval]) -> None:
+    """Forget what a write made whole; the parts stay as they were. Nothing is sent."""
+    for home in homes:
+        _OPEN.pop(home, None)
+        if home.status is not ZeroParamStatus.NOT_AVAILABLE:
+            home.discard()
 
 
 @torch.no_grad()
