@@ -179,27 +179,46 @@ def registered_late(rank, world):
 def discarded_on_the_way(rank, world):
     """What is thrown away while it travels belongs to the all-gather until it has arrived."""
     engine = engine_of(bucket=700)
-    interval = engine.module.first.weight._zero.home
+    weight = engine.module.first.weight
+    interval = weight._zero.home
     interval.launch("test")
     pending, mine = interval._pending, interval.whole.split(interval.interval.part_numel)[rank]
     pending.wait()
     mine.fill_(7.0)
-    untouched = []
+    seen = []
 
     class Arrival:
         def wait(self):
-            untouched.append(bool((mine == 7.0).all()))
+            seen.append((bool((mine == 7.0).all()), interval in [owner for owner, _ in interval.pool.owners.values()]))
 
     interval._pending = Arrival()
     interval.discard()
-    assert untouched == [True] and torch.equal(mine, interval.shard)
-    assert engine.module.first.weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE
+    assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
+    assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (interval.shard == 7.0).any()
+    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be discarded"):
+        interval.discard()
+    step(engine, rank)
+    return True
+
+
+def broken_off(rank, world):
+    """An exception inside ``GatheredParameters`` arrives as it is, however the write was made."""
+    engine = engine_of(bucket=700)
+    weight = engine.module.first.weight
+    before = engine.params_sha256()
+    with pytest.raises(KeyError), GatheredParameters(weight, modifier_rank=0):
+        weight.data = torch.full((37, 24), 2.0)
+        raise KeyError
+    with pytest.raises(KeyError), GatheredParameters(weight), torch.no_grad():
+        weight.fill_(2.0)
+        raise KeyError
+    assert engine.params_sha256() == before
     step(engine, rank)
     return True
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [mixed_meta, registered_late, discarded_on_the_way]
+CASES += [mixed_meta, registered_late, discarded_on_the_way, broken_off]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -179,21 +179,28 @@ class PartitionedInterval:
         if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be released")
         written = self.written()
-        for param in self.params:
-            set_placeholder(param, self.shard.dtype, self.shard.device)
-        buffer, self.buffer, self._whole = self.buffer, None, None
-        self.status = ZeroParamStatus.NOT_AVAILABLE
-        self._give_back(buffer)
+        self._let_go(self.buffer)
         if written is not None:
             raise _write_lost(written, "is lost")
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def discard(self) -> None:
         """Release without a look at what was written: an exception has ended a write in the middle."""
         if self.status is ZeroParamStatus.INFLIGHT:
             self.wait()  # until then the buffer is the all-gather's
-        self.whole.split(self.interval.part_numel)[self.comm.rank].copy_(self.shard)
-        self.permit_writes()
-        self.release()
+        if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
+            raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be discarded")
+        # A view that is kept shows what was written, which is no parameter's value.
+        self.pool.owners.pop(self.buffer.data_ptr(), None)
+        self._let_go(self.buffer)
+
+    def _let_go(self, buffer: torch.Tensor) -> None:
+        for param in self.params:
+            set_placeholder(param, self.shard.dtype, self.shard.device)
+        self.buffer = self._whole = None
+        self.status = ZeroParamStatus.NOT_AVAILABLE
+        self._give_back(buffer)
 
     def abandon(self) -> None:
         """Give the buffer back for good: the parameters have values of their own now."""
