@@ -1,17 +1,18 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
 
 from deepzero import utils, zero
+from deepzero.checkpoint.format import CheckpointError
 from deepzero.comm.process_group import init_distributed
 from deepzero.config.parse import ConfigError
 from deepzero.runtime.engine import Engine, NonFiniteError
 from deepzero.runtime.initialize import add_config_arguments, initialize
-
-__version__ = "0.1.0"
+from deepzero.version import __version__
 
 DeepSpeedEngine = Engine
 """The name under which scripts for DeepSpeed test and annotate it."""
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "DeepSpeedEngine",
     "Engine",

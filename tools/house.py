@@ -32,20 +32,22 @@ ROOTS = ("deepzero", "tools", "tests", "examples", "docs", "configs")
 
 FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.config", 0),
+    ("deepzero.version", 0),
     ("deepzero.layout", 0),
     ("deepzero.comm", 1),
     ("deepzero.comm.bucket", 2),
     ("deepzero.offload", 2),
     ("deepzero.runtime", 3),
-    ("deepzero.runtime.engine", 4),
-    ("deepzero.runtime.initialize", 4),
     ("deepzero.checkpoint", 4),
+    ("deepzero.runtime.engine_checkpoints", 5),
+    ("deepzero.runtime.engine", 5),
+    ("deepzero.runtime.initialize", 5),
     ("deepzero.monitor", 4),
     ("deepzero.profiling", 4),
     ("deepzero.models", 4),
     ("deepzero.data", 4),
-    ("deepzero.utils", 4),
-    ("deepzero.zero", 4),
+    ("deepzero.utils", 5),
+    ("deepzero.zero", 5),
 )
 """Module or package → floor; the longest name that fits counts. The package ``deepzero`` itself stands above all."""
 

@@ -14,7 +14,8 @@ the order that the book describes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -80,10 +81,11 @@ class Ledger:
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
+    _aside: bool = False
 
     def record(self, kind: str, elements: int, itemsize: int, padding: int = 0) -> None:
         """Count one call that sends ``elements`` elements of ``itemsize`` bytes, ``padding`` of them padding."""
-        account = self.between_steps if kind in self.no_part_of_a_step else self.traffic
+        account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, elements * itemsize))
 
@@ -91,6 +93,15 @@ class Ledger:
         """Keep an event, when the order is being traced."""
         if self.trace:
             self.events.append(Event(what, kind, where))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent meanwhile is no part of a step, whatever its kind: a checkpoint is loaded."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
 
     def close_setup(self) -> None:
         """What was counted so far belongs to the setup, not to the first step."""

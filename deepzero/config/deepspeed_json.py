@@ -52,6 +52,13 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "wall_clock_breakdown": ((False,), "use the profiler"),
     "memory_breakdown": ((False,), "the ledger is always on"),
     "dump_state": ((False,), ""),
+    "checkpoint.load_universal": ((True, False), "every checkpoint can be loaded by any stage and number of ranks"),
+    "checkpoint.tag_validation": (
+        ("Warn", "Fail", "WARN", "FAIL", "warn", "fail"),
+        "ranks that give different tags always raise",
+    ),
+    "checkpoint.use_node_local_storage": ((False,), "checkpoints lie in one folder that all ranks see"),
+    "checkpoint.parallel_write.pipeline_stage": ((False,), "every rank writes its own shard"),
     "disable_allgather": ((False,), ""),
     "zero_optimization.contiguous_gradients": ((True,), "buckets are always contiguous"),
     "zero_optimization.allgather_partitions": ((True,), "parameters are published by all-gather"),
@@ -67,8 +74,8 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": ((False,), "parameters are fetched by all-gather"),
     "zero_optimization.stage3_module_granularity_threshold": ((0,), "declare leaf modules with set_z3_leaf_modules"),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
-        (False,),
-        "saving is not implemented yet; engine.module_state_dict() gathers the weights",
+        (True, False),
+        "save_16bit_model gathers the weights when it is called",
     ),
     "zero_optimization.use_multi_rank_bucket_allreduce": ((True, False), "a bucket always goes to all of its owners"),
     "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
@@ -107,7 +114,6 @@ SWITCHED_OFF = (
 NOT_IMPLEMENTED = (
     "aio",
     "autotuning",
-    "checkpoint",
     "compile",
     "compression_training",
     "fp32_allreduce",

@@ -41,7 +41,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_zero
-from deepzero.runtime.engine_facts import EngineFacts
+from deepzero.runtime.engine_checkpoints import EngineCheckpoints
 from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -77,7 +77,7 @@ class StepRecord:
     """fp16 overflow: parameters, moments and schedule are as before."""
 
 
-class Engine(EngineFacts):
+class Engine(EngineCheckpoints):
     """A model, its optimizer and its share of ZeRO. Made by ``deepzero.initialize``.
 
     Args:
@@ -159,6 +159,7 @@ class Engine(EngineFacts):
         return outputs
 
     def _refuse_broken_pass(self) -> None:
+        self._refuse_half_loaded()
         if self._hooks.broke_off:
             raise RuntimeError(
                 "the last backward pass broke off before its end, and its gradients are incomplete; "
@@ -442,3 +443,5 @@ class Engine(EngineFacts):
             handle.remove()
         self._fragments.forget()
         self.stage.destroy()
+        if self._saver is not None:
+            self._saver.close()

@@ -1,12 +1,11 @@
 """What others ask an engine: sizes, settings, counters, in DeepSpeed's names. Nothing here changes anything.
 
-Apart from :mod:`~deepzero.runtime.engine` only so that the training step can be read there without them. What DeepSpeed
-has and deepzero has not written yet stands here too, and says so when it is called.
+Apart from :mod:`~deepzero.runtime.engine` only so that the training step can be read there without them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,23 +91,3 @@ class EngineFacts(nn.Module):
     def get_mom(self) -> list[Any]:
         """Momentum of every param group: ``betas`` where the optimizer has them, else ``momentum``, else 0."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
-
-    # ---- not written yet ---------------------------------------------------------------------------------------------
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not implemented yet."""
-        self._no_checkpoints("save_checkpoint", "engine.module_state_dict(), on every rank, gives the weights to save")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not implemented yet."""
-        self._no_checkpoints(
-            "load_checkpoint",
-            "engine.load_module_state_dict(weights), on every rank, takes those of engine.module_state_dict()",
-        )
-
-    def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not implemented yet."""
-        self._no_checkpoints("save_16bit_model", "engine.module_state_dict(), on every rank, gives the weights to save")
-
-    def _no_checkpoints(self, name: str, instead: str) -> NoReturn:
-        raise NotImplementedError(f"engine.{name}: checkpoints are not implemented yet; {instead}")

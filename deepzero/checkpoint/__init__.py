@@ -1,0 +1,1 @@
+"""Checkpoints: plain, verifiable files that any stage and any number of ranks can load. See ``format.py``."""

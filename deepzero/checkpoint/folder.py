@@ -1,0 +1,296 @@
+"""The folder that checkpoints lie in: which are complete, which is the newest, who may write, and how one is put there.
+
+**Nothing lost.** A checkpoint is written into a folder of another name, flushed, marked complete (``COMMIT``), and
+only then renamed to its tag; ``latest`` is replaced after that. At any instant either the old or the new one is there,
+whole.
+
+**One writer.** Rank 0 of a run holds a lock on the folder from its first save to its end. The system gives the lock
+back when the process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+from deepzero.checkpoint.format import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
+
+LOCK = ".lock"
+SAVING = ".saving-"
+REPLACED = ".replaced-"
+DELETING = ".deleting-"
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is no name of a folder.
+
+    Raises:
+        CheckpointError: empty, with a slash, or beginning with a dot.
+    """
+    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) or tag == LATEST:
+        raise CheckpointError(
+            f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty, not begin with a dot "
+            f"and hold no slash, and {LATEST!r} is taken"
+        )
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def is_complete(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint that was written to its end."""
+    return (path / COMMIT).is_file()
+
+
+def complete_tags(folder: Path) -> list[str]:
+    """Tags of the complete checkpoints in ``folder``, oldest first (by the time of their commit)."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if not path.name.startswith(".") and is_complete(path)]
+    return [path.name for path in sorted(found, key=lambda path: ((path / COMMIT).stat().st_mtime_ns, path.name))]
+
+
+def latest_tag(folder: Path) -> str | None:
+    """What ``latest`` says; None when there is no such file."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}") from None
+
+
+def find(load_dir: str | Path, tag: str | None) -> Path:
+    """The checkpoint that is meant.
+
+    Args:
+        load_dir: the folder that checkpoints were saved to; without a tag it may also be a checkpoint itself.
+        tag: which one; None: the one that ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none, or it is not complete.
+    """
+    folder = Path(load_dir)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that checkpoints were saved to")
+    if tag is None:
+        if (folder / MANIFEST).exists() or is_complete(folder):
+            return _complete(folder)
+        tag = latest_tag(folder)
+        if tag is None:
+            raise CheckpointError(_no_latest(folder))
+    check_tag(str(tag))
+    path = folder / str(tag)
+    if not path.exists():
+        # A kill between the two renames that replace a checkpoint of the same tag.
+        for left in sorted(folder.glob(f"{REPLACED}*")):
+            if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(str(tag))}", left.name):
+                return left
+        known = complete_tags(folder)
+        there = f"there are: {', '.join(known)}" if known else "there is no complete checkpoint in this folder"
+        raise CheckpointError(f"{path} does not exist; {there}")
+    return _complete(path)
+
+
+def _complete(path: Path) -> Path:
+    if is_complete(path):
+        return path
+    if any(path.glob("mp_rank_*")) or any(path.glob("*zero_pp_rank_*")):
+        raise CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed's own format, which holds pickles; export it there with zero_to_fp32 "
+            "to safetensors, and load those"
+        )
+    raise CheckpointError(f"{path} is not complete ({COMMIT} is missing): the save was interrupted, or files are lost")
+
+
+def _no_latest(folder: Path) -> str:
+    known = complete_tags(folder)
+    if known:
+        return f"{folder / LATEST} is missing; name the checkpoint with tag=: there are {', '.join(known)}"
+    if any(folder.glob(f"{SAVING}*")):
+        return f"{folder} holds no complete checkpoint: its only save was interrupted"
+    return f"{folder} holds no checkpoint ({LATEST} is missing)"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a complete checkpoint, after its hash and the sizes of all files have been compared.
+
+    Raises:
+        CheckpointError: names the file that is missing, shortened or changed.
+    """
+    where = path / MANIFEST
+    try:
+        raw, commit = where.read_bytes(), (path / COMMIT).read_bytes().decode("ascii", "replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}; the checkpoint is damaged") from None
+    if not re.fullmatch(r"[0-9a-f]{64}", commit):
+        raise CheckpointError(f"{path / COMMIT} is damaged: it should hold one SHA-256")
+    if hashlib.sha256(raw).hexdigest() != commit:
+        raise CheckpointError(f"{where} is not what was written: its SHA-256 differs from the one in {path / COMMIT}")
+    manifest = Manifest.from_json(raw.decode("utf-8"), str(where))
+    for name, info in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; the checkpoint is damaged")
+        size = file.stat().st_size
+        if size != info.bytes:
+            raise CheckpointError(f"{file} has {size} bytes and should have {info.bytes}; the checkpoint is damaged")
+    return manifest
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def flush_folder(path: Path) -> None:
+    """Let a folder's names reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A small file, whole or not at all, on the disk when this returns."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> Path:
+    """Make a written checkpoint the one of its tag.
+
+    Args:
+        folder: where checkpoints lie.
+        temporary: a folder in there that has all the shards.
+        manifest: of them.
+        save_latest: let ``latest`` name it.
+
+    Returns:
+        Its path.
+    """
+    raw = manifest.to_json().encode()
+    write_whole(temporary / MANIFEST, raw)
+    flush_folder(temporary)
+    write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
+    flush_folder(temporary)
+    final = folder / manifest.tag
+    if final.exists():
+        aside = folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
+        final.replace(aside)
+        temporary.replace(final)
+        flush_folder(folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        temporary.replace(final)
+        flush_folder(folder)
+    if save_latest:
+        write_whole(folder / LATEST, f"{manifest.tag}\n".encode())
+        flush_folder(folder)
+    return final
+
+
+def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
+    """Remove old checkpoints: of those whose tags differ from ``tag`` by digits only, the newest stay.
+
+    Returns:
+        The tags that are gone.
+    """
+    form = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", tag)))
+    alike = [known for known in complete_tags(folder) if form.fullmatch(known) and known != tag]
+    gone = alike[: max(0, len(alike) - (keep_last - 1))]
+    for old in gone:
+        # First out of sight: half of a checkpoint must not be found.
+        hidden = folder / f"{DELETING}{old}"
+        (folder / old).replace(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+    return gone
+
+
+def clear_remains(folder: Path) -> None:
+    """Remove what interrupted saves have left. Only who holds the lock may."""
+    for path in folder.iterdir():
+        if path.name.startswith((SAVING, DELETING)):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(REPLACED):
+            original = folder / path.name.removeprefix(REPLACED).partition("-")[2]
+            if original.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.replace(original)
+
+
+def room_for(folder: Path, needed_bytes: int) -> None:
+    """Refuse a save that cannot fit.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
+            "room, or keep fewer (train.keep_last). What was saved before is untouched"
+        )
+
+
+def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
+    """Where a save writes until it is complete."""
+    return folder / f"{SAVING}{save_id}-{tag}"
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+_HELD: dict[str, tuple[int, int]] = {}
+"""Of this process: real path → (file, how many hold it)."""
+
+
+def acquire(folder: Path) -> None:
+    """Make the folder, and take the right to write in it.
+
+    Raises:
+        CheckpointError: another process has it, or the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = os.path.realpath(folder)
+        if key in _HELD:
+            _HELD[key] = (_HELD[key][0], _HELD[key][1] + 1)
+            return
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode("utf-8", "replace").strip()
+        os.close(handle)
+        raise CheckpointError(
+            f"another run writes to {folder} ({holder or 'unknown'}); stop it, or let this one save to another folder"
+        ) from None
+    except OSError:
+        # A file system without locks: writing goes on as it would without this check.
+        pass
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    _HELD[key] = (handle, 1)
+
+
+def release(folder: Path) -> None:
+    """Give the right back."""
+    key = os.path.realpath(folder)
+    handle, count = _HELD.pop(key, (-1, 0))
+    if count > 1:
+        _HELD[key] = (handle, count - 1)
+    elif count == 1:
+        os.close(handle)

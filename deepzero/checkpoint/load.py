@@ -1,0 +1,382 @@
+"""Loading: fill what this engine holds from a checkpoint of any stage and any number of ranks. Collective.
+
+    1  find       rank 0 reads the manifest, compares its hash and all file sizes, and hands it to the others
+    2  compare    is it this model, this optimizer? Refused before anything is changed
+    3  read       each rank reads the runs that it holds, and the blocks around them; what nobody needs is checked, too
+    4  complete   what all ranks hold alike goes from the rank that has read it to the others
+    5  apply      hyper-parameters, schedule, loss scale, generators; the engine publishes the parameters
+
+Step 3 writes into the live tensors, which would otherwise be held twice. When it fails, the engine holds a mixture; it
+says so at every use until a load succeeds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepzero.checkpoint import rng
+from deepzero.checkpoint.collect import buffer_key, class_name
+from deepzero.checkpoint.folder import find, read_manifest
+from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo
+from deepzero.checkpoint.reader import CheckpointReader, Wanted
+from deepzero.checkpoint.shard_file import remaining
+from deepzero.checkpoint.state import Holdings, Run, plain_name
+from deepzero.checkpoint.values import TORCH_DTYPES, decode, tensor_names
+from deepzero.comm import process_group
+from deepzero.layout import Interval
+from deepzero.runtime.zero.flat_group import FlatGroup, get_data_parallel_partitions
+
+log = logging.getLogger(__name__)
+
+ALL_GATHER = "checkpoint.all_gather"
+BROADCAST = "checkpoint.broadcast"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is to be loaded, and how strictly."""
+
+    optimizer: bool = True
+    """Moments, counters and hyper-parameters of the optimizer."""
+    strict: bool = True
+    """Parameters and buffers have to be the same here and there."""
+
+
+def agree(problem: str | None) -> None:
+    """Raise on all ranks what one has found. A collective."""
+    for rank, theirs in enumerate(process_group.all_gather_object(problem)):
+        if theirs is not None:
+            mine = rank == process_group.rank()
+            raise CheckpointError(theirs if mine or theirs == problem else f"rank {rank}: {theirs}")
+
+
+def open_checkpoint(load_dir: str | Path, tag: str | None) -> CheckpointReader:
+    """1 find. A collective: rank 0 looks, and all have its manifest.
+
+    Raises:
+        CheckpointError: on every rank; see :func:`find` and :func:`read_manifest`.
+    """
+    found: tuple[str, Any, Any] = ("", None, None)
+    if process_group.rank() == 0:
+        try:
+            path = find(load_dir, tag)
+            found = ("", str(path), read_manifest(path))
+        except CheckpointError as error:
+            found = (str(error), None, None)
+    problem, path_text, manifest = process_group.broadcast_object(found)
+    if problem:
+        raise CheckpointError(problem)
+    return CheckpointReader(Path(path_text), manifest)
+
+
+class Loader:
+    """Loads one checkpoint into one engine's model state.
+
+    Args:
+        holdings: what is to be filled.
+        reader: of the checkpoint.
+        parts: what is wanted of it.
+    """
+
+    def __init__(self, holdings: Holdings, reader: CheckpointReader, parts: Parts) -> None:
+        self.holdings, self.reader, self.parts = holdings, reader, parts
+        self.manifest: Manifest = reader.manifest
+        self._stored_as = {
+            known: name for name, info in self.manifest.parameters.items() for known in (name, *info.aliases)
+        }
+        self._absent: set[str] = set()
+        self._rng: dict[str, torch.Tensor] = {}
+
+    # ---- 2 compare ---------------------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Raise a :class:`CheckpointError` when the checkpoint does not fit. The same on all ranks; nothing changes."""
+        names = self.holdings.names()
+        shapes = {known[0]: tuple(param.shape) for param, known in names.items()}
+        other = [
+            f"parameter {name!r} has shape {self._info(name).shape} there and {shape} here"
+            for name, shape in shapes.items()
+            if name in self._stored_as and self._info(name).shape != shape
+        ]
+        buffers = self.holdings.buffers()
+        other += [
+            f"buffer {name!r} has shape {tuple(self.manifest.buffers[name]['shape'])} there and {tuple(t.shape)} here"
+            for name, t in buffers.items()
+            if name in self.manifest.buffers and tuple(self.manifest.buffers[name]["shape"]) != tuple(t.shape)
+        ]
+        stored = {name for name in shapes if name in self._stored_as and self._info(name).tensors}
+        self._absent = {name for name, shape in shapes.items() if name not in stored and 0 not in shape}
+        self._absent |= {name for name in buffers if name not in self.manifest.buffers}
+        here = {known for all_names in names.values() for known in all_names}
+        known_there = {*self.manifest.parameters, *self.manifest.buffers}
+        unknown = sorted(known_there - here - set(buffers))
+        missing = sorted(self._absent)
+        text = [*other[:3], *_listed("missing there", missing), *_listed("not known here", unknown)]
+        if other or (self.parts.strict and (missing or unknown)):
+            advice = "" if other else "; load_module_strict=False loads what both have"
+            raise CheckpointError(f"{self.reader.path} is of another model: {'; '.join(text)}{advice}")
+        if text and self.holdings.comm.rank == 0:
+            log.warning("%s does not fit the model in all: %s", self.reader.path, "; ".join(text))
+        if self.parts.optimizer:
+            self._compare_optimizer()
+
+    def _compare_optimizer(self) -> None:
+        optimizer, saved = self.holdings.optimizer, self.manifest.optimizer
+        advice = "load_optimizer_states=False loads the rest"
+        here, there = class_name(optimizer), saved["class"]
+        mine = {key for group in self.holdings.groups for run in self.holdings.runs(group) for key in self._keys(run)}
+        keys = {key for info in self.manifest.parameters.values() for key in info.tensors} - {MASTER, PARAMETER}
+        if here != there and (not mine or mine != keys):
+            raise CheckpointError(
+                f"{self.reader.path} has the state of {there} ({', '.join(sorted(keys)) or 'none'}), and this run's "
+                f"optimizer is {here}; {advice}"
+            )
+        if len(saved["groups"]) != len(optimizer.param_groups):
+            raise CheckpointError(
+                f"{self.reader.path} has {len(saved['groups'])} optimizer groups, and this run has "
+                f"{len(optimizer.param_groups)}; {advice}"
+            )
+        lost = [n for n in self.holdings.trained() if n in self._stored_as and not self._info(n).trained]
+        if lost and self.parts.strict:
+            raise CheckpointError(
+                f"{self.reader.path} has no optimizer state for {lost[0]!r}, which was not trained when it was saved; "
+                f"{advice}"
+            )
+
+    def _keys(self, run: Run) -> set[str]:
+        return set(self.holdings.moments(run))
+
+    def _info(self, name: str) -> ParameterInfo:
+        return self.manifest.parameters[self._stored_as[name]]
+
+    # ---- 3 read ------------------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """Fill this rank's tensors. A collective.
+
+        Raises:
+            CheckpointError: on every rank, when one has found damage; the tensors are a mixture then.
+        """
+        problem: str | None = None
+        runs: dict[str, list[tuple[int, int]]] = {}
+        try:
+            runs = self.reader.read(self._wanted())
+        except CheckpointError as error:
+            problem = str(error)
+        everyone = process_group.all_gather_object((problem, runs))
+        agree(problem)
+        if self.parts.optimizer:
+            agree(self._check_rest([theirs for _, theirs in everyone]))
+        self._complete()
+
+    def _check_rest(self, everyone: list[dict[str, list[tuple[int, int]]]]) -> str | None:
+        """What no rank needs (headers, other ranks' generators) is looked at by one, so that no damage stays hidden."""
+        comm = self.holdings.comm
+        try:
+            for number, (file, info) in enumerate(sorted(self.manifest.files.items())):
+                if number % comm.world_size == comm.rank:
+                    read = [run for theirs in everyone for run in theirs.get(file, ())]
+                    self.reader.check(file, remaining(info.blocks, read))
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _wanted(self) -> list[Wanted]:
+        wanted = []
+        for group in self.holdings.groups:
+            for run in self.holdings.runs(group):
+                if run.name not in self._absent:
+                    wanted += self._of_run(run)
+        for name, piece, shard in self.holdings.frozen_runs():
+            if name not in self._absent:
+                wanted.append(Wanted(self._values_key(name), self._stored_as[name], piece.start, shard))
+        for name, key, tensor in self._mine_of_replicated():
+            wanted.append(Wanted(key, name, 0, tensor))
+        return wanted + self._generators()
+
+    def _generators(self) -> list[Wanted]:
+        """This rank's, kept until :meth:`restore_rng`."""
+        comm = self.holdings.comm
+        if self.manifest.world_size != comm.world_size or not self.parts.optimizer:
+            return []
+        for name in ("torch", "python", "numpy", "cuda"):
+            stored = f"{comm.rank}.{name}"
+            if self.reader.has(RNG, stored):
+                dtype = self.reader.stored_dtype(RNG, stored)
+                self._rng[name] = torch.empty(self.reader.stored_numel(RNG, stored), dtype=dtype)
+        return [Wanted(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in self._rng.items()]
+
+    def _values_key(self, name: str) -> str:
+        return MASTER if MASTER in self._info(name).tensors else PARAMETER
+
+    def _of_run(self, run: Run) -> list[Wanted]:
+        stored, info = self._stored_as[run.name], self._info(run.name)
+        wanted = [Wanted(self._values_key(run.name), stored, run.start, run.cut(run.master))]
+        if not self.parts.optimizer or not info.trained:
+            return wanted
+        state = self.holdings.optimizer.state[run.master]
+        for key, dtype in info.tensors.items():
+            if key == MASTER:
+                continue
+            if key not in state:
+                state[key] = torch.zeros_like(run.master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
+            wanted.append(Wanted(key, stored, run.start, run.cut(state[key])))
+        return wanted
+
+    # ---- what all ranks hold alike -----------------------------------------------------------------------------------
+
+    def _replicated(self) -> dict[str, tuple[str, str, torch.Tensor]]:
+        """By a label for people: stored name, key, tensor."""
+        found = {}
+        for name, tensor in self.holdings.replicated().items():
+            if name not in self._absent and tensor.numel():
+                found[f"parameter {name}"] = (self._stored_as[name], self._values_key(name), tensor)
+        for name, tensor in self.holdings.buffers().items():
+            if name not in self._absent and tensor.numel():
+                found[f"buffer {name}"] = (name, BUFFER, tensor)
+        return found
+
+    def _readers(self) -> dict[str, int]:
+        return self.holdings.shares({label: tensor.nbytes for label, (_, _, tensor) in self._replicated().items()})
+
+    def _mine_of_replicated(self) -> Iterable[tuple[str, str, torch.Tensor]]:
+        readers = self._readers()
+        for label, (name, key, tensor) in self._replicated().items():
+            if readers[label] == self.holdings.comm.rank:
+                yield name, key, _flat(tensor)
+
+    def _complete(self) -> None:
+        """4 complete: hand round what one rank has read for all. A collective."""
+        comm, readers = self.holdings.comm, self._readers()
+        for label, (_, _, tensor) in self._replicated().items():
+            flat = _flat(tensor)
+            comm.broadcast(BROADCAST, flat.view(torch.uint8), readers[label])
+        if self.manifest.world_size == comm.world_size:
+            self._own_buffers()
+        for group in self.holdings.groups:
+            if isinstance(group, FlatGroup) and group.whole and comm.world_size > 1:
+                for interval in group.layout.intervals:
+                    self._gather(group, interval)
+
+    def _own_buffers(self) -> None:
+        """Buffers that were another on this rank than on rank 0."""
+        key = buffer_key(self.holdings.comm.rank)
+        own = [Wanted(key, n, 0, _flat(t)) for n, t in self.holdings.buffers().items() if self.reader.has(key, n)]
+        problem = None
+        try:
+            self.reader.read(own)
+        except CheckpointError as error:
+            problem = str(error)
+        agree(problem)
+
+    def _gather(self, group: FlatGroup, interval: Interval) -> None:
+        """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
+        masters = {piece.slot.index: m for piece, m in zip(group.pieces, group.masters, strict=True)}
+        tensors = [masters[slot.index] for slot in interval.slots if slot.numel]
+        slots = [slot for slot in interval.slots if slot.numel]
+        states = [self.holdings.optimizer.state.get(master, {}) for master in tensors]
+        keys = {k for s, m in zip(states, tensors, strict=True) for k, v in s.items() if _like(v, m)}
+        for key in (MASTER, *(sorted(keys) if self.parts.optimizer else ())):
+            values = tensors if key == MASTER else [state[key] for state in states if key in state]
+            if len(values) != len(slots):
+                continue
+            whole = torch.empty(interval.numel, dtype=values[0].dtype, device=values[0].device)
+            for slot, value in zip(slots, values, strict=True):
+                whole[slot.offset - interval.offset :][: slot.numel].copy_(value.detach())
+            base = Interval(0, 0, interval.numel, 0, interval.slots, interval.world_size)
+            parts = get_data_parallel_partitions(whole, base)
+            self.holdings.comm.all_gather(ALL_GATHER, parts, whole, 0, f"interval {interval.index}").wait()
+            for slot, value in zip(slots, values, strict=True):
+                value.detach().copy_(whole[slot.offset - interval.offset :][: slot.numel])
+
+    # ---- 5 apply -----------------------------------------------------------------------------------------------------
+
+    def apply_optimizer(self) -> None:
+        """Numbers that the optimizer keeps for each parameter, and the hyper-parameters of its groups."""
+        optimizer = self.holdings.optimizer
+        for group in self.holdings.groups:
+            for run in self._owned(group):
+                if run.name not in self._absent and self._info(run.name).trained:
+                    _set_scalars(optimizer.state[run.master], self._info(run.name).state)
+        changed: dict[str, tuple[Any, Any]] = {}
+        for live, saved in zip(optimizer.param_groups, self.manifest.optimizer["groups"], strict=True):
+            for key, encoded in saved.items():
+                value = decode(encoded, {})
+                if key in _IMPLEMENTATION or key not in live:
+                    continue
+                if torch.is_tensor(live[key]):
+                    live[key].fill_(value)
+                    continue
+                if live[key] != value and key not in ("lr", "initial_lr"):
+                    changed[key] = (live[key], value)
+                live[key] = value
+        if changed and self.holdings.comm.rank == 0:
+            text = ", ".join(f"{key}={there} instead of {here}" for key, (here, there) in changed.items())
+            log.warning("the optimizer goes on with the checkpoint's %s", text)
+
+    def _owned(self, group: Any) -> list[Run]:
+        """Every master of this rank: in stage 0 all of them, though each is read in parts."""
+        if isinstance(group, FlatGroup) and group.whole:
+            pairs = zip(group.pieces, group.masters, strict=True)
+            return [
+                Run(plain_name(group.names[piece.slot.index]), 0, piece.numel, master, 0) for piece, master in pairs
+            ]
+        return list(self.holdings.runs(group))
+
+    def restore_rng(self) -> None:
+        """This rank's generators, where there were as many ranks; else they stay: no two ranks may draw alike."""
+        if self._rng:
+            rng.restore(self._rng, self.manifest.rng_numbers[self.holdings.comm.rank], self.holdings.comm.device)
+
+    def values(self, encoded: Any) -> Any:
+        """A value of the manifest (client state, a schedule's), the same on all ranks: rank 0 reads its tensors.
+
+        Raises:
+            CheckpointError: on every rank; damage.
+        """
+        value, problem = None, None
+        if self.holdings.comm.rank == 0:
+            try:
+                value = self.reader.value(encoded)
+            except CheckpointError as error:
+                problem = str(error)
+        agree(problem)
+        return process_group.broadcast_object(value) if tensor_names(encoded) else decode(encoded, {})
+
+
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+"""Settings that choose a kernel and no result: the run's own stay."""
+
+
+def _like(value: Any, master: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == master.shape
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, 1-D."""
+    return tensor.detach().view(-1)
+
+
+def _set_scalars(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    for key, encoded in saved.items():
+        if isinstance(encoded, dict) and "dtype" in encoded:
+            value = torch.full(encoded["shape"], decode(encoded["value"], {}), dtype=TORCH_DTYPES[encoded["dtype"]])
+            if torch.is_tensor(state.get(key)):
+                state[key].copy_(value)
+            else:
+                state[key] = value
+        else:
+            state[key] = decode(encoded, {})
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"{len(names)} {what} ({', '.join(names[:3])}{more})"]

@@ -1,0 +1,43 @@
+"""The random generators of one rank: Python's, numpy's, torch's on the CPU and on this rank's GPU."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state of all generators: 1-D tensors by name, and the numbers that belong to them."""
+    version, words, python_gauss = random.getstate()
+    kind, keys, position, has_gauss, numpy_gauss = np.random.get_state(legacy=True)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+    }
+    if device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
+    numbers = {
+        "python_version": version,
+        "python_gauss": python_gauss,
+        "numpy_kind": str(kind),
+        "numpy_position": int(position),
+        "numpy_has_gauss": int(has_gauss),
+        "numpy_gauss": float(numpy_gauss),
+    }
+    return tensors, numbers
+
+
+def restore(tensors: dict[str, torch.Tensor], numbers: dict[str, Any], device: torch.device) -> None:
+    """Go on where :func:`capture` was called. A GPU's state is left out where there was or is none."""
+    torch.set_rng_state(tensors["torch"])
+    words = tuple(tensors["python"].tolist())
+    random.setstate((numbers["python_version"], words, numbers["python_gauss"]))
+    keys = tensors["numpy"].numpy().astype(np.uint32)
+    position, has_gauss = numbers["numpy_position"], numbers["numpy_has_gauss"]
+    np.random.set_state((numbers["numpy_kind"], keys, position, has_gauss, numbers["numpy_gauss"]))
+    if device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], device)

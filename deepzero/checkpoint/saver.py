@@ -1,0 +1,305 @@
+"""Saving, second half: shards to the disk, by a thread of its own if wanted, and one commit for all ranks.
+
+    1  agree      the folder can be written to and has room; no other save is under way      all ranks together
+    2  collect    which runs go where (``collect.py``)                                         all ranks together
+    3  snapshot   asynchronous saves only: a copy of this rank's share, in memory that is kept for the next save
+    4  write      this rank's shard, hashed on the way, flushed                               each rank for itself
+    5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``
+
+Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
+notes (``comm/side_channel.py``), never through the process group, which belongs to the training thread. On Linux it has
+the lowest priority: it works while the training thread waits for the network.
+
+A save that fails is removed, the checkpoint before it stays what it was, and every rank raises: at once, or for an
+asynchronous save at the next one or in :meth:`Saver.wait`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from deepzero.checkpoint import folder as folders
+from deepzero.checkpoint.collect import Collected, with_files
+from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, shard_name
+from deepzero.checkpoint.shard_file import ShardPlan, write_shard
+from deepzero.comm import process_group
+from deepzero.comm.side_channel import SideChannel
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+LOWEST_PRIORITY = 19
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a save goes."""
+
+    folder: Path
+    tag: str
+    save_latest: bool
+    keep_last: int | None
+    """Remove older checkpoints of like tags; None: keep all."""
+
+
+class Saver:
+    """Saves one engine's checkpoints, one at a time.
+
+    Args:
+        device: where the model state lives.
+        silence_seconds: a rank whose writer has not moved for so long is given up.
+    """
+
+    def __init__(self, device: torch.device, silence_seconds: float) -> None:
+        self.device, self.silence_seconds = device, silence_seconds
+        self.rank, self.world_size = process_group.rank(), process_group.world_size()
+        self._kept: torch.Tensor | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+        self._locked: Path | None = None
+
+    # ---- what training waits for -------------------------------------------------------------------------------------
+
+    def save(self, target: Target, collect: Callable[[str], Collected], asynchronous: bool) -> None:
+        """Save, or begin to. A collective.
+
+        Args:
+            target: where.
+            collect: gives the plan for a save of the given id; a collective.
+            asynchronous: return after the snapshot.
+
+        Raises:
+            CheckpointError: on every rank; nothing was replaced.
+        """
+        self.wait()
+        save_id = str(process_group.broadcast_object(uuid.uuid4().hex[:12]))
+        self._together(lambda: self._prepare(target.folder))
+        collected = collect(save_id)
+        temporary = folders.temporary_folder(target.folder, target.tag, save_id)
+        self._together(lambda: self._open(target.folder, temporary, collected.total_bytes))
+        job = _Job(self, target, collected, temporary, SideChannel(f"save/{save_id}"))
+        if not asynchronous:
+            job.run()
+            self._raise_failure()
+            return
+        try:
+            plan, ready = self._snapshot(collected.plan)
+        except Exception as error:  # no memory: the other ranks must not wait for this one's shard
+            job.channel.post(f"{self.rank}/failed", _reason(error))
+            raise
+        job.collected = Collected(plan, collected.manifest, collected.total_bytes)
+        self._thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when no save is under way.
+
+        Raises:
+            CheckpointError: the last one failed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_failure()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait, and let others write to the folder."""
+        try:
+            self.wait()
+        finally:
+            self._kept = None
+            if self._locked is not None:
+                folders.release(self._locked)
+                self._locked = None
+
+    def failed(self, reason: str) -> None:
+        """Remember why a save was given up, and say so at once."""
+        self._failure = reason
+        if self.rank == 0:
+            log.error("%s", reason)
+
+    def _raise_failure(self) -> None:
+        reason, self._failure = self._failure, None
+        if reason is not None:
+            raise CheckpointError(reason)
+
+    def _together(self, act: Callable[[], None]) -> None:
+        """Rank 0 acts; all raise when it could not."""
+        problem: str | None = None
+        if self.rank == 0:
+            try:
+                act()
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"{error.filename}: {error.strerror}. Nothing was saved; what was saved before is untouched"
+        problem = process_group.broadcast_object(problem)
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _prepare(self, folder: Path) -> None:
+        if self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder):
+            folders.release(self._locked)
+            self._locked = None
+        if self._locked is None:
+            folders.acquire(folder)
+            self._locked = folder
+        folders.clear_remains(folder)
+
+    def _open(self, folder: Path, temporary: Path, total_bytes: int) -> None:
+        folders.room_for(folder, total_bytes)
+        temporary.mkdir()
+
+    def _snapshot(self, plan: ShardPlan) -> tuple[ShardPlan, Callable[[], None]]:
+        """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
+        total = plan.data_bytes
+        if self._kept is None or self._kept.numel() < total:
+            self._kept = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        copies, cursor = [], 0
+        with torch.no_grad():
+            for entry, row in zip(plan.entries, plan.rows, strict=True):
+                copy = self._kept[cursor : cursor + row.nbytes].view(entry.tensor.dtype)
+                copy.copy_(entry.tensor.detach(), non_blocking=True)
+                copies.append(copy)
+                cursor += row.nbytes
+        ready: Callable[[], None] = _nothing
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            ready = event.synchronize
+        return plan.with_tensors(copies), ready
+
+
+def _nothing() -> None:
+    """On a CPU a copy is there when it returns."""
+
+
+class _Job:
+    """One save, from the first byte to the commit, on one rank."""
+
+    def __init__(
+        self, saver: Saver, target: Target, collected: Collected, temporary: Path, channel: SideChannel
+    ) -> None:
+        self.saver, self.target, self.collected = saver, target, collected
+        self.temporary, self.channel = temporary, channel
+
+    def run_behind(self, ready: Callable[[], None]) -> None:
+        """The thread: after the snapshot is complete, out of the training thread's way."""
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        ready()
+        self.run()
+
+    def run(self) -> None:
+        """4 write, 5 commit. Failures are remembered, not raised."""
+        rank = self.saver.rank
+        info: ShardInfo | None = None
+        try:
+            path = self.temporary / shard_name(rank, self.saver.world_size)
+            info = write_shard(path, self.collected.plan, rank, self._alive)
+            if rank != 0:
+                self.channel.post(f"{rank}/written", _shard_text(info))
+        except Exception as error:
+            self.channel.post(f"{rank}/failed", _reason(error))
+        try:
+            problem = self._commit(info) if rank == 0 else self._verdict()
+        except Exception as error:
+            problem = _reason(error)
+        if problem is not None:
+            self.saver.failed(
+                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
+                "What was saved before is untouched"
+            )
+
+    def _alive(self, written: int) -> None:
+        self.channel.post(f"{self.saver.rank}/progress", str(written))
+
+    def _commit(self, mine: ShardInfo | None) -> str | None:
+        """Rank 0: when all shards are there, make them a checkpoint; tell the others."""
+        problem, files = self._gather(mine)
+        if problem is None:
+            try:
+                manifest = with_files(self.collected.manifest, files)
+                folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
+                if self.target.keep_last is not None:
+                    folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
+            except Exception as error:
+                problem = _reason(error)
+        if problem is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        self.channel.post("verdict", problem or "")
+        return problem
+
+    def _gather(self, mine: ShardInfo | None) -> tuple[str | None, dict[str, ShardInfo]]:
+        size = self.saver.world_size
+        files = {} if mine is None else {shard_name(0, size): mine}
+        patience = {rank: _Patience(self.saver.silence_seconds) for rank in range(size)}
+        while True:
+            for rank in range(size):
+                reason = self.channel.look(f"{rank}/failed")
+                if reason is not None:
+                    return f"rank {rank}: {reason}", {}
+                text = None if shard_name(rank, size) in files else self.channel.look(f"{rank}/written")
+                if text is not None:
+                    files[shard_name(rank, size)] = _shard_from(text)
+                if shard_name(rank, size) not in files and patience[rank].over(self.channel.look(f"{rank}/progress")):
+                    return f"rank {rank} has written nothing for {self.saver.silence_seconds:.0f} s", {}
+            if len(files) == size:
+                return None, files
+            self._alive(time.monotonic_ns())
+            time.sleep(POLL_SECONDS)
+
+    def _verdict(self) -> str | None:
+        """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
+        patience = _Patience(self.saver.silence_seconds)
+        while (text := self.channel.look("verdict")) is None:
+            if patience.over(self.channel.look("0/progress")):
+                return f"rank 0 has not said for {self.saver.silence_seconds:.0f} s whether it is complete"
+            time.sleep(POLL_SECONDS)
+        for key in ("written", "failed", "progress"):
+            self.channel.remove(f"{self.saver.rank}/{key}")
+        return text or None
+
+
+class _Patience:
+    """Ends when a note has not changed for so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since, self._last = seconds, time.monotonic(), ""
+
+    def over(self, note: str | None) -> bool:
+        if (note or "") != self._last:
+            self._since, self._last = time.monotonic(), note or ""
+        return time.monotonic() - self._since > self._seconds
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
+def _shard_text(info: ShardInfo) -> str:
+    return json.dumps(asdict(info))
+
+
+def _shard_from(text: str) -> ShardInfo:
+    content = json.loads(text)
+    return ShardInfo(**{**content, "rows": tuple(Row(**row) for row in content["rows"])})

@@ -1,0 +1,276 @@
+"""The engine's checkpoints: ``save_checkpoint``, ``load_checkpoint``, ``save_16bit_model``, in DeepSpeed's names.
+
+What is saved of which tensor, and how, is in ``deepzero/checkpoint/``; here stands what only the engine knows: its
+counters, its schedule, and what has to happen around a save and a load. Apart from :mod:`~deepzero.runtime.engine` so
+that the training step can be read there without it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
+from deepzero.checkpoint.folder import check_tag
+from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.load import Loader, Parts, agree, open_checkpoint
+from deepzero.checkpoint.saver import Saver, Target
+from deepzero.checkpoint.state import Holdings
+from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
+from deepzero.runtime.build import Built
+from deepzero.runtime.engine_facts import EngineFacts
+from deepzero.runtime.loss_scaler import LossScaler
+from deepzero.runtime.zero.stage3 import ZeroStage3
+from deepzero.runtime.zero.stage_0 import ZeroStage0
+from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.version import __version__
+
+log = logging.getLogger(__name__)
+
+_SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_saves() -> None:
+    """A program that ends just after an asynchronous save has its checkpoint."""
+    for saver in list(_SAVERS):
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            log.error("%s", error)
+
+
+class EngineCheckpoints(EngineFacts):
+    """Saving and loading of an engine."""
+
+    module: nn.Module
+    device: torch.device
+    comm: Communicator
+    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
+    lr_scheduler: Any
+    micro_steps: int
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+    _zero: Built
+    _scaler: LossScaler
+    _saver: Saver | None = None
+    _backward_passes: int
+    _half_loaded: str | None = None
+    """Set while model state is a mixture of two states, with the reason."""
+
+    # ---- save --------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ) -> bool:
+        """Save everything that training needs to go on. A collective; atomic: the folder ``tag`` appears when whole.
+
+        Args:
+            save_dir: the folder that checkpoints lie in; made if it is not there.
+            tag: name of this one; None: ``global_step`` and the number. A checkpoint of this name is replaced.
+            client_state: of rank 0, given back by :meth:`load_checkpoint`: numbers, strings, lists, tuples,
+                dictionaries, tensors, arrays.
+            save_latest: let the file ``latest`` name it, which is what is loaded without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            asynchronous: return after a copy was taken in memory, and write in the background. The next save, the end
+                of the program and :meth:`wait_for_checkpoint` wait for the end of this one.
+            keep_last: remove older checkpoints whose tags differ from ``tag`` by digits only, but for the newest.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: on every rank. What was saved before is untouched. An asynchronous save's failure is raised
+                by the next call that waits for it.
+
+        Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._agree_to_save(str(save_dir), tag, keep_last)
+        holdings = self._holdings()
+
+        def gather(save_id: str) -> Collected:
+            return collect(
+                holdings, self._facts(), client_state or {}, save_id, tag, with_frozen=not exclude_frozen_parameters
+            )
+
+        if self._saver is None:
+            self._saver = Saver(self.device, self.config.comm.timeout_seconds)
+            _SAVERS.add(self._saver)
+        self._saver.save(Target(Path(save_dir), tag, save_latest, keep_last), gather, asynchronous)
+        return True
+
+    def _agree_to_save(self, save_dir: str, tag: str, keep_last: int | None) -> None:
+        """Raise on every rank what speaks against a save on one."""
+        problem = None
+        try:
+            self._refuse_half_loaded()
+            check_tag(tag)
+            if keep_last is not None and keep_last < 1:
+                raise CheckpointError(f"keep_last={keep_last} must be at least 1")
+            for group in self._zero.groups:
+                group.take_over_writes()
+        except RuntimeError as error:
+            problem = str(error)
+        agree(problem)
+        first = process_group.broadcast_object((save_dir, tag))
+        if first != (save_dir, tag):
+            problem = f"save_checkpoint({save_dir!r}, {tag!r}), but rank 0 saves to {first}; pass the same"
+        agree(problem)
+        if self._backward_passes and self.global_rank == 0:
+            log.warning(
+                "save_checkpoint within optimizer step %d: the gradients of its micro-batches so far are not saved; a "
+                "run that loads this goes on at the step's first micro-batch",
+                self.global_steps + 1,
+            )
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last asynchronous save is on the disk.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+
+    def _holdings(self) -> Holdings:
+        partitioning = self._zero.partitioning
+        frozen = partitioning.frozen if partitioning is not None else []
+        return Holdings(self.module, self.optimizer, self._zero.groups, frozen, self.comm, self._zero.dtypes.compute)
+
+    def _facts(self) -> Facts:
+        return Facts(
+            zero_stage=self.config.zero.stage,
+            precision=self.config.precision.dtype,
+            batch={
+                "global_batch": self.batch.global_batch,
+                "micro_batch": self.batch.micro_batch,
+                "accumulation": self.batch.accumulation,
+            },
+            counters={
+                "global_steps": self.global_steps,
+                "skipped_steps": self.skipped_steps,
+                "global_samples": self.global_samples,
+            },
+            loss_scaler=self._scaler.state_dict(),
+            lr_scheduler=self.lr_scheduler,
+            config=dataclasses.asdict(self.config),
+            deepzero_version=__version__,
+        )
+
+    # ---- load --------------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on where a checkpoint was saved, by any number of ranks in any stage. A collective.
+
+        Args:
+            load_dir: the folder that checkpoints were saved to, or one checkpoint.
+            tag: which one; None: the one that ``latest`` names.
+            load_module_strict: False loads the parameters and buffers that model and checkpoint have in common.
+            load_optimizer_states: False leaves moments and hyper-parameters of the optimizer as they are.
+            load_lr_scheduler_states: False leaves the schedule where it is.
+            load_module_only: parameters, their masters and buffers, and nothing else: no counters either.
+
+        Returns:
+            The checkpoint's path and the client state that was saved with it.
+
+        Raises:
+            CheckpointError: on every rank, with the file and what is wrong. It is of another model, is not complete, is
+                damaged. Damage in the middle of a file may be found when some tensors are filled already; then every
+                use of the engine raises until a load succeeds.
+
+        Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
+        """
+        if self._saver is not None:
+            self._saver.wait()
+        reader = open_checkpoint(load_dir, None if tag is None else str(tag))
+        optimizer = load_optimizer_states and not load_module_only
+        loader = Loader(self._holdings(), reader, Parts(optimizer, load_module_strict))
+        loader.compare()
+        schedule = None
+        if load_lr_scheduler_states and not load_module_only:
+            schedule = self._saved_schedule(loader)
+        client_state = loader.values(reader.manifest.client_state)
+        self._fill(loader)
+        if optimizer:
+            loader.apply_optimizer()
+        if schedule is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+        if not load_module_only:
+            self._take_counters(loader, optimizer)
+        return str(reader.path), client_state
+
+    def _fill(self, loader: Loader) -> None:
+        """Values into tensors, and from masters into the parameters."""
+        self.stage.before_writes()
+        self.zero_grad()
+        self._backward_passes = 0
+        self._half_loaded = f"{loader.reader.path} was loaded in part only"
+        with self.comm.ledger.aside(), torch.no_grad():
+            loader.read()
+            self.stage.publish()
+        for group in loader.holdings.frozen:
+            for interval in group.intervals:
+                interval.generation += 1
+        self._half_loaded = None
+
+    def _saved_schedule(self, loader: Loader) -> Any:
+        """The schedule's state, when there is one here and there.
+
+        Raises:
+            CheckpointError: they are not of one kind.
+        """
+        saved = loader.manifest.lr_scheduler
+        if saved is None or not callable(getattr(self.lr_scheduler, "load_state_dict", None)):
+            return None
+        if saved["class"] != class_name(self.lr_scheduler):
+            raise CheckpointError(
+                f"{loader.reader.path} has the state of schedule {saved['class']}, and this run's is "
+                f"{class_name(self.lr_scheduler)}; load_lr_scheduler_states=False leaves the schedule as it is"
+            )
+        return loader.values(saved["state"])
+
+    def _take_counters(self, loader: Loader, optimizer: bool) -> None:
+        manifest = loader.manifest
+        self.global_steps = manifest.counters["global_steps"]
+        self.skipped_steps = manifest.counters["skipped_steps"]
+        self.global_samples = manifest.counters["global_samples"]
+        self.micro_steps = self.global_steps * self.batch.accumulation
+        if optimizer:
+            loader.restore_rng()
+            if manifest.precision == self.config.precision.dtype == "fp16":
+                try:
+                    self._scaler.load_state_dict(manifest.loss_scaler)
+                except ValueError as error:
+                    raise CheckpointError(f"{loader.reader.path}: {error}") from None
+
+    def _refuse_half_loaded(self) -> None:
+        if self._half_loaded is not None:
+            raise CheckpointError(
+                f"{self._half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
+            )
