@@ -10,7 +10,6 @@ Exit status: 0 done · 1 a rank failed · 2 settings that cannot be used · 128 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -18,7 +17,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_
 from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.words import dotted, explain, no_such_choice, plain_names
 from deepzero.data.corpus import Corpus, load_corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.data.sampler import GlobalBatchSampler
@@ -218,7 +218,7 @@ def main() -> None:
             _share_one_run_folder()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        problem = ConfigError(explain(error))
+        problem = ConfigError(explain(error, CONFIGS, valid_keys))
         if under_launcher():
             fail_as_rank(problem)
         print(plain_names(str(problem)), file=sys.stderr)
@@ -243,7 +243,7 @@ def _check_arguments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         key, _, value = argument.partition("=")
         if key in os.listdir(CONFIGS) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
-            raise ConfigError(_no_such_choice(key, value))
+            raise ConfigError(no_such_choice(CONFIGS, key, value))
         if key in ("hydra.run.dir", "hydra.sweep.dir"):
             for path in (Path(value), *Path(value).parents):
                 if path.exists() and not path.is_dir():
@@ -382,68 +382,12 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
 
 
-# ---- errors in words -------------------------------------------------------------------------------------------------
-
-
-def explain(error: Exception) -> str:
-    """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    lines = [line.strip() for e in (error, error.__cause__) if e is not None for line in str(e).splitlines()]
-    text = "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith("full_key:")))
-    unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
-    if unknown_choice:
-        group, choice = unknown_choice.groups()
-        if (CONFIGS / group).is_dir():
-            return _no_such_choice(group, choice)
-    twice = re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text)
-    if twice:
-        return f"{twice[1]} has a choice already; write {twice[1]}={twice[2]}, without +"
-    unknown_key = re.search(r"Could not override '([^']+)'", text)
-    if unknown_key:
-        key = unknown_key.group(1)
-        return f"unknown config key {key!r}.{_nearest(key, valid_keys())} `python train.py --help` lists all keys"
-    override = getattr(error, "override", None)  # of a parse error
-    return f"{override}: {text}" if override and str(override) not in text else text
-
-
-def _no_such_choice(group: str, choice: str) -> str:
-    """A group takes the name of one of its files. ``zero=2`` and ``zero=stage2`` mean the key."""
-    choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-    stage = re.fullmatch(r"(?:stage_?)?(\d(?:,\d)*)", choice) if group == "zero" else None
-    near = f" Did you mean 'zero.stage={stage[1]}'?" if stage else _nearest(choice, choices, f"{group}=")
-    return f"{group}={choice}: no such choice.{near} There are: {', '.join(choices)}"
-
-
-def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
-    """`` Did you mean …?``, or nothing. Full names are compared first, then last parts: ``lr`` finds optimizer.lr."""
-    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
-    if not near:
-        last = word.rsplit(".", 1)[-1]
-        near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
-    return f" Did you mean {prefix + near[0]!r}?" if near else ""
-
-
 def valid_keys() -> list[str]:
     """Every key of the default config, dotted, and every group."""
-
-    def names(mapping: Mapping[str, Any], prefix: str) -> list[str]:
-        found = []
-        for key, value in mapping.items():
-            found.append(prefix + key)
-            if isinstance(value, Mapping):
-                found += names(value, f"{prefix}{key}.")
-        return found
-
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = OmegaConf.to_container(hydra.compose("train"), resolve=False)
     groups = [path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir()]
-    return list(dict.fromkeys([*names(settings, ""), *groups]))  # type: ignore[arg-type]
-
-
-def plain_names(text: str) -> str:
-    """DeepSpeed's JSON puts arguments under ``params``; on the command line they stand directly in their group."""
-    return text.replace("optimizer.params.", "optimizer.").replace("scheduler.params.", "scheduler.")
+    return list(dict.fromkeys([*dotted(settings), *groups]))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

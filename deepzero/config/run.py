@@ -157,9 +157,29 @@ class TrainConfig:
     sample_temperature: float = 0.8
     """Below 1 the sample is more careful, above 1 wilder."""
 
+    save_every: int = 100
+    """Save a checkpoint after every so many steps, after the last, and on SIGTERM; 0: never."""
+
+    save_async: bool = True
+    """Write checkpoints in the background; the step waits only until a copy was taken in memory."""
+
+    keep_last: int | None = 2
+    """How many checkpoints stay; None: all."""
+
+    resume: str | None = "auto"
+    """auto: go on from the newest checkpoint in the run folder, if there is one; a path: of a run folder, a folder of
+    checkpoints or one checkpoint; None: begin at the beginning."""
+
+    init_from: str | None = None
+    """Begin with the weights of a checkpoint, a safetensors file or a folder of them; None: with random ones."""
+
     def __post_init__(self) -> None:
         require(self.steps >= 1, "train.steps", self.steps, "must be at least 1")
-        for name in ("eval_every", "sample_tokens"):
+        ok = self.keep_last is None or self.keep_last >= 1
+        require(ok, "train.keep_last", self.keep_last, "must be at least 1, or null to keep all")
+        ok = self.init_from is None or self.resume in (None, "auto")
+        require(ok, "train.init_from", self.init_from, f"train.resume={self.resume} loads the weights; leave one out")
+        for name in ("eval_every", "sample_tokens", "save_every"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
         for name in ("eval_batches", "log_every", "fallback_batch_size"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
@@ -179,7 +199,11 @@ class LaunchConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU for each rank, else CPU."""
 
+    max_restarts: int = 0
+    """How often the ranks are started again after one has failed or was killed; they go on from the last checkpoint."""
+
     def __post_init__(self) -> None:
+        require(self.max_restarts >= 0, "launch.max_restarts", self.max_restarts, "must not be negative")
         require(self.nproc is None or self.nproc >= 1, "launch.nproc", self.nproc, "must be at least 1 rank")
         require(
             self.threads_per_rank is None or self.threads_per_rank >= 1,

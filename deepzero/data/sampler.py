@@ -4,7 +4,8 @@ Not of the number of ranks, not of the micro-batch, not of the accumulation: tho
 and one on 2 ranks with 4 accumulated micro-batches see the same sequences at the same step, which is what makes their
 losses comparable.
 
-**State.** There is none beyond the step number. To resume, ask for the next step.
+**State.** There is none beyond the step number. To resume, ask for the next step. (A run that goes on with another
+global batch says where in the stream it was.)
 
 The sequences of all steps form one endless stream: a shuffled pass over the corpus (an *epoch*), then another, shuffled
 anew. Step k takes positions ``k·G … (k+1)·G - 1`` of it, ``G`` being the global batch; a batch may straddle two epochs,
@@ -57,15 +58,24 @@ class GlobalBatchSampler:
             raise ConfigError(f"a sampler needs at least one sequence, got {num_sequences}")
         if global_batch < 1:
             raise ConfigError(f"train_batch_size={global_batch} must be at least 1")
+        self._first_step = self._first_position = 0
         self.num_sequences = num_sequences
         self.global_batch = global_batch
         self.seed = seed
 
+    def go_on(self, step: int, position: int) -> None:
+        """Let ``step`` begin at ``position`` of the stream: a run that goes on with another global batch.
+
+        With the same one nothing changes: position is ``step`` times global batch.
+        """
+        self._first_step, self._first_position = step, position
+
     def indices(self, step: int) -> Indices:
         """Sequence numbers of the global batch of ``step`` (counted from 0): int64 [global_batch]."""
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
-        stream = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.int64)
+        if step < self._first_step:
+            raise ValueError(f"step={step} must not be below {self._first_step}")
+        start = self._first_position + (step - self._first_step) * self.global_batch
+        stream = np.arange(start, start + self.global_batch, dtype=np.int64)
         epochs, positions = np.divmod(stream, self.num_sequences)
         batch = np.empty_like(positions)
         for epoch in np.unique(epochs):

@@ -48,13 +48,18 @@ def _clean(value: Any) -> Any:
     raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a JSON file")
 
 
-def clear(run_dir: Path) -> datetime | None:
+def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
     """Remove what an earlier run left in a folder that is used again: its summary must not speak for this run.
+
+    Args:
+        run_dir: the run folder.
+        going_on: this run goes on with that one, whose metrics stay.
 
     Returns:
         When that run last wrote; None when there was none.
     """
-    left = [run_dir / name for name in (METRICS, SUMMARY, ERROR) if (run_dir / name).exists()]
+    names = (SUMMARY, ERROR) if going_on else (METRICS, SUMMARY, ERROR)
+    left = [run_dir / name for name in names if (run_dir / name).exists()]
     when = max((path.stat().st_mtime for path in left), default=None)
     for path in left:
         path.unlink()
@@ -62,12 +67,21 @@ def clear(run_dir: Path) -> datetime | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of one run: one JSON object per line, each on disk as soon as it is known."""
+    """``metrics.jsonl`` of one run: one JSON object per line, each on disk as soon as it is known.
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the run folder.
+        first_step: steps that were taken before this start of the run: their lines stay, later ones are of a start that
+            came to nothing. 0 begins a new file.
+    """
+
+    def __init__(self, run_dir: Path, first_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS
-        self._path.write_text("", encoding="utf-8")
+        kept = kept_metrics(run_dir, first_step)
+        temporary = run_dir / f".{METRICS}.{os.getpid()}"
+        temporary.write_text("".join(to_json(entry) + "\n" for entry in kept), encoding="utf-8")
+        temporary.replace(self._path)
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Append an optimizer step."""
@@ -92,6 +106,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines[:-1]]
+
+
+def kept_metrics(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
+    """What a run that goes on after ``first_step`` steps keeps: steps up to there, validations before."""
+    entries = read_metrics(run_dir) if first_step else []
+    return [entry for entry in entries if entry["step"] < first_step + ("loss" in entry)]
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

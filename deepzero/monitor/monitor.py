@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.files import SUMMARY, MetricsFile, write_summary
+from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_summary
 from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
@@ -51,6 +51,8 @@ class Monitor:
     validations: list[float] = field(default_factory=list)
     last: dict[str, Any] = field(default_factory=dict)
     """The last step's entry."""
+    first_step: int = 0
+    """Steps that were taken before this start of the run."""
 
     def line(self, text: str) -> None:
         """Tell the person at the terminal."""
@@ -85,6 +87,13 @@ class Monitor:
         for sink in self.sinks:
             sink.validation(entry)
 
+    def go_on(self, first_step: int, tokens_seen: int, earlier: Sequence[Mapping[str, Any]]) -> None:
+        """This run continues one that took ``first_step`` steps, whose entries are ``earlier``."""
+        self.first_step, self.tokens_seen = first_step, tokens_seen
+        self.validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
+        steps = [dict(entry) for entry in earlier if "loss" in entry]
+        self.last = steps[-1] if steps else {"step": first_step}
+
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The run is over: write the summary, close all sinks, print the table.
 
@@ -100,6 +109,7 @@ class Monitor:
             "val_loss": self.validations[-1] if self.validations else None,
             "tokens_seen": self.tokens_seen,
             "wall_seconds": time.perf_counter() - self.started,
+            "resumed_from_step": self.first_step or None,
             **facts,
         }
         if self.sinks:
@@ -111,7 +121,13 @@ class Monitor:
 
 
 def make_monitor(
-    workload: Workload, cfg: LoggerConfig, run_dir: Path, config: Mapping[str, Any], **options: Any
+    workload: Workload,
+    cfg: LoggerConfig,
+    run_dir: Path,
+    config: Mapping[str, Any],
+    first_step: int = 0,
+    tokens_seen: int = 0,
+    **options: Any,
 ) -> Monitor:
     """Rank 0's monitor, with every sink that the config asks for.
 
@@ -120,10 +136,14 @@ def make_monitor(
         cfg: which loggers.
         run_dir: the run folder.
         config: all settings, for loggers that show them.
+        first_step: steps that were taken before this start of the run.
+        tokens_seen: in those steps.
         options: of :class:`Terminal`.
     """
     terminal = Terminal(workload.total_steps, **options)
-    monitor = Monitor(workload, run_dir, [MetricsFile(run_dir), terminal], terminal)
+    earlier = kept_metrics(run_dir, first_step)
+    monitor = Monitor(workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal)
+    monitor.go_on(first_step, tokens_seen, earlier)
     makers: dict[str, Callable[[], Sink]] = {
         "wandb": lambda: WandB(cfg, run_dir, config, terminal.line),
         "tensorboard": lambda: TensorBoard(run_dir),

@@ -39,7 +39,9 @@ class Terminal:
         if self._bar is None and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, file=self._stream, unit="step", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self._total, initial=entry["step"] - 1, file=self._stream, unit="step", dynamic_ncols=True
+            )
         if self._bar is not None:
             self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
             self._bar.update(1)

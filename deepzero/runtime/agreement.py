@@ -147,6 +147,8 @@ class StepAgreement:
     """2-norm of the summed gradients: times ranks, micro-batches and loss scale. ``inf``: not finite."""
     loss: float
     """Mean over ranks of each rank's mean over its micro-batches; NaN when no loss was seen."""
+    stop: bool = False
+    """Some rank has been asked to stop."""
 
     @property
     def finite(self) -> bool:
@@ -154,13 +156,14 @@ class StepAgreement:
         return math.isfinite(self.norm)
 
 
-def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAgreement:
+def agree(comm: Communicator, square_words: torch.Tensor, loss: float, stop: bool = False) -> StepAgreement:
     """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
     Args:
         comm: the ranks.
         square_words: from ``grad_norm.square_sum_words``, this rank's share.
         loss: this rank's mean loss.
+        stop: whether this rank has been asked to stop.
 
     Raises:
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
@@ -169,7 +172,8 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAg
     path = comm.fingerprint() & (PATH_BITS - 1)
     losses = torch.zeros(comm.world_size, dtype=torch.int64)
     losses[comm.rank] = double_to_bits(loss)
-    words = torch.cat([square_words, torch.cat([losses, torch.tensor([path, path * path])]).to(square_words.device)])
+    own = torch.cat([losses, torch.tensor([int(stop), path, path * path])])
+    words = torch.cat([square_words, own.to(square_words.device)])
     comm.all_reduce(AGREEMENT, words).wait()
     numbers = words.tolist()
     total = 0.0
@@ -180,9 +184,10 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float) -> StepAg
             "what they received may have been meant for something else, and nothing is updated. Let all ranks run the "
             "same modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
         )
-    for bits in numbers[WORDS:-PATH_WORDS]:
+    for bits in numbers[WORDS : WORDS + comm.world_size]:
         total += bits_to_double(bits)
-    return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size)
+    stopping = numbers[-PATH_WORDS - 1] > 0
+    return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size, stopping)
 
 
 def check_precision(dtype: str, device: torch.device) -> None:

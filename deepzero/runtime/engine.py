@@ -132,6 +132,9 @@ class Engine(EngineCheckpoints):
         self._backward_passes = 0
         self._boundary_override: bool | None = None
         self._inside_no_sync = self._step_applied = self._destroyed = False
+        self._asked_to_stop = False
+        self.stopping = False
+        """All ranks know, since the last step, that one has been asked to stop: time to save and leave."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
         self._losses: list[torch.Tensor] = []
         # The loss of the backward pass under way: as given to us, or put together from the outputs it went through.
@@ -293,7 +296,8 @@ class Engine(EngineCheckpoints):
         self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        agreement = agree(self.comm, self.stage.square_words(), self._mean_loss())
+        agreement = agree(self.comm, self.stage.square_words(), self._mean_loss(), self._asked_to_stop)
+        self.stopping = agreement.stop
         scale, mean_divisor = self._scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
         self._check_finite(agreement)

@@ -20,6 +20,7 @@ class EngineFacts(nn.Module):
     batch: BatchSizes
     optimizer: torch.optim.Optimizer
     global_rank: int
+    _asked_to_stop: bool
     world_size: int
 
     # ---- batch -------------------------------------------------------------------------------------------------------
@@ -81,6 +82,14 @@ class EngineFacts(nn.Module):
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the data."""
         return self.global_rank
+
+    def request_stop(self) -> None:
+        """Ask for an orderly end; from any thread of any rank. After the next step ``engine.stopping`` is True on all.
+
+        A signal reaches ranks at different instants, and some of them perhaps a step later. The word travels with the
+        step's agreement, at no cost, so that all leave the loop at the same place.
+        """
+        self._asked_to_stop = True
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 

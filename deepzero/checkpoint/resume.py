@@ -1,0 +1,90 @@
+"""Which checkpoint a run of ``train.py`` begins with, and with which batch. Plain files and numbers, no process group.
+
+A run keeps its checkpoints in its own folder. ``train.resume=auto`` goes on from the newest of them; so the same
+command, with the same run folder, is how a run is continued, by hand, by a scheduler or by a launcher.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from deepzero.checkpoint.folder import complete_tags, find, latest_tag, read_manifest
+from deepzero.checkpoint.format import CheckpointError, Manifest
+from deepzero.config.engine import EngineConfig
+from deepzero.config.parse import ConfigError
+
+CHECKPOINTS = "checkpoints"
+"""Inside the run folder."""
+
+
+def tag_of(step: int) -> str:
+    """The tag of a run's checkpoint after ``step`` optimizer steps."""
+    return f"step_{step:08d}"
+
+
+def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Path | None:
+    """The checkpoint that a run begins with; None for the beginning.
+
+    Args:
+        resume: ``train.resume``.
+        run_dir: the run folder.
+        restarted: the ranks were started again by a launcher: what this run has saved goes before everything.
+
+    Raises:
+        ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
+    """
+    own = run_dir / CHECKPOINTS
+    try:
+        if latest_tag(own) is not None and (resume is not None or restarted):
+            return find(own, None)
+        if resume is None and not restarted and complete_tags(own):
+            raise ConfigError(
+                f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(complete_tags(own))}): "
+                "train.resume=auto goes on from them; to begin anew choose another hydra.run.dir, or remove them"
+            )
+        if resume is None or resume == "auto":
+            return None
+        inside = Path(resume) / CHECKPOINTS
+        return find(inside if inside.is_dir() else resume, None)
+    except CheckpointError as error:
+        raise ConfigError(f"train.resume={resume or 'null'}: {error}") from None
+
+
+def manifest_of(path: Path) -> Manifest:
+    """A checkpoint's manifest, or a ConfigError."""
+    try:
+        return read_manifest(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+
+
+def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int) -> EngineConfig:
+    """The same global batch on another number of ranks: the micro-batch as it was or smaller, more of them or fewer.
+
+    A run that names another ``train_batch_size`` than the checkpoint's gets what it names.
+
+    Raises:
+        ConfigError: the global batch does not divide by the number of ranks.
+
+    Example (24 sequences as 4 ranks x 1 x 6; on 3 ranks)::
+
+        >>> from types import SimpleNamespace
+        >>> saved = SimpleNamespace(world_size=4, batch={"global_batch": 24, "micro_batch": 6, "accumulation": 1})
+        >>> kept = keep_global_batch(EngineConfig(train_batch_size=24), saved, world_size=3)
+        >>> kept.train_batch_size, kept.train_micro_batch_size_per_gpu
+        (24, 4)
+    """
+    total, micro = manifest.batch["global_batch"], manifest.batch["micro_batch"]
+    if manifest.world_size == world_size or config.train_batch_size not in (None, total):
+        return config
+    if total % world_size:
+        raise ConfigError(
+            f"the checkpoint was trained with train_batch_size={total}, which {world_size} ranks cannot share evenly; "
+            f"start a number of ranks that divides it, or set another train_batch_size"
+        )
+    share = total // world_size
+    largest = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    return dataclasses.replace(
+        config, train_batch_size=total, train_micro_batch_size_per_gpu=largest, gradient_accumulation_steps=None
+    )
