@@ -25,7 +25,8 @@ import torch.distributed as dist
 from deepzero.comm import process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.watchdog import Launch, Watchdog
+from deepzero.comm.trail import Launch
+from deepzero.comm.watchdog import Watchdog
 
 _all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -92,6 +93,15 @@ class Communicator:
     @position.setter
     def position(self, text: str) -> None:
         self._watch.trail.position = text
+
+    @property
+    def step(self) -> int:
+        """Which optimizer step this rank is in, from 1 on; set it, for error messages."""
+        return self._watch.trail.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._watch.trail.step = number
 
     def exchange(
         self, kind: str, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], padding: int = 0, where: str = ""
