@@ -8,8 +8,11 @@ What is added to the agent, because a person sits in front of it:
 
 - *The rank's own error*, once, instead of the agent's report. Ranks write theirs to files
   (:mod:`deepzero.comm.rank_process`), the launcher picks the cause among the echoes.
-- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own; the launcher ends them with SIGTERM, then
-  SIGKILL after :data:`KILL_AFTER_SECONDS`, and by then none is left, however often Ctrl-C is pressed.
+- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own; the launcher ends them with SIGHUP, then
+  SIGKILL after :data:`KILL_AFTER_SECONDS`, and by then none is left, however often Ctrl-C is pressed. SIGTERM is passed
+  on as SIGTERM: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed by the agent
+  after 30 seconds.
+- *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, by a new agent.
 - *Quiet.* The agent's log lines and the C++ warnings of c10d stay away unless ``LOGLEVEL`` or ``TORCH_CPP_LOG_LEVEL``
   asks for them.
 
@@ -27,11 +30,13 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from deepzero.comm.elastic import RESTART_VARIABLE
+from deepzero.comm.process_group import JOINED, LAUNCH_FOLDER_VARIABLE
 from deepzero.comm.rank_process import Report, read_reports, root_cause
 from deepzero.config.parse import ConfigError
 
@@ -81,7 +86,16 @@ def default_threads(nproc: int) -> int:
     return max(1, cores // nproc)
 
 
-def launch(file: str, name: str, args: tuple[Any, ...], *, nproc: int, environment: Mapping[str, str]) -> None:
+def launch(
+    file: str,
+    name: str,
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    environment: Mapping[str, str],
+    max_restarts: int = 0,
+    on_restart: Callable[[int, RankFailed], None] | None = None,
+) -> None:
     """Run function ``name`` of Python file ``file`` on ``nproc`` ranks of this machine, and wait for all of them.
 
     Args:
@@ -90,34 +104,63 @@ def launch(file: str, name: str, args: tuple[Any, ...], *, nproc: int, environme
         args: picklable.
         nproc: how many ranks.
         environment: variables that ranks get on top of this process's own.
+        max_restarts: how often all ranks are started again after one has failed or was killed. They find the number
+            of the restart in ``DEEPZERO_RESTART``, and have to go on from a checkpoint by themselves. A failure before
+            any rank has joined the process group would only happen again, and is raised at once.
+        on_restart: called with 1, 2, … and the failure before each restart; by default one line on stderr says it.
 
     Raises:
         ConfigError: a rank refused its settings; the message says why.
-        RankFailed: a rank failed or was killed.
+        RankFailed: a rank failed or was killed, and there is no restart left.
         Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
+
+    def say(number: int, error: RankFailed) -> None:
+        print(f"{error.headline.splitlines()[0]}; restart {number} of {max_restarts}", file=sys.stderr, flush=True)
+
+    job = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
+    with (
+        tempfile.TemporaryDirectory(prefix="deepzero-launch-") as name_of_root,
+        _signals(Path(name_of_root)) as received,
+    ):
+        try:
+            for attempt in range(max_restarts + 1):
+                # A folder each: reports and process numbers of different attempts must not mix.
+                folder = Path(name_of_root) / str(attempt)
+                folder.mkdir()
+                variables = {RESTART_VARIABLE: str(attempt), LAUNCH_FOLDER_VARIABLE: str(folder)}
+                try:
+                    _attempt(folder, job, nproc, {**environment, **variables}, received)
+                    return
+                except RankFailed as error:
+                    if attempt == max_restarts or not (folder / JOINED).exists():
+                        raise
+                    (on_restart or say)(attempt + 1, error)
+        except SignalException as error:  # also between two attempts, where the last agent's handlers still stand
+            raise Interrupted(received[0] if received else int(error.sigval)) from None
+
+
+def _attempt(
+    folder: Path, job: Mapping[str, Any], nproc: int, environment: Mapping[str, str], received: list[int]
+) -> None:
+    """Start the ranks once and wait for them; raises what they died of, or torch's ``SignalException``."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="deepzero-launch-") as folder_name:
-        folder = Path(folder_name)
-        job = folder / "job.pickle"
-        settings = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
-        job.write_bytes(pickle.dumps(settings))
-        agent = elastic_launch(_agent_config(nproc, folder), sys.executable)
-        with _environment(environment), _quiet_agent(), _signals(folder) as received:
-            try:
-                agent("-m", "deepzero.comm.rank_process", str(job))
-            except SignalException as error:
-                raise Interrupted(received[0] if received else int(error.sigval)) from None
-            except ChildFailedError as error:
-                if received:
-                    raise Interrupted(received[0]) from None
-                exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                raise _failure(read_reports(folder), exit_codes) from None
-            finally:
-                kill_ranks(folder)  # does nothing after an orderly end
+    path = folder / "job.pickle"
+    path.write_bytes(pickle.dumps(job))
+    agent = elastic_launch(_agent_config(nproc, folder), sys.executable)
+    with _environment(environment), _quiet_agent():
+        try:
+            agent("-m", "deepzero.comm.rank_process", str(path))
+        except ChildFailedError as error:
+            if received:
+                raise Interrupted(received[0]) from None
+            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            raise _failure(read_reports(folder), exit_codes) from None
+        finally:
+            kill_ranks(folder)  # does nothing after an orderly end
 
 
 def _agent_config(nproc: int, folder: Path) -> Any:
@@ -189,7 +232,8 @@ def _quiet_agent() -> Iterator[None]:
 def _signals(folder: Path) -> Iterator[list[int]]:
     """Turn SIGINT into the agent's orderly end, with a deadline; yields the signals that came.
 
-    The agent would pass SIGINT on as SIGINT, and a rank that is still importing would answer with a traceback.
+    The agent would pass SIGINT on as SIGINT, and a rank that is still importing would answer with a traceback. SIGTERM
+    would let a rank take its time. SIGHUP ends a rank at once, and silently, whatever it does.
     Handlers are put back at the end, the agent's own included, so that a sweep's next job starts clean.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -205,7 +249,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
             timer = threading.Timer(KILL_AFTER_SECONDS, kill_ranks, [folder])
             timer.daemon = True
             timer.start()
-            raise SignalException("interrupted", sigval=signal.SIGTERM)
+            raise SignalException("interrupted", sigval=signal.SIGHUP)
         kill_ranks(folder)  # asked twice: no more waiting
 
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -219,8 +263,8 @@ def _signals(folder: Path) -> Iterator[list[int]]:
 
 
 def kill_ranks(folder: Path) -> None:
-    """SIGKILL to every rank that has written its number into ``folder`` and still runs, and to its children."""
-    for path in folder.glob("rank*.pid"):
+    """SIGKILL to every rank that has written its number below ``folder`` and still runs, and to its children."""
+    for path in [*folder.glob("rank*.pid"), *folder.glob("*/rank*.pid")]:
         with contextlib.suppress(ValueError, OSError):
             pid = int(path.read_text(encoding="ascii"))
             if os.getpgid(pid) == pid and _is_our_child(pid):

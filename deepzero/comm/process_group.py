@@ -6,9 +6,11 @@ as a world of one rank, so that a script runs unchanged on a laptop without a la
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ import torch.distributed as dist
 from deepzero.comm import watchdog
 from deepzero.config.parse import ConfigError
 
+LAUNCH_FOLDER_VARIABLE = "DEEPZERO_LAUNCH_FOLDER"
+"""The launcher names its folder for this attempt to start ranks, and finds in it …"""
+JOINED = "joined"
+"""… this file, once a rank has joined the process group."""
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -69,6 +75,9 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
             f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all"
         )
     dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
+        with contextlib.suppress(OSError):  # a process that has outlived the launch
+            Path(folder, JOINED).touch()
 
 
 def shutdown() -> None:

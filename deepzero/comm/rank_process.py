@@ -10,7 +10,8 @@ lost its peer. A user wants the first error, not the three that follow from it. 
 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
 does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
-rank whose launcher has vanished, so that a killed launcher leaves no orphan.
+rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
+SIGTERM says so with :func:`deepzero.comm.stop_request.on_stop_request`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepzero.comm.stop_request import StopRequest, registered
 from deepzero.config.parse import ConfigError
 
 CONFIG_ERROR_EXIT = 2
@@ -115,6 +117,9 @@ def root_cause(reports: Iterable[Report]) -> Report | None:
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
+    Where the program has called :func:`~deepzero.comm.stop_request.on_stop_request`, the first SIGTERM is passed on to
+    it, and ends the process only when the grace is over.
+
     Args:
         parent: process number of the launcher; None: do not watch it.
         on_stop: called with the reason in words before the process ends; it has to be quick.
@@ -129,13 +134,24 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wait_for_the_end() -> None:
+        asked: StopRequest | None = None
+        deadline = float("inf")
         while True:
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
-            if ready:
-                number = os.read(reader, 1)[0]
-                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
-            elif parent is not None and os.getppid() != parent:
+            number = os.read(reader, 1)[0] if ready else 0
+            if number == signal.SIGTERM and asked is None and (asked := registered()) is not None:
+                deadline = time.monotonic() + asked.grace_seconds
+                try:
+                    asked.callback()
+                except Exception:  # and the program knows nothing of the request
+                    traceback.print_exc()
+                    _leave(128 + signal.SIGTERM, "stopped by SIGTERM; its callback failed", on_stop)
+            elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
+            elif asked is not None and time.monotonic() >= deadline:
+                late = f"it had not left {asked.grace_seconds:g} s later"
+                _leave(128 + signal.SIGTERM, f"stopped by SIGTERM; {late}", on_stop)
+            elif not ready and parent is not None and os.getppid() != parent:
                 _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 
     threading.Thread(target=wait_for_the_end, name="deepzero-watch", daemon=True).start()

@@ -5,19 +5,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from deepzero.comm import launcher, process_group, rank_process  # noqa: E402
+from deepzero.comm import elastic, launcher, process_group, rank_process  # noqa: E402
+from deepzero.comm.chaos import Chaos  # noqa: E402
+from deepzero.comm.collectives import Communicator  # noqa: E402
+from deepzero.comm.ledger import Ledger  # noqa: E402
+from deepzero.comm.stop_request import on_stop_request  # noqa: E402
+from deepzero.config.engine import ChaosConfig  # noqa: E402
 from deepzero.config.parse import ConfigError  # noqa: E402
 
 
 def misbehave(how: str, folder: str) -> None:
     """Join the group, leave a sign of life, then do what ``how`` says."""
-    process_group.init_distributed()
+    if how == "never":
+        raise ValueError("no rank ever joins")
+    process_group.init_distributed(timeout_seconds=6 if how == "freeze" else 600)
     rank = process_group.rank()
     (Path(folder) / f"alive{rank}").write_text(str(os.getpid()), encoding="ascii")
     if rank == 1:
@@ -33,7 +43,67 @@ def misbehave(how: str, folder: str) -> None:
         process_group.broadcast_object("are you there?")  # rank 0 loses its peer here
     if how == "sleep":
         time.sleep(600)
+    if how in ("lose", "freeze"):
+        train(rank, signal.SIGKILL if how == "lose" else signal.SIGSTOP)
+    if how == "again":
+        fail_twice(rank, Path(folder))
+    if how == "note":
+        leave_a_note(rank)
+    if how in ("stop", "stubborn"):
+        wait_for_the_stop(rank, Path(folder), how == "stubborn")
     process_group.shutdown()
+
+
+def train(rank: int, number: signal.Signals) -> None:
+    """Steps with a collective each; in the middle of the fifth, rank 1 gets the signal."""
+    comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
+    for step in range(1, 100):
+        comm.step, comm.position = step, "backward"
+        if (rank, step) == (1, 5):
+            os.kill(os.getpid(), number)
+        parts = [torch.full((1000,), float(rank)) for _ in range(comm.world_size)]
+        comm.exchange("gradients.reduce_scatter", parts, [torch.empty(1000) for _ in parts], where="interval 0").wait()
+
+
+def fail_twice(rank: int, folder: Path) -> None:
+    """Killed in the first attempt, an exception in the second, success in the third."""
+    attempt = elastic.restart_count()
+    with (folder / f"attempts{rank}").open("a", encoding="ascii") as file:
+        file.write(f"{attempt}\n")
+    process_group.barrier()
+    if rank == 1 and attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and attempt == 1:
+        raise ValueError("not yet")
+    process_group.barrier()
+
+
+def leave_a_note(rank: int) -> None:
+    """The first attempt leaves a note and fails, the second reads it."""
+    print(f"rank {rank}, restart {elastic.restart_count()}, note {elastic.recall('run_dir')}", flush=True)
+    elastic.remember("run_dir", f"written by rank {rank}")
+    process_group.barrier()
+    if elastic.restart_count() == 0:
+        raise ValueError("try again")
+
+
+def wait_for_the_stop(rank: int, folder: Path, stubborn: bool) -> None:
+    """Go on until a rank was asked to stop, then end in order; a stubborn one never does."""
+    asked = threading.Event()
+    on_stop_request(asked.set, grace_seconds=1.0 if stubborn else 20.0)
+    (folder / f"ready{rank}").touch()
+    while stubborn:
+        time.sleep(600)
+    while not any(process_group.all_gather_object(asked.is_set())):
+        time.sleep(0.05)
+    process_group.barrier()
+    (folder / f"left{rank}").touch()
+
+
+def pause(number: int, error: launcher.RankFailed) -> None:
+    """Long enough for a signal between two attempts."""
+    print(f"before restart {number}", flush=True)
+    time.sleep(60)
 
 
 def main() -> None:
@@ -44,7 +114,15 @@ def main() -> None:
         return
     environment = {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"}
     try:
-        launcher.launch(here, "misbehave", (how, folder), nproc=2, environment=environment)
+        launcher.launch(
+            here,
+            "misbehave",
+            ("again" if how == "pause" else how, folder),
+            nproc=2,
+            environment=environment,
+            max_restarts=3 if how in ("again", "never", "pause", "config") else 0,
+            on_restart=pause if how == "pause" else None,
+        )
     except launcher.Interrupted as error:
         print(f"interrupted by {error.signum}")
     except (launcher.RankFailed, ConfigError) as error:

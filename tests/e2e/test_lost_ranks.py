@@ -1,0 +1,79 @@
+"""Ranks that are killed or stopped in the middle of training: the others say whom they miss, and soon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.e2e import runs
+
+PROGRAMS = str(runs.ROOT / "tests" / "e2e" / "programs.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+SOON = 30.0
+
+
+@contextlib.contextmanager
+def plain_ranks(how: str, world: int, folder: Path) -> Iterator[list[runs.Command]]:
+    """Ranks that no agent looks after, so that nobody ends the survivors; they meet at a store of this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-W", "error", PROGRAMS, how, str(folder)]
+        yield [
+            stack.enter_context(runs.started(command, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
+            for rank in range(world)
+        ]
+
+
+def test_survivors_name_the_killed_rank(tmp_path: Path) -> None:
+    with plain_ranks("lose", 3, tmp_path) as (first, killed, last):
+        assert killed.wait().status == -signal.SIGKILL
+        began = time.monotonic()
+        ends = [first.wait(SOON), last.wait(SOON)]
+        assert time.monotonic() - began < SOON
+    for rank, done in zip((0, 2), ends, strict=True):
+        assert done.status == 1
+        assert f"rank {rank} failed: RankLeftError: rank 1 gave no sign of life: it was killed or its mach" in done.err
+        assert f"Rank {rank} still needs it: it is in step 5, backward, waiting for collective 5" in done.err
+
+
+def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
+    with plain_ranks("freeze", 3, tmp_path) as (first, stopped, last):
+        ends = [first.wait(SOON + 30), last.wait(SOON + 30)]
+        os.kill(stopped.process.pid, signal.SIGKILL)
+    texts = {re.search(r"CollectiveTimeoutError: (.*\n(?:  rank .*\n)*)", done.err)[1] for done in ends}  # type: ignore[index]
+    assert len(texts) == 1
+    lines = texts.pop().splitlines()
+    assert lines[0].startswith(
+        "a collective did not complete within 6 s (comm.timeout_seconds): rank 0 and rank 2 wait "
+    )
+    assert "for rank 1, which does not answer: killed, stopped, or its machine is gone" in lines[0]
+    assert lines[2] == "  rank 1: does not answer: killed, stopped, or its machine is gone"
+    for rank, done in zip((0, 2), ends, strict=True):
+        assert f"where rank {rank} is: step 5, in backward, at programs.py:" in done.err
+
+
+@pytest.mark.parametrize("launched_by", ["launcher", "torchrun"])
+def test_a_killed_rank_ends_the_run(launched_by: str, tmp_path: Path) -> None:
+    start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
+    with runs.started([*start, PROGRAMS, "lose", str(tmp_path)], tmp_path) as command:
+        alive = [tmp_path / f"alive{rank}" for rank in range(2)]
+        runs.wait_until(lambda: all(path.exists() for path in alive), "two ranks")
+        began = time.monotonic()
+        done = command.wait()
+        assert time.monotonic() - began < SOON
+        assert command.processes() == {}
+    if launched_by == "torchrun":
+        assert re.search(r"rank +: 1 .*\n +exitcode +: -9", done.err), done.err
+    else:
+        assert done.out.startswith("RankFailed: rank 1 was killed by signal 9 (SIGKILL)")

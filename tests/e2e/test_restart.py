@@ -1,0 +1,104 @@
+"""Ranks that are started again, and ranks that leave in order when they are asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.test_launch import launch
+from tests.e2e.test_lost_ranks import PROGRAMS, TORCHRUN
+
+
+def lines(path: Path) -> list[str]:
+    """Of a text file."""
+    return path.read_text(encoding="ascii").splitlines()
+
+
+def test_ranks_are_started_again(tmp_path: Path) -> None:
+    with runs.started([sys.executable, "-W", "error", PROGRAMS, "again", str(tmp_path)], tmp_path) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.out == "done\n"
+    said = done.err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert said[0].endswith("; restart 1 of 3")
+    assert said[1] == "rank 1 failed: ValueError: not yet; restart 2 of 3"
+    assert [lines(tmp_path / f"attempts{rank}") for rank in range(2)] == [["0", "1", "2"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("never", "RankFailed: rank"), ("config", "ConfigError: zero.stage=7: no such stage")],
+)
+def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_path: Path) -> None:
+    done = launch(how, tmp_path)
+    assert done.out.startswith(said)
+    assert done.err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
+    with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
+        attempts = tmp_path / "attempts1"
+        runs.wait_until(attempts.exists, "the first attempt")
+        runs.wait_until(lambda: command.ranks() == [], "its end")
+        time.sleep(1)  # the launcher is told a little later
+        os.kill(command.process.pid, number)
+        done = command.wait(30)
+        assert command.processes() == {}
+    assert done.out.splitlines() == ["before restart 1", f"interrupted by {number.value}"]
+    assert lines(attempts) == ["0"]
+
+
+@pytest.mark.parametrize("launched_by", ["launcher", "torchrun"])
+def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> None:
+    start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
+    with runs.started([*start, PROGRAMS, "stop", str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
+        os.kill(command.process.pid, signal.SIGTERM)
+        done = command.wait(40)
+        assert command.processes() == {}
+    assert len(list(tmp_path.glob("left*"))) == 2
+    if launched_by == "launcher":
+        assert (done.out, done.err) == ("interrupted by 15\n", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "signals", "said"),
+    [
+        ("stop", [signal.SIGINT], 2),  # Ctrl-C takes no account of the request
+        ("stubborn", [signal.SIGTERM], 15),
+    ],
+)
+def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], said: int, tmp_path: Path) -> None:
+    with runs.started([sys.executable, PROGRAMS, how, str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
+        began = time.monotonic()
+        for number in signals:
+            os.kill(command.process.pid, number)
+        done = command.wait(30)
+        assert time.monotonic() - began < 15
+        assert command.processes() == {}
+    assert list(tmp_path.glob("left*")) == []
+    assert (done.out, done.err) == (f"interrupted by {said}\n", "")
+
+
+def test_a_note_survives_torchruns_restart(tmp_path: Path) -> None:
+    command_line = [*TORCHRUN, "--max-restarts=1", PROGRAMS, "note", str(tmp_path)]
+    with runs.started(command_line, tmp_path, TMPDIR=str(tmp_path)) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0, done.err
+    assert sorted(done.out.splitlines()) == [
+        "rank 0, restart 0, note None",
+        "rank 0, restart 1, note written by rank 0",
+        "rank 1, restart 0, note None",
+        "rank 1, restart 1, note written by rank 0",
+    ]
