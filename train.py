@@ -19,10 +19,9 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
-import numpy as np
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -30,9 +29,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
-from deepzero.comm import process_group
+from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of
+from deepzero.comm import elastic, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
+from deepzero.comm.stop_request import on_stop_request
 from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
@@ -40,6 +41,7 @@ from deepzero.config.words import dotted, explain, no_such_choice, plain_names
 from deepzero.data.corpus import Corpus, load_corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.data.sampler import GlobalBatchSampler
+from deepzero.evaluation import sample, validate
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel, check_library
 from deepzero.monitor.files import ERROR, clear, write_failed_summary
@@ -53,6 +55,7 @@ from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
 MAIN_PROCESS = os.getpid()
+RUN_FOLDER_NOTE = "run-folder"
 STATUS = [0]
 """Exit status so far: a job of a sweep that fails does not stop the others."""
 
@@ -62,8 +65,7 @@ STATUS = [0]
 
 def train(run: RunConfig, run_dir_name: str) -> None:
     """Build everything, train, validate, sample, sum up. Every rank runs this, however it was started."""
-    process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
-    run_dir = Path(process_group.broadcast_object(run_dir_name))  # under torchrun only rank 0's name counts
+    run_dir = join(run, run_dir_name)
     torch.autograd.set_detect_anomaly(run.debug.detect_anomaly)
     corpus = load_corpus(run.data)
     torch.manual_seed(run.train.seed)  # the same initial parameters on every rank
@@ -72,10 +74,13 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     torch.manual_seed(run.train.seed + 1 + engine.global_rank)  # from here on randomness is dropout, and differs
     train_data, val_data = sequences(run, corpus)
     sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
+    first_step = load_start(run, run_dir, engine, sampler)
     monitor = build_monitor(run, run_dir, engine, model, corpus)
+    if run.train.save_every:
+        on_stop_request(engine.request_stop)
 
     with trace(run.profiler, run_dir, engine.global_rank) as end_of_step:
-        for step in range(run.train.steps):
+        for step in range(first_step, run.train.steps):
             if run.train.eval_every and step % run.train.eval_every == 0:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
             started = time.perf_counter()
@@ -90,12 +95,61 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                 engine.backward(loss)
                 engine.step()
             monitor.step(vars(engine.last_step), time.perf_counter() - started)
+            save_if_due(run, run_dir, engine)
             end_of_step()
+            if engine.stopping and engine.global_steps < run.train.steps:
+                stop(run, engine, monitor)
 
+    on_stop_request(None)
+    engine.wait_for_checkpoint()
     if run.train.eval_every:
         monitor.validation(run.train.steps, validate(engine, val_data, run.train.eval_batches))
-    monitor.finish(final_facts(run, engine, sample(run, engine, model, corpus)))
+    text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
+    monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
+
+
+def join(run: RunConfig, run_dir_name: str) -> Path:
+    """Meet the other ranks; returns the run folder, which under torchrun only rank 0 knows."""
+    process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
+    run_dir = Path(process_group.broadcast_object(run_dir_name)).resolve()
+    elastic.remember(RUN_FOLDER_NOTE, str(run_dir))
+    return run_dir
+
+
+def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: GlobalBatchSampler) -> int:
+    """Load what the run begins with, if anything; returns how many steps have been taken already."""
+    path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
+    if path is not None:
+        engine.load_checkpoint(path)
+        sampler.go_on(engine.global_steps, engine.global_samples)
+    elif run.train.init_from is not None:
+        engine.load_checkpoint(run.train.init_from, load_module_only=True)
+    return engine.global_steps
+
+
+def save_if_due(run: RunConfig, run_dir: Path, engine: deepzero.Engine) -> None:
+    """A checkpoint every so many steps, after the last step, and before the run leaves."""
+    every, step, last = run.train.save_every, engine.global_steps, run.train.steps
+    if every and (step % every == 0 or step == last or engine.stopping):
+        state = {"data": {"name": run.data.name, "seed": run.train.seed}, "seed": run.train.seed}
+        engine.save_checkpoint(
+            run_dir / CHECKPOINTS,
+            tag_of(step),
+            client_state=state,
+            asynchronous=run.train.save_async and not engine.stopping,
+            keep_last=run.train.keep_last,
+        )
+
+
+def stop(run: RunConfig, engine: deepzero.Engine, monitor: Monitor) -> NoReturn:
+    """Leave in order: every rank is here, and the checkpoint is on the disk."""
+    engine.wait_for_checkpoint()
+    monitor.line(
+        f"stopped by SIGTERM after step {engine.global_steps}; a checkpoint was saved, and the same run goes on"
+    )
+    engine.barrier()
+    leave(128 + signal.SIGTERM)
 
 
 def build_model(run: RunConfig) -> GPT | HFModel:
@@ -131,57 +185,17 @@ def build_monitor(
     )
     if engine.global_rank != 0:
         return Monitor(workload, run_dir)
-    settings = dataclasses.asdict(run)
-    monitor = make_monitor(workload, run.logger, run_dir, settings, log_every=run.train.log_every)
+    settings, done = dataclasses.asdict(run), engine.global_steps
+    tokens_seen = engine.global_samples * run.model.block_size
+    monitor = make_monitor(workload, run.logger, run_dir, settings, done, tokens_seen, log_every=run.train.log_every)
     monitor.line(f"data   {corpus.description}")
     shape = f"{engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
     monitor.line(f"model  {run.model.name}: {shape}")
     sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
     monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
+    if done:
+        monitor.line(f"going on after step {done}, from the checkpoint that was saved there")
     return monitor
-
-
-@torch.no_grad()
-def validate(engine: deepzero.Engine, data: TokenSequences, batches: int) -> float:
-    """Mean loss over evenly spaced sequences, the same ones however many ranks share them.
-
-    Every rank makes the same number of forward passes, which partitioned parameters need; what a rank has too few of is
-    run on its first sequence and not counted.
-    """
-    wanted = min(batches * engine.batch.global_batch, len(data))
-    chosen = np.unique(np.linspace(0, len(data) - 1, wanted).astype(np.int64))
-    share, size = -(-len(chosen) // engine.world_size), engine.batch.micro_batch
-    mine = chosen[engine.global_rank * share : (engine.global_rank + 1) * share]
-    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, sequences
-    engine.eval()
-    for start in range(0, share, size):
-        part = mine[start : start + size]
-        count = len(part)
-        input_ids, labels = data.batch(part if count else chosen[:1])
-        loss = engine(input_ids.to(engine.device), labels.to(engine.device))
-        total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
-    engine.train()
-    mean = engine.eval_mean(total)
-    return float(mean[0] / mean[1])
-
-
-def sample(run: RunConfig, engine: deepzero.Engine, model: GPT | HFModel, corpus: Corpus) -> str | None:
-    """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
-
-    Partitioned parameters are gathered by all ranks together: in stage 3 all of them write the same text.
-    """
-    text = None
-    if run.train.sample_tokens and (engine.global_rank == 0 or run.engine.zero.stage == 3):
-        separator = corpus.separator
-        new_file = separator is not None and bool((corpus.train[: 1 << 24] == separator).any())
-        prompt = [separator] if new_file else corpus.val[:16].tolist()
-        ids = torch.tensor([prompt], dtype=torch.int64, device=engine.device)
-        generator = torch.Generator(engine.device).manual_seed(run.train.seed)
-        with torch.no_grad():
-            ids = model.generate(ids, run.train.sample_tokens, run.train.sample_temperature, generator)
-        text = corpus.decode(ids[0, 1 if new_file else 0 :].tolist())
-    engine.barrier()
-    return text
 
 
 def final_facts(run: RunConfig, engine: deepzero.Engine, sample_text: str | None) -> dict[str, Any]:
@@ -254,8 +268,11 @@ def _share_one_run_folder() -> None:
     """Under torchrun rank 0's Hydra makes the run folder; the others' Hydra must not make more of them."""
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
+    earlier = elastic.recall(RUN_FOLDER_NOTE)
     if os.environ["RANK"] != "0":
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
+    elif elastic.restart_count() and earlier is not None:
+        sys.argv += [f"hydra.run.dir={earlier}"]  # its name was made of the time of the first start
 
 
 def job(cfg: DictConfig) -> None:
@@ -263,8 +280,6 @@ def job(cfg: DictConfig) -> None:
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if under_launcher():
         started = time.time()
-        if os.environ["RANK"] == "0":
-            _clear(run_dir)
 
         def on_failure(reason: str) -> None:
             if os.environ["RANK"] == "0":
@@ -295,6 +310,7 @@ def _checked_train(cfg: DictConfig, run_dir: str) -> None:
     os.environ["DEEPZERO_DEVICE"] = device
     if run.launch.threads_per_rank is not None:
         torch.set_num_threads(run.launch.threads_per_rank)
+    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), say=os.environ["RANK"] == "0")
     preflight(run, int(os.environ["WORLD_SIZE"]), device)
     train(run, run_dir)
 
@@ -328,13 +344,14 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
     """Check what can be checked, start the ranks on this machine, wait for them."""
     nproc = run.launch.nproc or default_nproc()
     device = choose_device(run, nproc)
+    run = _begin(run, run_dir, nproc)
     preflight(run, nproc, device)
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
-    _clear(run_dir)
+    arguments, restarts = (run, str(run_dir)), run.launch.max_restarts
     try:
-        launch(str(HERE), "train", (run, str(run_dir)), nproc=nproc, environment=environment)
+        launch(str(HERE), "train", arguments, nproc=nproc, environment=environment, max_restarts=restarts)
     except (ConfigError, RankFailed, Interrupted) as error:
         if sys.stdout.isatty():
             print()  # below the bar
@@ -346,10 +363,22 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
         raise
 
 
-def _clear(run_dir: Path) -> None:
-    """What an earlier run left in this folder goes, and is said to go."""
-    if (when := clear(run_dir)) is not None:
-        print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
+def _begin(run: RunConfig, run_dir: Path, world_size: int, say: bool = True) -> RunConfig:
+    """Is there something to go on from? Then with its global batch; else what an earlier run left goes, and is said to.
+
+    Args:
+        run: the settings.
+        run_dir: the run folder.
+        world_size: ranks.
+        say: also clear the folder, and print; for one process only.
+    """
+    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
+    when = clear(run_dir, going_on=path is not None) if say else None
+    if path is None:
+        if when is not None:
+            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
+        return run
+    return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest_of(path), world_size))
 
 
 def choose_device(run: RunConfig, nproc: int) -> str:

@@ -150,6 +150,7 @@ class Engine(EngineCheckpoints):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """1: the module's own output. In training its tensors are watched, so that a plain backward is noticed too."""
         self._refuse_broken_pass()
+        self.comm.step = self.global_steps + 1
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
         outputs = self.module(*args, **kwargs)
@@ -415,18 +416,6 @@ class Engine(EngineCheckpoints):
     def report(self) -> dict[str, Any]:
         """The ledger of all ranks, predicted beside measured. A collective; see ``inspect.gather_report``."""
         return gather_report(self.ledger, self.device, self._bytes_at_build)
-
-    def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over ranks, in rank order, of a 1-D tensor of doubles."""
-        everyone = process_group.all_gather_object(values.detach().double().cpu())
-        total = torch.zeros_like(everyone[0])
-        for theirs in everyone:
-            total += theirs
-        return total / len(everyone)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        process_group.barrier()
 
     def module_state_dict(self) -> dict[str, Any]:
         """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepzero.comm import process_group
 from deepzero.config.engine import BatchSizes, EngineConfig
 
 
@@ -82,6 +83,18 @@ class EngineFacts(nn.Module):
     def get_data_parallel_rank(self) -> int:
         """This rank among those that share the data."""
         return self.global_rank
+
+    def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over ranks, in rank order, of a 1-D tensor of doubles."""
+        everyone = process_group.all_gather_object(values.detach().double().cpu())
+        total = torch.zeros_like(everyone[0])
+        for theirs in everyone:
+            total += theirs
+        return total / len(everyone)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        process_group.barrier()
 
     def request_stop(self) -> None:
         """Ask for an orderly end; from any thread of any rank. After the next step ``engine.stopping`` is True on all.

@@ -1,0 +1,56 @@
+"""What a run is judged by: the loss on data that it has not seen, and a text that the model writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from deepzero.config.run import TrainConfig
+from deepzero.data.corpus import Corpus
+from deepzero.data.loader import TokenSequences
+from deepzero.models.gpt import GPT
+from deepzero.models.hf import HFModel
+from deepzero.runtime.engine import Engine
+
+
+@torch.no_grad()
+def validate(engine: Engine, data: TokenSequences, batches: int) -> float:
+    """Mean loss over evenly spaced sequences, the same ones however many ranks share them.
+
+    Every rank makes the same number of forward passes, which partitioned parameters need; what a rank has too few of is
+    run on its first sequence and not counted.
+    """
+    wanted = min(batches * engine.batch.global_batch, len(data))
+    chosen = np.unique(np.linspace(0, len(data) - 1, wanted).astype(np.int64))
+    share, size = -(-len(chosen) // engine.world_size), engine.batch.micro_batch
+    mine = chosen[engine.global_rank * share : (engine.global_rank + 1) * share]
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, sequences
+    engine.eval()
+    for start in range(0, share, size):
+        part = mine[start : start + size]
+        count = len(part)
+        input_ids, labels = data.batch(part if count else chosen[:1])
+        loss = engine(input_ids.to(engine.device), labels.to(engine.device))
+        total += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+    engine.train()
+    mean = engine.eval_mean(total)
+    return float(mean[0] / mean[1])
+
+
+def sample(engine: Engine, model: GPT | HFModel, corpus: Corpus, settings: TrainConfig) -> str | None:
+    """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
+
+    Partitioned parameters are gathered by all ranks together: in stage 3 all of them write the same text.
+    """
+    text = None
+    if engine.global_rank == 0 or engine.zero_optimization_stage() == 3:
+        separator = corpus.separator
+        new_file = separator is not None and bool((corpus.train[: 1 << 24] == separator).any())
+        prompt = [separator] if new_file else corpus.val[:16].tolist()
+        ids = torch.tensor([prompt], dtype=torch.int64, device=engine.device)
+        generator = torch.Generator(engine.device).manual_seed(settings.seed)
+        with torch.no_grad():
+            ids = model.generate(ids, settings.sample_tokens, settings.sample_temperature, generator)
+        text = corpus.decode(ids[0, 1 if new_file else 0 :].tolist())
+    engine.barrier()
+    return text
