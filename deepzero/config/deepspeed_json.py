@@ -250,10 +250,7 @@ def _drop_switched_off(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``zero_optimization``, with offload switched off and nothing to gather where parameters are whole."""
-    value, gather = given.get("zero_optimization"), "stage3_gather_16bit_weights_on_model_save"
-    if isinstance(value, Mapping) and value.get(gather) is True and value.get("stage", 0) in (0, 1, 2):
-        given = {"zero_optimization": {k: v for k, v in value.items() if k != gather}}
+    """``zero_optimization``, with offload switched off."""
     zero = _block(given, "zero_optimization")
     for name in _OFFLOAD:
         _refuse_offload(zero.pop(name, None), f"zero_optimization.{name}")

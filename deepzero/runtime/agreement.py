@@ -36,6 +36,8 @@ AGREEMENT = "agreement.all_reduce"
 
 PATH_WORDS = 2
 """Integers that show whether all ranks took the same path."""
+OWN_WORDS = 1 + PATH_WORDS
+"""Integers of the message besides the norm's and the losses: the wish to stop, and the path."""
 PATH_BITS = 1 << 20
 """Of the fingerprint; its square, summed over a million ranks, fits into an integer of 64 bits."""
 

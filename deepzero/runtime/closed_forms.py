@@ -39,7 +39,7 @@ import torch
 from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.ledger import Traffic
 from deepzero.layout import FlatLayout
-from deepzero.runtime.agreement import AGREEMENT, PATH_WORDS
+from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
 from deepzero.runtime.zero.partitioned_param_coordinator import BACKWARD, FORWARD
@@ -189,7 +189,7 @@ def predicted_traffic(
         if parted:
             forms[FORWARD] = one_collective(parted, world_size, sizes.compute, times)
             forms[BACKWARD] = one_collective(parted, world_size, sizes.compute, times)
-    message = 2 * (world_size - 1) * (WORDS + world_size + PATH_WORDS) // world_size
+    message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message)
     return forms
 

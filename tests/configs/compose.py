@@ -31,5 +31,5 @@ def complaint(*overrides: str, ranks: int = 2) -> str:
         run = run_config(*overrides)
         train.preflight(run, ranks, train.choose_device(run, ranks))
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        return train.plain_names(train.explain(error))
+        return train.plain_names(train.explain(error, train.CONFIGS, train.valid_keys))
     return ""

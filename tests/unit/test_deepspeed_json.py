@@ -82,10 +82,8 @@ def test_defaults_are_deepspeeds():
         ({"activation_checkpointing": {"profile": False, "cpu_checkpointing": True}}, "cpu_checkpointing.*torch.utils"),
         ({"aio": {"block_size": 1}}, "'aio' is a DeepSpeed key that deepzero does not implement"),
         ({"zero_optimization": {"legacy_stage1": False}}, "'zero_optimization.legacy_stage1' is a DeepSpeed key"),
-        (
-            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
-            "saving is not implemented yet",
-        ),
+        ({"checkpoint": {"use_node_local_storage": True}}, "one folder that all ranks see"),
+        ({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, "every rank writes its own shard"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"bf16": {"enable": True}}, "enabled"),
         ({"fp16": {"enabled": False, "loss_scal": 1}}, "loss_scale"),

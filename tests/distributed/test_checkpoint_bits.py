@@ -1,0 +1,105 @@
+"""Resume to the bit, and every crossing of stages and numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.distributed.checkpoints import engine_for, fingerprints, load_and_train, steps, train_and_save
+
+
+def straight(rank, world, stage, until, changes):
+    engine = engine_for(world, stage, **changes)
+    records = steps(engine, rank, world, until)
+    result = records, engine.params_sha256(), fingerprints(engine)
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ten_and_ten_steps_are_twenty(ranks, tmp_path, stage, precision, accumulation):
+    changes = {"precision": precision, "gradient_accumulation_steps": accumulation}
+    if precision == "fp16":
+        # The scale doubles in the second stretch because of steps of the first.
+        changes["fp16"] = {"initial_scale_power": 10, "loss_scale_window": 7, "hysteresis": 1}
+    whole = ranks.run(straight, stage, 20, changes, world_size=2)
+    first = ranks.run(train_and_save, tmp_path, stage, 10, changes, world_size=2)
+    second = ranks.run(load_and_train, tmp_path, stage, 20, changes, world_size=2)
+    for (records, sha, _), (head, head_sha, state), (loaded, tail, tail_sha, client) in zip(
+        whole, first, second, strict=True
+    ):
+        assert loaded == (head_sha, state), "what was loaded is what was saved"
+        assert [*head, *tail] == records, "losses, norms, rates and scales"
+        assert tail_sha == sha
+        assert client == {"until": 10}
+    if precision == "fp16":
+        assert len({record[5] for record in whole[0][0]}) > 1, "the loss scale has moved"
+
+
+PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
+
+
+FROM = [
+    pytest.param(*place, marks=[] if place in ((2, 2), (3, 3), (0, 4), (1, 1)) else [pytest.mark.slow])
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize(("stage", "world"), FROM)
+def test_every_crossing(ranks, tmp_path, stage, world):
+    """Saved here, loaded everywhere: the same bits after loading; the next losses agree, and to the bit at equal W."""
+    records, sha, saved = ranks.run(train_and_save, tmp_path, stage, 3, {}, world_size=world)[0]
+    reference = ranks.run(straight, stage, 13, {}, world_size=world)[0][0]
+    assert reference[:3] == records
+    for other_stage, other_world in PLACES:
+        if (other_stage, other_world) == (stage, world):
+            continue
+        results = ranks.run(load_and_train, tmp_path, other_stage, 13, {}, world_size=other_world)
+        for loaded, tail, _, _ in results:
+            assert loaded == (sha, saved), (other_stage, other_world)
+            if other_world == world:
+                assert tail == reference[3:], (other_stage, other_world)
+            else:
+                losses = torch.tensor([record[1] for record in tail])
+                expected = torch.tensor([record[1] for record in reference[3:]])
+                torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+
+
+def test_precisions_may_change(ranks, tmp_path):
+    """Masters are fp32 in every precision: only the parameters are rounded anew."""
+    saved = ranks.run(train_and_save, tmp_path, 2, 3, {"precision": "bf16"}, world_size=2)[0][2]
+    for precision in ("fp32", "fp16", "bf16"):
+        (_, state), tail, _, _ = ranks.run(load_and_train, tmp_path, 3, 6, {"precision": precision}, world_size=3)[0]
+        assert state == saved, precision
+        assert [record[0] for record in tail] == [4, 5, 6]
+
+
+def test_numpy_and_safetensors_alone_can_read_it(ranks, tmp_path):
+    """By the manifest: a parameter is put together from the rows of all shards."""
+    ranks.run(train_and_save, tmp_path, 3, 2, {"precision": "bf16"}, world_size=3)
+    folder = tmp_path / (tmp_path / "latest").read_text().strip()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["world_size"], manifest["zero_stage"], manifest["counters"]["global_steps"]) == (3, 3, 2)
+    assert manifest["parameters"]["embed.weight"]["aliases"] == ["head.weight"]
+    seen = {}
+    for name, info in manifest["files"].items():
+        with safe_open(folder / name, "np") as file:
+            assert file.metadata()["deepzero_id"] == manifest["id"]
+            assert sorted(file.keys()) == sorted(f"{row['key']}/{row['name']}" for row in info["rows"])
+            for row in info["rows"]:
+                values = file.get_tensor(f"{row['key']}/{row['name']}")
+                assert values.shape == (row["numel"],)
+                seen.setdefault((row["key"], row["name"]), []).append((row["start"], values))
+    for name, info in manifest["parameters"].items():
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            runs = sorted(seen[key, name], key=lambda item: item[0])
+            ends = [start + len(values) for start, values in runs]
+            numel = 1
+            for extent in info["shape"]:
+                numel *= extent
+            assert [start for start, _ in runs] == [0, *ends[:-1]] and ends[-1] == numel
