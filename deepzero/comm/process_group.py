@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import watchdog
+from deepzero.comm.meeting import agents_store, shared_by_attempts
 from deepzero.config.parse import ConfigError
 
 LAUNCH_FOLDER_VARIABLE = "DEEPZERO_LAUNCH_FOLDER"
@@ -66,15 +67,20 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
         # A world of one needs no network: a file of our own is the meeting point.
         handle, path = tempfile.mkstemp(prefix="deepzero-store-")
         os.close(handle)
-        store = dist.FileStore(path, 1)
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=device_id)
+        alone = dist.FileStore(path, 1)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     if len(present) < len(_LAUNCHER_VARIABLES):
         missing = sorted(set(_LAUNCHER_VARIABLES) - set(present))
         raise ConfigError(
             f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all"
         )
-    dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    if shared_by_attempts():
+        store, rank, size = agents_store(timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    watchdog.current()  # from now on this rank answers when others ask where it is
     if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
         with contextlib.suppress(OSError):  # a process that has outlived the launch
             Path(folder, JOINED).touch()

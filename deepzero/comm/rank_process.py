@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.comm.stop_request import StopRequest, registered
+from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, registered
 from deepzero.config.parse import ConfigError
 
 CONFIG_ERROR_EXIT = 2
@@ -135,20 +135,22 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
 
     def wait_for_the_end() -> None:
         asked: StopRequest | None = None
-        deadline = float("inf")
+        asked_at = 0.0
         while True:
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
             if number == signal.SIGTERM and asked is None and (asked := registered()) is not None:
-                deadline = time.monotonic() + asked.grace_seconds
+                asked_at = time.monotonic()
                 try:
                     asked.callback()
                 except Exception:  # and the program knows nothing of the request
                     traceback.print_exc()
                     _leave(128 + signal.SIGTERM, "stopped by SIGTERM; its callback failed", on_stop)
+            elif number == signal.SIGTERM and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
+                continue
             elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
-            elif asked is not None and time.monotonic() >= deadline:
+            elif asked is not None and time.monotonic() >= asked_at + asked.grace_seconds:
                 late = f"it had not left {asked.grace_seconds:g} s later"
                 _leave(128 + signal.SIGTERM, f"stopped by SIGTERM; {late}", on_stop)
             elif not ready and parent is not None and os.getppid() != parent:

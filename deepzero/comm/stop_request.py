@@ -13,6 +13,9 @@ from typing import NamedTuple
 MAX_GRACE_SECONDS = 25.0
 """The elastic agent, the launcher's and torchrun's alike, kills a rank 30 seconds after SIGTERM."""
 
+SAME_REQUEST_SECONDS = 1.0
+"""Slurm signals every process of a job, and then the agent passes on the signal that it got itself."""
+
 
 class StopRequest(NamedTuple):
     """What a program wants to happen on SIGTERM."""
@@ -28,7 +31,8 @@ def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 
     """On SIGTERM do not end this rank at once: call ``callback``, and end it only if it is still there later.
 
     The callback is called once, from another thread than the program's, and has to be quick: it sets a flag that the
-    program looks at between two steps. A second SIGTERM, and SIGINT or SIGHUP at any time, end the rank at once.
+    program looks at between two steps. A second SIGTERM, and SIGINT or SIGHUP at any time, end the rank at once. What
+    comes within :data:`SAME_REQUEST_SECONDS` is not a second one.
 
     SIGTERM also comes when another rank has failed. The program need not tell this apart: its next collective raises.
 

@@ -233,7 +233,7 @@ def test_the_thread_beside_nccl_prints(capsys: pytest.CaptureFixture[str]) -> No
     dog.explain(TIMED_OUT)
 
 
-def sleep_through(rank: int, world: int) -> tuple[str, str, float, bool]:
+def sleep_through(rank: int, world: int, blocking: bool) -> tuple[str, str, float, bool]:
     """Rank 1 sleeps while the others wait; what is raised, what is printed, when."""
     process_group.init_distributed(backend="gloo", timeout_seconds=4)
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
@@ -245,19 +245,23 @@ def sleep_through(rank: int, world: int) -> tuple[str, str, float, bool]:
         with contextlib.redirect_stderr(printed), pytest.raises(CollectiveTimeoutError) as error:
             if rank == 1:
                 time.sleep(10)
-            one_exchange(comm, "interval 3")
+            if blocking:
+                process_group.all_gather_object("interval 3")
+            else:
+                one_exchange(comm, "interval 3")
         return str(error.value), printed.getvalue(), time.monotonic() - began, error.value.peer_left
     finally:
         process_group.shutdown()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_sleeps_is_named(ranks, world):
-    ends = ranks.run(sleep_through, world_size=world, process_group=False)
+@pytest.mark.parametrize(("world", "blocking"), [(2, True), (3, False)])
+def test_a_rank_that_sleeps_is_named(ranks, world, blocking):
+    ends = ranks.run(sleep_through, blocking, world_size=world, process_group=False)
     assert len({text for text, *_ in ends}) == 1  # all say the same
     text = ends[0][0]
     waiting = "rank 0 waits" if world == 2 else "rank 0 and rank 2 wait"
-    first = f"{waiting} for rank 1, which has not launched collective 2, parameters.all_gather of interval 3: "
+    what = "all_gather_object" if blocking else "parameters.all_gather of interval 3"
+    first = f"{waiting} for rank 1, which has not launched collective 2, {what}: "
     assert text.startswith("a collective did not complete within 4 s (comm.timeout_seconds): " + first)
     assert "rank 1's own code is running at test_autopsy.py:" in text.splitlines()[0]
     assert "  rank 0: step 12, in forward of blocks.3.mlp, at test_" in text

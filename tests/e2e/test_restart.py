@@ -91,14 +91,16 @@ def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], sai
 
 
 def test_a_note_survives_torchruns_restart(tmp_path: Path) -> None:
-    command_line = [*TORCHRUN, "--max-restarts=1", PROGRAMS, "note", str(tmp_path)]
+    command_line = [*TORCHRUN, "--max-restarts=2", PROGRAMS, "note", str(tmp_path)]
     with runs.started(command_line, tmp_path, TMPDIR=str(tmp_path)) as command:
         done = command.wait()
         assert command.processes() == {}
-    assert done.status == 0, done.err
+    assert done.status == 0, done.err  # torch's own meeting point would send every second one to dead listeners
     assert sorted(done.out.splitlines()) == [
         "rank 0, restart 0, note None",
         "rank 0, restart 1, note written by rank 0",
+        "rank 0, restart 2, note written by rank 0",
         "rank 1, restart 0, note None",
         "rank 1, restart 1, note written by rank 0",
+        "rank 1, restart 2, note written by rank 0",
     ]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from deepzero.comm import elastic, stop_request
+from deepzero.comm import elastic, meeting, stop_request
 from deepzero.comm.elastic import recall, remember, restart_count
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +91,47 @@ def test_a_request_can_be_withdrawn() -> None:
     assert stop_request.registered() is None
 
 
+def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
+    """Whatever earlier attempts have left: questions, answers, signatures, of more ranks than there are now."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=20)
+
+    def attempt(world: int, late: int) -> None:
+        parts: dict[int, dist.Store] = {}
+
+        def join(rank: int) -> None:
+            time.sleep(0.3 if rank == late else 0)
+            client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+            parts[rank] = meeting.fresh(client, rank, world, patience)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert sorted(parts) == list(range(world))
+        assert not parts[0].check(["address"])
+        parts[world - 1].set("address", "new")
+        assert all(part.get("address") == b"new" for part in parts.values())
+
+    for world, late in ((3, 0), (3, 2), (2, 0), (2, 1), (4, 1), (1, 0)):
+        attempt(world, late)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come within 0.3 s"):
+        meeting.fresh(server, 0, 2, timedelta(seconds=0.3))
+
+
+def test_whose_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPZERO_RESTART", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert meeting.shared_by_attempts()
+    monkeypatch.setenv("DEEPZERO_RESTART", "0")
+    assert not meeting.shared_by_attempts()
+    monkeypatch.delenv("DEEPZERO_RESTART")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not meeting.shared_by_attempts()
+
+
 PROGRAM = """
 import time
 from deepzero.comm import rank_process, stop_request
@@ -100,6 +145,7 @@ rank_process.watch(None, lambda reason: print(reason, flush=True))
 print("ready", flush=True)
 while not (asked and {leaves}):
     time.sleep(0.01)
+time.sleep(0.5)
 print("left", flush=True)
 """
 REQUEST = "stop_request.on_stop_request(ask, 1.0)"
@@ -113,7 +159,9 @@ REQUEST = "stop_request.on_stop_request(ask, 1.0)"
         (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
         (REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130),
         (REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
-        (REQUEST.replace("1.0", "20"), "", False, ["TERM", "TERM"], ["asked", "stopped by SIGTERM"], 143),
+        (REQUEST.replace("1.0", "20"), "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
+        # By Slurm, and passed on by the agent.
+        (REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),
         (REQUEST.replace("1.0", "20"), "", False, ["TERM", "HUP"], ["asked", "stopped by SIGHUP"], 129),
         (
             REQUEST.replace("1.0", "20"),
@@ -136,8 +184,11 @@ def test_signals(before: str, inside: str, leaves: bool, signals: list[str], sai
             assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
             for name in signals:
-                subprocess.run(["kill", f"-{name}", str(rank.pid)], check=True)
-                time.sleep(0.3)
+                if name.isdigit():
+                    time.sleep(int(name))
+                else:
+                    rank.send_signal(signal.Signals[f"SIG{name}"])
+                    time.sleep(0.1)  # two at once might arrive as one
             assert rank.wait(30) == status
             assert rank.stdout.read().splitlines() == said
         finally:
