@@ -46,8 +46,8 @@ CLIENT = "client"
 """Tensors of the caller's ``client_state``, of a schedule, of anything that is not a parameter's."""
 
 MAX_BLOCKS = 4096
-MIN_BLOCK_BYTES = 512
-HEAD_ALIGN = 64
+MIN_BLOCK_BYTES = 128
+HEAD_ALIGN = 256
 """The data of a shard begins at a multiple of this many bytes."""
 
 ITEMSIZE = {
@@ -221,7 +221,7 @@ def block_bytes_for(total: int) -> int:
 
     Example:
         >>> block_bytes_for(100_000), block_bytes_for(590_000_000)
-        (512, 262144)
+        (128, 262144)
     """
     size = MIN_BLOCK_BYTES
     while size * MAX_BLOCKS < total:

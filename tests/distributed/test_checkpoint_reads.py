@@ -1,0 +1,38 @@
+"""How much of a checkpoint is read: over all ranks about once, whatever the layout it was saved in."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepzero.checkpoint.folder import find, read_manifest
+from deepzero.checkpoint.shard_file import ShardReader
+from tests.distributed.checkpoints import engine_for, train_and_save
+from tests.distributed.training import TinyModel
+
+
+def bytes_of_a_load(rank, world, folder, stage):
+    engine = engine_for(world, stage, model=TinyModel(hidden=400))
+    total, fill = 0, ShardReader._fill
+
+    def counted(self, file, view, offset):
+        nonlocal total
+        total += len(view)
+        fill(self, file, view, offset)
+
+    ShardReader._fill = counted
+    try:
+        engine.load_checkpoint(folder)
+    finally:
+        ShardReader._fill = fill
+    engine.destroy()
+    return total
+
+
+@pytest.mark.parametrize("saved_by", [1, 3, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_four_ranks_read_a_checkpoint_once(ranks, tmp_path, stage, saved_by):
+    ranks.run(train_and_save, tmp_path, 2, 1, {"model": TinyModel(hidden=400)}, world_size=saved_by)
+    path = find(tmp_path, None)
+    stored = sum(info.bytes for info in read_manifest(path).files.values())
+    read = sum(ranks.run(bytes_of_a_load, tmp_path, stage, world_size=4))
+    assert stored <= read <= 1.1 * stored, read / stored
