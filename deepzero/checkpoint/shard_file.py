@@ -238,7 +238,9 @@ class ShardReader:
 
     def _portions(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
         """(offset in the file, bytes) of runs of blocks, checked; the memory is used again for the next portion."""
-        step = max(1, READ_BYTES // self._block)
+        runs = list(runs)
+        # No larger than the longest run: most parameters are small, and clearing memory takes time, too.
+        step = min(max(1, READ_BYTES // self._block), max((last - first for first, last in runs), default=1))
         buffer = bytearray(step * self._block)
         try:
             file = os.open(self.path, os.O_RDONLY)

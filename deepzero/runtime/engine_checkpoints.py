@@ -21,7 +21,9 @@ from torch import nn
 from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
 from deepzero.checkpoint.folder import check_tag
 from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.gathered_model import save_gathered
 from deepzero.checkpoint.load import Loader, Parts, agree, open_checkpoint
+from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
 from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
 from deepzero.comm import process_group
@@ -149,6 +151,48 @@ class EngineCheckpoints(EngineFacts):
         """
         if self._saver is not None:
             self._saver.wait()
+
+    # ---- one whole model ---------------------------------------------------------------------------------------------
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: str | int = DEFAULT_MAX_SHARD,
+    ) -> bool:
+        """Save the model in the compute dtype as safetensors that Hugging Face's libraries read. A collective.
+
+        Parameters are gathered one by one and written by rank 0 as they come. A model that is there is replaced when
+        the new one is complete. The files are those of ``python -m tools.export`` with this dtype.
+
+        Args:
+            save_dir: the folder; made if it is not there.
+            save_filename: of the file; None: ``model.safetensors``.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+            max_shard_size: a larger model is divided among several files and an index.
+
+        Returns:
+            True, as in DeepSpeed.
+
+        Raises:
+            CheckpointError: on every rank; what was there before is untouched. A name that ends in ``.bin`` or ``.pt``
+                is refused, as nothing is ever pickled.
+
+        Source: ``save_16bit_model`` in DeepSpeed's ``runtime/engine.py``, which writes ``pytorch_model.bin``.
+        """
+        name = MODEL_FILE if save_filename is None else save_filename
+        problem = None
+        try:
+            self._refuse_half_loaded()
+        except CheckpointError as error:
+            problem = str(error)
+        agree(problem)
+        with self.comm.ledger.aside(), torch.no_grad():
+            save_gathered(self._holdings(), Path(save_dir), name, not exclude_frozen_parameters, max_shard_size)
+        return True
+
+    save_fp16_model = save_16bit_model
 
     def _holdings(self) -> Holdings:
         partitioning = self._zero.partitioning

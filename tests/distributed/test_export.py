@@ -1,0 +1,388 @@
+"""One whole model out of a checkpoint or of an engine: values, files, names, failures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import tracemalloc
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.checkpoint import model_file, shard_file
+from deepzero.checkpoint.export import export
+from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.headers import read_header
+from tests.distributed.training import TinyModel, config, make_model, one_step, start
+from tools.export import main
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+class Buffered(nn.Module):
+    """A tied model with frozen and odd parameters and buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tiny = TinyModel()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.linspace(0, 1, 33).reshape(3, 11), requires_grad=False)
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("mean", torch.linspace(-3, 3, 13))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def forward(self, ids, labels):
+        """A loss that uses everything that floats."""
+        return self.tiny(ids, labels) * self.scale + 0 * self.frozen.sum()
+
+
+def buffered():
+    torch.manual_seed(0)
+    return Buffered()
+
+
+def saved(rank, world, folder, stage, precision, kind=buffered):
+    """Two steps, a checkpoint, ``save_16bit_model``; the whole state dict and masters."""
+    engine = start(kind(), stage=stage, precision=precision, bucket=800)
+    for step in range(2):
+        one_step(engine, rank, world, step)
+    engine.save_checkpoint(folder / "checkpoints")
+    assert engine.save_16bit_model(folder / "16bit") is True
+    assert engine.save_fp16_model(folder / "parts", "pytorch.safetensors", max_shard_size="4KB")
+    masters = {
+        name: deepzero.utils.safe_get_full_fp32_param(param)
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
+    return {k: v.clone() for k, v in engine.module_state_dict().items()}, masters, engine.params_sha256()
+
+
+def same(a, b):
+    """Bit for bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def load_parts(folder, index):
+    """A model of several files, and the sizes of their tensors."""
+    content = json.loads((folder / index).read_text())
+    whole, sizes = {}, []
+    for name in sorted(set(content["weight_map"].values())):
+        part = safetensors_torch.load_file(folder / name)
+        assert set(part) == {key for key, file in content["weight_map"].items() if file == name}
+        whole |= part
+        sizes.append(sum(tensor.nbytes for tensor in part.values()))
+    assert content["metadata"]["total_size"] == sum(sizes)
+    return whole, sizes
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "precision"), [(0, 2, "fp32"), (1, 2, "bf16"), (2, 1, "bf16"), (3, 2, "bf16"), (3, 2, "fp16")]
+)
+def test_every_stage(ranks, tmp_path, stage, world, precision):
+    state, masters, _ = ranks.run(saved, tmp_path, stage, precision, world_size=world)[0]
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    expected = {name: t.to(compute) if t.is_floating_point() else t for name, t in state.items()}
+    alias = expected.pop("tiny.head.weight")
+    for name, dtype in (("same", precision), ("full", "fp32")):
+        done = export(tmp_path / "checkpoints", tmp_path / name, dtype)
+        assert done.files == ("model.safetensors",) and done.left_out == ()
+    got = safetensors_torch.load_file(tmp_path / "same" / "model.safetensors")
+    assert set(got) == set(expected) and "scratch" not in got
+    assert all(same(got[name], expected[name]) for name in expected)
+    full = safetensors_torch.load_file(tmp_path / "full" / "model.safetensors")
+    assert all(same(full[name], value) for name, value in masters.items()) and masters
+    assert same(full["count"], torch.tensor(2**40 + 1)) and full["mask"].dtype == torch.bool
+
+    # The engine writes the very same file.
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("same", "16bit")]
+    assert files[0] == files[1]
+    assert sorted(path.name for path in (tmp_path / "16bit").iterdir()) == ["model.safetensors"]
+    parts, sizes = load_parts(tmp_path / "parts", "pytorch.safetensors.index.json")
+    assert all(same(parts[name], expected[name]) for name in expected) and len(sizes) > 1
+
+    # Both names of the tied weight come back.
+    header = read_header(tmp_path / "same" / "model.safetensors")
+    assert header.metadata == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
+    model = buffered().to(compute)
+    missing, unexpected = safetensors_torch.load_model(model, tmp_path / "same" / "model.safetensors")
+    assert not missing and not unexpected and same(model.tiny.head.weight.data, alias)
+
+
+def test_several_files(ranks, tmp_path):
+    state, _, _ = ranks.run(saved, tmp_path, 3, "bf16", make_model, world_size=2)[0]
+    export(tmp_path / "checkpoints", tmp_path / "out", "bf16", max_shard_size="3KB", tag="global_step2")
+    whole, sizes = load_parts(tmp_path / "out", "model.safetensors.index.json")
+    del state["head.weight"]
+    assert set(whole) == set(state) and all(same(whole[name], state[name]) for name in state)
+    assert len(sizes) > 2 and max(sizes) <= 3000
+    # Replaced by one file: nothing of the old ones stays.
+    (tmp_path / "out" / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds model.safetensors.index.json already"):
+        export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
+    export(tmp_path / "checkpoints", tmp_path / "out", "bf16", force=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.safetensors"]
+
+
+def test_pieces_and_memory(ranks, tmp_path, monkeypatch):
+    """A parameter larger than a piece goes through in pieces, from whichever shards hold it."""
+    state, _, _ = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
+    monkeypatch.setattr(model_file, "PIECE_BYTES", 100)
+    monkeypatch.setattr(shard_file, "READ_BYTES", 512)
+    sizes = []
+    put = shard_file.put
+    monkeypatch.setattr(shard_file, "put", lambda file, view: (sizes.append(len(view)), put(file, view)))
+    export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
+    header, *pieces = sizes
+    assert header > 1000 and max(pieces) == 50  # 25 elements: 100 bytes in fp32, 50 in bf16
+    got = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert all(
+        same(got[name], t.bfloat16() if t.is_floating_point() else t) for name, t in state.items() if name in got
+    )
+
+
+class Wide(nn.Module):
+    """One parameter of 32 MiB in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 1 << 17)
+        self.head = nn.Linear(1 << 17, 1)
+
+    def forward(self, ids, labels):
+        """Any number that depends on both."""
+        return self.head(self.embed(ids)).mean()
+
+
+@pytest.mark.slow
+def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
+    """The largest tensors alive at once are a piece and its conversion, whatever the parameter's size."""
+    ranks.run(saved, tmp_path, 0, "bf16", Wide, world_size=1)
+    monkeypatch.setattr(model_file, "PIECE_BYTES", 1 << 20)
+    allocated = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(empty(*a, **k).nbytes) or empty(*a, **k))
+    tracemalloc.start()
+    export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert max(allocated) <= 1 << 20
+    assert peak < shard_file.READ_BYTES + (4 << 20)  # Python's own: the read buffer, the manifest
+
+
+# ---- names and what is not there -------------------------------------------------------------------------------------
+
+
+class Wrapper(nn.Module):
+    """What puts a prefix before every name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model()
+
+    def forward(self, ids, labels):
+        """As the inner one."""
+        return self.model(ids, labels)
+
+
+def test_strip_prefix(ranks, tmp_path):
+    ranks.run(saved, tmp_path, 2, "bf16", Wrapper, world_size=1)
+    export(tmp_path / "checkpoints", tmp_path / "out", "bf16", strip_prefix="model.")
+    file = tmp_path / "out" / "model.safetensors"
+    assert set(safetensors_torch.load_file(file)) | {"head.weight"} == set(make_model().state_dict())
+    assert read_header(file).metadata["head.weight"] == "embed.weight"
+    with pytest.raises(CheckpointError, match=r"'model\.head\.weight' does not begin with 'other\.'"):
+        export(tmp_path / "checkpoints", tmp_path / "out2", "bf16", strip_prefix="other.")
+    assert not (tmp_path / "out2").exists()
+
+
+def without_frozen(rank, world, folder):
+    engine = start(buffered(), stage=3)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    engine.save_16bit_model(folder / "model", exclude_frozen_parameters=True)
+
+
+def test_without_frozen_parameters(ranks, tmp_path, capsys):
+    ranks.run(without_frozen, tmp_path, world_size=2)
+    arguments = [str(tmp_path), str(tmp_path / "out"), "--dtype", "fp32"]
+    assert main(arguments) == 1 and "was saved without parameters that are not trained" in capsys.readouterr().err
+    assert main([*arguments, "--partial"]) == 0 and "does not hold it: frozen" in capsys.readouterr().out
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "model")]
+    assert files[0] == files[1]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank, world, folder):
+    engine = start(make_model(), stage=3)
+    before = engine.params_sha256()
+    engine.save_16bit_model(folder)
+    was = (folder / "model.safetensors").read_bytes() if rank == 0 else b""
+    messages = []
+    for name in ("pytorch_model.bin", "model.pt", "a/b.safetensors", "model"):
+        with pytest.raises(CheckpointError) as error:
+            engine.save_16bit_model(folder, name)
+        messages.append(str(error.value))
+    with pytest.raises(CheckpointError, match="not a size"):
+        engine.save_16bit_model(folder, max_shard_size="many")
+    with pytest.raises(CheckpointError, match="pass the same"):
+        engine.save_16bit_model(folder / str(rank))
+    if rank == 0:
+        shard_file.put, kept = full_disk, shard_file.put
+    with pytest.raises(CheckpointError) as error:
+        engine.save_16bit_model(folder)
+    messages.append(str(error.value))
+    if rank == 0:
+        shard_file.put = kept
+        assert (folder / "model.safetensors").read_bytes() == was
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    assert engine.params_sha256() == before
+    one_step(engine, rank, world)
+    engine.save_16bit_model(folder)
+    return messages
+
+
+def full_disk(file, view):
+    if file.tell() > 2000:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    file.write(view)
+
+
+def test_save_16bit_model_refuses_and_fails_on_all_ranks(ranks, tmp_path):
+    first, second = ranks.run(refused, tmp_path / "out", world_size=2)
+    assert all("pickle" in message for message in (*first[:2], *second[:2]))
+    assert all("ends in .safetensors" in message for message in first[2:4])
+    assert "No space left" in first[4] and "No space left" in second[4]
+
+
+def test_failures_leave_nothing(ranks, tmp_path, monkeypatch):
+    ranks.run(saved, tmp_path, 2, "fp32", make_model, world_size=2)
+    checkpoints, out = tmp_path / "checkpoints", tmp_path / "a" / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_file, "put", full_disk)
+        with pytest.raises(CheckpointError, match="No space left on device; the model was not written"):
+            export(checkpoints, out, "fp32")
+    with monkeypatch.context() as patch:
+        patch.setattr(model_file.shutil, "disk_usage", lambda _: type("Disk", (), {"free": 1000}))
+        with pytest.raises(CheckpointError, match=r"needs 0\.000 GB and the disk has 0\.000 GB left"):
+            export(checkpoints, out, "fp32")
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_file, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            export(checkpoints, out, "fp32")
+    for arguments, text in (
+        ({"dtype": "int8"}, "not one of bf16"),
+        ({"dtype": "bf16", "tag": "none"}, "does not exist; there are: global_step2"),
+        ({"dtype": "bf16", "hf_config": tmp_path / "no.json"}, "No such file"),
+        ({"dtype": "bf16", "max_shard_size": "0GB"}, "not a size"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            export(checkpoints, out, **arguments)
+    assert not out.parent.exists()
+    with pytest.raises(CheckpointError, match="holds checkpoints; choose another folder"):
+        export(checkpoints, checkpoints, "bf16")
+    shard = next((checkpoints / "global_step2").glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[read_header(shard).nbytes + 100] ^= 1  # masters come first
+    shard.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="is damaged: bytes"):
+        export(checkpoints, out, "bf16")
+    assert not out.parent.exists()
+
+
+def interrupt(file, view):
+    raise KeyboardInterrupt
+
+
+def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path, monkeypatch):
+    ranks.run(saved, tmp_path, 2, "fp32", make_model, world_size=1)
+    out = tmp_path / "out"
+    export(tmp_path / "checkpoints", out, "fp32", max_shard_size="3KB")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    move, calls = model_file._move, []
+
+    def failing(source, target, moved):
+        calls.append(source)
+        if len(calls) == len(before) + 3:
+            raise OSError(errno.EIO, "Input/output error")
+        move(source, target, moved)
+
+    monkeypatch.setattr(model_file, "_move", failing)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        export(tmp_path / "checkpoints", out, "bf16", max_shard_size="1KB", force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def too_large(rank, world, folder):
+    model = make_model()
+    with torch.no_grad():
+        model.norm.bias[3] = 70000.0
+    start(model, stage=1).save_checkpoint(folder)
+
+
+def test_fp16_that_cannot_hold_a_value(ranks, tmp_path):
+    ranks.run(too_large, tmp_path, world_size=1)
+    with pytest.raises(CheckpointError, match=r"'norm\.bias' has a value of 70000, which fp16 cannot hold"):
+        export(tmp_path, tmp_path / "out", "fp16")
+    export(tmp_path, tmp_path / "out", "bf16")
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def hf_model(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        settings = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    else:
+        settings = transformers.LlamaConfig(
+            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+        )
+    return transformers.AutoModelForCausalLM.from_config(settings)
+
+
+class Wrapped(nn.Module):
+    """As ``model=hf`` wraps it."""
+
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.model = hf_model(kind)
+
+    def forward(self, ids):
+        """The loss."""
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+def train_hf(rank, world, folder, kind):
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=Wrapped(kind), config=config(stage=3, precision="bf16"))
+    for step in range(2):
+        ids = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+        engine.backward(engine(ids))
+        engine.step()
+    engine.save_checkpoint(folder)
+    if rank == 0:
+        engine.module.model.config.save_pretrained(folder / "hf")
+    engine.eval()
+    with torch.no_grad(), deepzero.zero.GatheredParameters(engine.module.parameters()):
+        return engine.module.model(input_ids=torch.arange(10)[None]).logits
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_transformers_loads_it(ranks, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    logits = ranks.run(train_hf, tmp_path, kind, world_size=2)[0]
+    arguments = [str(tmp_path), str(tmp_path / "out"), "--dtype", "bf16", "--strip-prefix", "model."]
+    assert main([*arguments, "--hf-config", str(tmp_path / "hf" / "config.json"), "--max-shard-size", "20KB"]) == 0
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        assert same(model.eval()(input_ids=torch.arange(10)[None]).logits, logits)
