@@ -23,6 +23,7 @@ import torch
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.collect import buffer_key, class_name
 from deepzero.checkpoint.folder import find, read_manifest
+from deepzero.checkpoint.foreign import is_foreign, model_names, read_foreign
 from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
 from deepzero.checkpoint.shard_file import remaining
@@ -46,6 +47,8 @@ class Parts:
     """Moments, counters and hyper-parameters of the optimizer."""
     strict: bool = True
     """Parameters and buffers have to be the same here and there."""
+    buffers: bool = True
+    """Buffers too; other programs' files leave out some."""
 
 
 def agree(problem: str | None) -> None:
@@ -56,23 +59,42 @@ def agree(problem: str | None) -> None:
             raise CheckpointError(theirs if mine or theirs == problem else f"rank {rank}: {theirs}")
 
 
-def open_checkpoint(load_dir: str | Path, tag: str | None) -> CheckpointReader:
+def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: Holdings | None = None) -> CheckpointReader:
     """1 find. A collective: rank 0 looks, and all have its manifest.
 
+    Args:
+        load_dir: a checkpoint, or the folder of several.
+        tag: which one.
+        weights_for: the model, when nothing but its weights is wanted: plain safetensors will do then.
+
     Raises:
-        CheckpointError: on every rank; see :func:`find` and :func:`read_manifest`.
+        CheckpointError: on every rank; see :func:`find`, :func:`read_manifest` and :func:`read_foreign`.
     """
-    found: tuple[str, Any, Any] = ("", None, None)
+    found: tuple[str, Any, Any, bool] = ("", None, None, True)
     if process_group.rank() == 0:
         try:
-            path = find(load_dir, tag)
-            found = ("", str(path), read_manifest(path))
+            if is_foreign(load_dir, tag):
+                path, manifest = _read_foreign(load_dir, weights_for)
+                found = ("", str(path), manifest, False)
+            else:
+                path = find(load_dir, tag)
+                found = ("", str(path), read_manifest(path), True)
         except CheckpointError as error:
-            found = (str(error), None, None)
-    problem, path_text, manifest = process_group.broadcast_object(found)
+            found = (str(error), None, None, True)
+    problem, path_text, manifest, checked = process_group.broadcast_object(found)
     if problem:
         raise CheckpointError(problem)
-    return CheckpointReader(Path(path_text), manifest)
+    return CheckpointReader(Path(path_text), manifest, checked)
+
+
+def _read_foreign(load_dir: str | Path, model: Holdings | None) -> tuple[Path, Manifest]:
+    if model is None:
+        raise CheckpointError(
+            f"{load_dir} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "
+            "loads them"
+        )
+    every_buffer = [plain_name(name) for name, _ in model.model.named_buffers(remove_duplicate=False)]
+    return read_foreign(load_dir, model_names(model.names(), model.buffers(), every_buffer))
 
 
 class Loader:
@@ -116,7 +138,7 @@ class Loader:
         here = {known for all_names in names.values() for known in all_names}
         known_there = {*self.manifest.parameters, *self.manifest.buffers}
         unknown = sorted(known_there - here - set(buffers))
-        missing = sorted(self._absent)
+        missing = sorted(self._absent if self.parts.buffers else self._absent - set(buffers))
         text = [*other[:3], *_listed("missing there", missing), *_listed("not known here", unknown)]
         if other or (self.parts.strict and (missing or unknown)):
             advice = "" if other else "; load_module_strict=False loads what both have"

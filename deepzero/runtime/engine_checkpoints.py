@@ -233,7 +233,8 @@ class EngineCheckpoints(EngineFacts):
         """Go on where a checkpoint was saved, by any number of ranks in any stage. A collective.
 
         Args:
-            load_dir: the folder that checkpoints were saved to, or one checkpoint.
+            load_dir: the folder that checkpoints were saved to, or one checkpoint. With ``load_module_only`` also a
+                folder with ``model.safetensors`` or its index, or one safetensors file: see ``docs/export.md``.
             tag: which one; None: the one that ``latest`` names.
             load_module_strict: False loads the parameters and buffers that model and checkpoint have in common.
             load_optimizer_states: False leaves moments and hyper-parameters of the optimizer as they are.
@@ -252,9 +253,10 @@ class EngineCheckpoints(EngineFacts):
         """
         if self._saver is not None:
             self._saver.wait()
-        reader = open_checkpoint(load_dir, None if tag is None else str(tag))
+        holdings = self._holdings()
+        reader = open_checkpoint(load_dir, None if tag is None else str(tag), holdings if load_module_only else None)
         optimizer = load_optimizer_states and not load_module_only
-        loader = Loader(self._holdings(), reader, Parts(optimizer, load_module_strict))
+        loader = Loader(holdings, reader, Parts(optimizer, load_module_strict, buffers=reader.checked))
         loader.compare()
         schedule = None
         if load_lr_scheduler_states and not load_module_only:

@@ -13,6 +13,7 @@ from torch import nn
 import deepzero
 from deepzero.checkpoint import model_file, shard_file
 from deepzero.checkpoint.export import export
+from deepzero.checkpoint.folder import read_manifest
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.headers import read_header
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
@@ -121,7 +122,7 @@ def test_several_files(ranks, tmp_path):
     assert len(sizes) > 2 and max(sizes) <= 3000
     # Replaced by one file: nothing of the old ones stays.
     (tmp_path / "out" / "README.md").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds model.safetensors.index.json already"):
+    with pytest.raises(CheckpointError, match=r"holds model\.safetensors\.index\.json already"):
         export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
     export(tmp_path / "checkpoints", tmp_path / "out", "bf16", force=True)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.safetensors"]
@@ -285,10 +286,11 @@ def test_failures_leave_nothing(ranks, tmp_path, monkeypatch):
     assert not out.parent.exists()
     with pytest.raises(CheckpointError, match="holds checkpoints; choose another folder"):
         export(checkpoints, checkpoints, "bf16")
-    shard = next((checkpoints / "global_step2").glob("*.safetensors"))
-    raw = bytearray(shard.read_bytes())
-    raw[read_header(shard).nbytes + 100] ^= 1  # masters come first
-    shard.write_bytes(raw)
+    path = checkpoints / "global_step2"
+    shard, info = next(iter(read_manifest(path).files.items()))
+    raw = bytearray((path / shard).read_bytes())
+    raw[next(row.offset for row in info.rows if row.key == "master")] ^= 1
+    (path / shard).write_bytes(raw)
     with pytest.raises(CheckpointError, match="is damaged: bytes"):
         export(checkpoints, out, "bf16")
     assert not out.parent.exists()

@@ -1,0 +1,259 @@
+"""``load_module_only`` from plain safetensors: every stage, names, ties, buffers, dtypes, damage."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.checkpoint.format import CheckpointError
+from tests.distributed.test_export import Buffered, buffered, same
+from tests.distributed.training import config, make_model, one_step, start
+
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+
+def source(dtype=torch.float32, seed=7):
+    """The values that are going to be loaded, by name; tied weights under both names."""
+    torch.manual_seed(seed)
+    model = Buffered()
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.is_floating_point():
+                tensor.normal_()
+    model.count.fill_(5)
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in model.state_dict().items()}
+
+
+def write(folder, tensors, parts=1):
+    """``model.safetensors``, or several with an index."""
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    if parts == 1:
+        safetensors_torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names = [f"model-{i + 1:05d}-of-{parts:05d}.safetensors" for i in range(parts)]
+    where = {name: names[i % parts] for i, name in enumerate(tensors)}
+    for file in names:
+        mine = {name: tensor for name, tensor in tensors.items() if where[name] == file}
+        safetensors_torch.save_file(mine, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return folder
+
+
+def loaded(rank, world, path, stage, precision, kind, strict):
+    engine = start(kind(), stage=stage, precision=precision, bucket=800)
+    where, client = engine.load_checkpoint(path, load_module_only=True, load_module_strict=strict)
+    state = {name: tensor.clone() for name, tensor in engine.module_state_dict().items()}
+    masters = {
+        name: deepzero.utils.safe_get_full_fp32_param(param)
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
+    assert client == {} and engine.global_steps == 0 and where
+    one_step(engine, rank, world)
+    return state, masters
+
+
+def load(ranks, path, stage=3, world=2, precision="fp32", kind=buffered, strict=True):
+    """State dict and masters after loading, the same on all ranks."""
+    return ranks.run(loaded, path, stage, precision, kind, strict, world_size=world)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stored", "precision"), [(torch.bfloat16, "fp32"), (torch.float32, "bf16")])
+def test_every_stage(ranks, tmp_path, stage, world, stored, precision):
+    values = source(stored)
+    path = write(tmp_path / "m", values, parts=1 if stage % 2 else 3)
+    state, masters = load(ranks, path, stage, world, precision)
+    assert set(masters) and all(same(master, values[name].float()) for name, master in masters.items())
+    assert set(state) == set(values)
+    assert all(same(state[name], values[name].to(state[name].dtype)) for name in values)
+    if precision == "bf16":
+        assert state["tiny.embed.weight"].dtype == torch.bfloat16
+
+
+def test_one_file_and_one_index(ranks, tmp_path):
+    values = source()
+    safetensors_torch.save_file({k: v.clone() for k, v in values.items()}, tmp_path / "some.safetensors")
+    expected = load(ranks, write(tmp_path / "m", values, parts=2) / "model.safetensors.index.json")[0]
+    got = load(ranks, tmp_path / "some.safetensors")[0]
+    assert all(same(got[name], values[name]) and same(expected[name], values[name]) for name in values)
+
+
+@pytest.mark.parametrize("name", ["tiny.embed.weight", "tiny.head.weight"])
+def test_one_name_of_a_tied_weight_and_no_buffers(ranks, tmp_path, name):
+    values = source()
+    kept = {k: v for k, v in values.items() if k not in ("tiny.embed.weight", "tiny.head.weight", "mean", "mask")}
+    state, _ = load(ranks, write(tmp_path / "m", kept | {name: values[name]}))
+    assert same(state["tiny.head.weight"], values[name]) and same(state["tiny.embed.weight"], values[name])
+    assert same(state["mean"], buffered().mean) and same(state["count"], values["count"])
+
+
+def test_two_values_of_a_tied_weight(ranks, tmp_path):
+    values = source()
+    values["tiny.head.weight"] = values["tiny.head.weight"].clone()
+    values["tiny.head.weight"][3, 4] += 1
+    with pytest.raises(CheckpointError, match=r"are one parameter \(tied\) here"):
+        load(ranks, write(tmp_path / "m", values))
+
+
+class Wrapped(nn.Module):
+    """Puts a prefix before every name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = buffered()
+
+    def forward(self, ids, labels):
+        """As the inner one."""
+        return self.model(ids, labels)
+
+
+def test_a_prefix_on_one_side(ranks, tmp_path):
+    values = source()
+    state, _ = load(ranks, write(tmp_path / "without", values), kind=Wrapped)
+    assert all(same(state[f"model.{name}"], value) for name, value in values.items())
+    wrapped = write(tmp_path / "with", {f"model.{name}": value for name, value in values.items()})
+    state, _ = load(ranks, wrapped)
+    assert all(same(state[name], value) for name, value in values.items())
+
+
+def test_buffers_that_no_state_dict_has_are_passed_over(ranks, tmp_path):
+    """The hub's GPT-2 holds masks that are not persistent today."""
+    values = source()
+    state, _ = load(ranks, write(tmp_path / "m", values | {"scratch": torch.zeros(99)}))
+    assert same(state["mean"], values["mean"])
+
+
+def unfit(rank, world, path, text, strict=True):
+    engine = start(buffered(), stage=3, bucket=800)
+    before = engine.params_sha256()
+    with pytest.raises(CheckpointError, match=text):
+        engine.load_checkpoint(path, load_module_only=True, load_module_strict=strict)
+    assert engine.params_sha256() == before
+    one_step(engine, rank, world)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_another_shape_is_refused_before_anything_changes(ranks, tmp_path, strict):
+    path = write(tmp_path / "m", source() | {"tiny.norm.bias": torch.zeros(25)})
+    text = r"parameter 'tiny\.norm\.bias' has shape \(25,\) there and \(24,\) here"
+    ranks.run(unfit, path, text, strict, world_size=2)
+
+
+def test_other_names(ranks, tmp_path):
+    values = source()
+    del values["tiny.norm.bias"]
+    path = write(tmp_path / "m", values | {"other": torch.zeros(3)})
+    text = r"1 missing there \(tiny\.norm\.bias\); 1 not known here \(other\); load_module_strict=False"
+    ranks.run(unfit, path, text, world_size=2)
+    state, _ = load(ranks, path, strict=False)
+    assert same(state["tiny.norm.bias"], buffered().tiny.norm.bias.data) and same(state["mean"], values["mean"])
+
+
+def test_floats_for_integers(ranks, tmp_path):
+    path = write(tmp_path / "m", source() | {"count": torch.tensor(1.5)})
+    ranks.run(unfit, path, r"holds 'count' in F32, and here it is not floating", world_size=2)
+
+
+def everything(rank, world, path):
+    engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=1))
+    with pytest.raises(CheckpointError, match="holds plain safetensors: weights, without the state of an optimizer"):
+        engine.load_checkpoint(path)
+
+
+def test_without_load_module_only(ranks, tmp_path):
+    ranks.run(everything, write(tmp_path / "m", source()), world_size=2)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def with_header(raw, change):
+    """The file with another header."""
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + raw[8 + length :]
+
+
+def set_entry(key, value):
+    """Change one entry of ``mean``."""
+    return lambda header: header["mean"].__setitem__(key, value)
+
+
+DAMAGES = {
+    "empty": (lambda raw: b"", "has 0 bytes and announces"),
+    "short": (lambda raw: raw[:100], "is truncated: it has 100 bytes"),
+    "truncated": (lambda raw: raw[:-1], "it is truncated"),
+    "longer": (lambda raw: raw + b"x", "something was appended"),
+    "huge": (lambda raw: b"\xff" * 8 + raw[8:], "is no safetensors file"),
+    "garbage": (lambda raw: raw[:8] + b"\xfe" * 50 + raw[58:], "is not JSON"),
+    "list": (lambda raw: struct.pack("<Q", 2) + b"[]", "is a list and not an object"),
+    "nested": (lambda raw: struct.pack("<Q", 200000) + b"[" * 200000, "is not JSON"),
+    "outside": (lambda raw: with_header(raw, set_entry("data_offsets", [10**9, 10**9 + 52])), "the header is damaged"),
+    "negative": (lambda raw: with_header(raw, set_entry("data_offsets", [-52, 0])), "entry of 'mean' is damaged"),
+    "extent": (lambda raw: with_header(raw, set_entry("shape", [14])), "needs 56 bytes, and the header gives it 52"),
+    "dtype": (lambda raw: with_header(raw, set_entry("dtype", "Q9")), "has dtype Q9"),
+    "words": (lambda raw: with_header(raw, set_entry("shape", "ab")), "entry of 'mean' is damaged"),
+    "null": (lambda raw: with_header(raw, lambda header: header.update(mean=None)), "entry of 'mean' is damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_headers(ranks, tmp_path, kind):
+    path = write(tmp_path / "m", source()) / "model.safetensors"
+    change, text = DAMAGES[kind]
+    path.write_bytes(change(path.read_bytes()))
+    ranks.run(unfit, tmp_path / "m", rf"model\.safetensors.*{text}", world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "has no weight_map"),
+        ('{"weight_map": {"mean": 3}}', "has no weight_map"),
+        ('{"weight_map": {"mean": "../x.safetensors"}}', "no safetensors file of the same folder"),
+        ('{"weight_map": {"mean": "x.safetensors"}}', "is missing, and the index names it"),
+        ('{"weight_map": {"nose": "model-00001-of-00002.safetensors"}}', "does not hold 'nose'"),
+    ],
+)
+def test_damaged_indices(ranks, tmp_path, content, text):
+    (write(tmp_path / "m", source(), parts=2) / "model.safetensors.index.json").write_text(content)
+    ranks.run(unfit, tmp_path / "m", text, world_size=2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_transformers(ranks, tmp_path):
+    """The body alone, as the hub has GPT-2: no ``transformer.``, no head (it is tied)."""
+    pytest.importorskip("transformers")
+    model = gpt2()
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight.normal_()
+    model.transformer.save_pretrained(tmp_path / "body")
+    model.save_pretrained(tmp_path / "whole")
+    for name in ("body", "whole"):
+        got = ranks.run(load_gpt2, tmp_path / name, world_size=2)[0]
+        assert all(same(got[key], value) for key, value in model.state_dict().items())
+
+
+def gpt2():
+    import transformers
+
+    torch.manual_seed(3)
+    settings = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=16)
+    return transformers.GPT2LMHeadModel(settings)
+
+
+def load_gpt2(rank, world, path):
+    engine = start(gpt2(), stage=3)
+    engine.load_checkpoint(path, load_module_only=True)
+    return {name: tensor.clone() for name, tensor in engine.module_state_dict().items()}
