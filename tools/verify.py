@@ -1,0 +1,53 @@
+"""Is a checkpoint whole? ``python -m tools.verify CHECKPOINT``; see ``docs/export.md``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.verify import Report, verify
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print all damage, or a table. Returns the exit status: 0 when nothing is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tools.verify", description="Check every byte of a checkpoint.")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or the folder that checkpoints were saved to")
+    parser.add_argument("--tag", help="which checkpoint of the folder; default: the one that 'latest' names")
+    options = parser.parse_args(arguments)
+    try:
+        report = verify(options.checkpoint, options.tag)
+    except (CheckpointError, OSError) as error:
+        print(f"verify: {error}", file=sys.stderr)
+        return 1
+    for problem in report.problems:
+        print(problem)
+    if report.problems or report.manifest is None:
+        print(f"{report.path}: {len(report.problems)} problems", file=sys.stderr)
+        return 1
+    print(table(report))
+    return 0
+
+
+def table(report: Report) -> str:
+    """What a whole checkpoint is, in a few lines."""
+    manifest = report.manifest
+    if manifest is None:
+        return f"{report.path}: no manifest"
+    elements = sum(info.numel for info in manifest.parameters.values())
+    lines = {
+        "ranks": manifest.world_size,
+        "stage": manifest.zero_stage,
+        "precision": manifest.precision,
+        "step": manifest.counters["global_steps"],
+        "parameters": f"{elements} elements in {len(manifest.parameters)} tensors",
+        "bytes": f"{report.bytes} in {len(manifest.files)} files, all as written",
+    }
+    if report.not_stored:
+        lines["not stored"] = f"{len(report.not_stored)} parameters that are not trained"
+    return "\n".join([f"{report.path} is whole", *(f"  {name:<11} {value}" for name, value in lines.items())])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
