@@ -271,16 +271,19 @@ class ModelWriter:
         aside.mkdir()
         moved: list[tuple[Path, Path]] = []
         parts = [name for name in (*self.names, *self.extra) if name != self.entry]
+        older = self._older()
+        if older == [self.folder / self.entry] and not parts:
+            older = []  # one file instead of one file: a single rename, and at any instant one of them is there
         try:
-            for old in self._older():
+            for old in older:
                 _move(old, aside / old.name, moved)
             for name in (*parts, self.entry):
                 _move(self._temporary / name, self.folder / name, moved)
-            flush_folder(self.folder)
         except BaseException:
             for source, target in reversed(moved):
                 target.replace(source)
             raise
+        flush_folder(self.folder)
         self._made.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)
 

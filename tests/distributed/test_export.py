@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -172,6 +174,20 @@ def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
     tracemalloc.stop()
     assert max(allocated) <= 1 << 20
     assert peak < shard_file.READ_BYTES + (4 << 20)  # Python's own: the read buffer, the manifest
+
+
+def test_the_reader_of_the_book(ranks, tmp_path):
+    """docs/export.md shows how to read masters with numpy alone."""
+    _, masters, _ = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "read_masters" in block]
+    names = {}
+    exec(code, names)
+    found = names["read_masters"](tmp_path / "checkpoints" / "global_step2")
+    masters.pop("nothing")
+    assert {name: same(torch.from_numpy(found[name]), value) for name, value in masters.items()} == dict.fromkeys(
+        masters, True
+    )
 
 
 # ---- names and what is not there -------------------------------------------------------------------------------------
