@@ -208,7 +208,7 @@ def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
     """
     form = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", tag)))
     alike = [known for known in complete_tags(folder) if form.fullmatch(known) and known != tag]
-    gone = alike[: max(0, len(alike) - (keep_last - 1))]
+    gone = [old for old in alike[: max(0, len(alike) - (keep_last - 1))] if old != latest_tag(folder)]
     for old in gone:
         # First out of sight: half of a checkpoint must not be found.
         hidden = folder / f"{DELETING}{old}"

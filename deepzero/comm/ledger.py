@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+SNAPSHOT = "snapshot"
+"""Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
 
 

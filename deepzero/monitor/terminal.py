@@ -127,7 +127,8 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     held = report["memory"].items()
     memory = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
     memory.append(("all of these", sum(r[1] for r in memory), sum(r[2] for r in memory), ""))
-    memory += [(name, None, v["measured"], "residual of the peak") for name, v in held if v["predicted"] is None]
+    notes = {"activations": "residual of the peak", "snapshot": "of asynchronous saves, host memory"}
+    memory += [(name, None, v["measured"], notes.get(name, "")) for name, v in held if v["predicted"] is None]
     sent = []
     for kind, values in report["communication"].items():
         predicted, measured = values["predicted"], values["measured"]

@@ -273,7 +273,7 @@ def _open_ledger(
     stores = [*built.groups, *(built.partitioning.frozen if built.partitioning is not None else ())]
     ledger.watch("parameters", lambda: [group.parameter_storage for group in stores], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_storage for group in built.groups], padding["masters"])
-    ledger.watch("gradients", built.stage.held_gradients, padding["gradients"])
+    ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", built.reducer.buffers)
     if built.partitioning is not None:

@@ -117,7 +117,7 @@ class Engine(EngineCheckpoints):
         self.optimizer = optimizer
         self.stage = self._zero.stage
         sub_group_size = config.zero.sub_group_size if config.zero.stage == 3 else None
-        self._sharded_step = ShardedStep(optimizer, self.stage.master_parts(), sub_group_size)
+        self._sharded_step = ShardedStep(optimizer, self.stage.gradients.master_parts(), sub_group_size)
         trained = [param for group in self._zero.groups for param in group.params]
         self._late_scaling = [param.register_hook(self._scale_late) for param in trained if self._scaled]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
@@ -297,7 +297,7 @@ class Engine(EngineCheckpoints):
         self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        agreement = agree(self.comm, self.stage.square_words(), self._mean_loss(), self._asked_to_stop)
+        agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
         self.stopping = agreement.stop
         scale, mean_divisor = self._scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -351,7 +351,7 @@ class Engine(EngineCheckpoints):
         if agreement.finite or self._scaled:
             return
         self.ledger.close_step()
-        where = find_bad_gradient(self.module, self._zero.groups, self.stage.master_parts())
+        where = find_bad_gradient(self.module, self._zero.groups, self.stage.gradients.master_parts())
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
             "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "

@@ -28,6 +28,7 @@ from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.build import Built
 from deepzero.runtime.engine_facts import EngineFacts
 from deepzero.runtime.loss_scaler import LossScaler
@@ -38,14 +39,19 @@ from deepzero.version import __version__
 
 log = logging.getLogger(__name__)
 
+EXIT_PATIENCE_SECONDS = 15.0
 _SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
 @atexit.register
 def _finish_saves() -> None:
-    """A program that ends just after an asynchronous save has its checkpoint."""
+    """A program that ends just after an asynchronous save has its checkpoint; also one that ends with an error.
+
+    Other ranks may be gone by then: who does not hear of them for a while does not wait for them.
+    """
     for saver in list(_SAVERS):
         try:
+            saver.silence_seconds = min(saver.silence_seconds, EXIT_PATIENCE_SECONDS)
             saver.wait()
         except CheckpointError as error:
             log.error("%s", error)
@@ -116,6 +122,7 @@ class EngineCheckpoints(EngineFacts):
         if self._saver is None:
             self._saver = Saver(self.device, self.config.comm.timeout_seconds)
             _SAVERS.add(self._saver)
+            self.comm.ledger.watch(SNAPSHOT, self._saver.held)
         self._saver.save(Target(Path(save_dir), tag, save_latest, keep_last), gather, asynchronous)
         return True
 

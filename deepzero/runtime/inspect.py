@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.ledger import Ledger, Traffic
+from deepzero.comm.ledger import SNAPSHOT, Ledger, Traffic
 from deepzero.runtime.zero.gathered_parameters import GatheredParameters
 from deepzero.runtime.zero.gradients import ParameterGroup
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -63,6 +63,7 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     few true elements fewer than the first, and the sum over ranks is exact.
 
     ``activations`` is a residual, without prediction: the peak of memory over what was in use when everything stood.
+    ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory.
     """
     residuals = process_group.all_gather_object(max(0, _peak_bytes(device) - bytes_at_build))
     reports = process_group.all_gather_object(ledger.report())
@@ -79,6 +80,13 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
         "measured": _whole(sum(residuals) / len(residuals)),
         "largest": max(residuals),
     }
+    copies = process_group.all_gather_object(ledger.held.get(SNAPSHOT, 0))
+    if any(copies):
+        combined["memory"][SNAPSHOT] = {
+            "predicted": None,
+            "measured": _whole(sum(copies) / len(copies)),
+            "largest": max(copies),
+        }
     kinds = sorted({kind for report in reports for kind in report["communication"]})
     for kind in kinds:
         total = Traffic()
@@ -101,7 +109,7 @@ def find_bad_gradient(model: nn.Module, groups: Sequence[ParameterGroup], parts:
     Args:
         model: gives the order.
         groups: all groups.
-        parts: in the order of the groups' pieces, as ``stage.master_parts`` gives them.
+        parts: in the order of the groups' pieces, as ``stage.gradients.master_parts`` gives them.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     owners = [group.names[piece.slot.index] for group in groups for piece in group.pieces]

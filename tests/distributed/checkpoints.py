@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import deepzero
-from deepzero.comm import process_group
 from deepzero.checkpoint.state import Holdings
+from deepzero.comm import process_group
 from tests.distributed.training import make_model, my_micro_batches, start
 
 GLOBAL_BATCH = 12

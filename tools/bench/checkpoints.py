@@ -127,9 +127,8 @@ def report(library: str, measured: dict[str, Any], size: int, steps: int) -> Non
         if mode != "none":
             ratio, best = median(values) / median(plain), min(values) / min(plain)
             cost = median(values) - median(plain)
-            print(
-                f"  with one {mode:12} save {median(values):7.2f} s  ratio {ratio:.3f} (minima {best:.3f})  +{cost:.2f} s"
-            )
+            numbers = f"ratio {ratio:.3f} (minima {best:.3f})  +{cost:.2f} s"
+            print(f"  with one {mode:12} save {median(values):7.2f} s  {numbers}")
     print(f"  load {median(measured['loads']):.2f} s")
 
 

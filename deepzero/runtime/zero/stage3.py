@@ -40,7 +40,6 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.publish import all_gather_dp_groups
-from deepzero.runtime.zero.sharded_step import MasterPart
 
 
 class PersistentHome:
@@ -157,14 +156,6 @@ class ZeroStage3:
 
     # ---- 6: step -----------------------------------------------------------------------------------------------------
 
-    def master_parts(self) -> list[MasterPart]:
-        """This rank's piece of every parameter."""
-        return self.gradients.master_parts()
-
-    def square_words(self) -> torch.Tensor:
-        """This rank's share of the global norm."""
-        return self.gradients.square_words()
-
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
@@ -182,10 +173,6 @@ class ZeroStage3:
         self.hooks.reset()
         self.coordinator.reset()
         self.gradients.discard_gradients()
-
-    def held_gradients(self) -> list[torch.Tensor]:
-        """Tensors counted as gradients."""
-        return self.gradients.held_gradients()
 
     def before_writes(self) -> None:
         """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's part."""

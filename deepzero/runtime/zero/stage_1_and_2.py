@@ -39,7 +39,6 @@ from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
 from deepzero.runtime.zero.publish import all_gather_dp_groups
-from deepzero.runtime.zero.sharded_step import MasterPart
 
 
 class ZeroStage1And2:
@@ -86,14 +85,6 @@ class ZeroStage1And2:
         """3 boundary."""
         self.gradients.finish_gradients()
 
-    def master_parts(self) -> list[MasterPart]:
-        """This rank's piece of every parameter."""
-        return self.gradients.master_parts()
-
-    def square_words(self) -> torch.Tensor:
-        """This rank's share of the global norm."""
-        return self.gradients.square_words()
-
     def publish(self) -> None:
         """5: every rank gets every part of every interval. Parameters are views of the flat buffers: that is all."""
         for gather in all_gather_dp_groups(self.groups, self.comm):
@@ -102,10 +93,6 @@ class ZeroStage1And2:
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
         self.gradients.discard_gradients()
-
-    def held_gradients(self) -> list[torch.Tensor]:
-        """Tensors counted as gradients."""
-        return self.gradients.held_gradients()
 
     def before_writes(self) -> None:
         """Whole parameters may be written at any time between passes."""
