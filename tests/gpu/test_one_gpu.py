@@ -55,3 +55,29 @@ def test_buckets_and_chaos(precision):
         for bucket, overlap, chaos in ((200, True, {"chaos": 3}), (1500, False, {}), (10**6, True, {}))
     }
     assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_resume_to_the_bit(stage, asynchronous, tmp_path):
+    """The snapshot is queued before the next step's kernels: what is saved is the state of the save."""
+
+    def steps(engine, until):
+        while engine.global_steps < until:
+            ids, labels = (t.to(engine.device) for t in make_batch(engine.global_steps, 2))
+            engine.backward(engine(ids, labels))
+            engine.step()
+        return engine.params_sha256()
+
+    settings = config(stage=stage, precision="bf16", bucket=1500)
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    steps(engine, 5)
+    engine.save_checkpoint(tmp_path, asynchronous=asynchronous)
+    straight = steps(engine, 10)
+    generator = torch.cuda.get_rng_state(engine.device)
+    engine.destroy()
+    other, *_ = deepzero.initialize(model=make_model(seed=1), config=settings)
+    other.load_checkpoint(tmp_path)
+    assert steps(other, 10) == straight
+    assert torch.equal(torch.cuda.get_rng_state(other.device), generator)
+    other.destroy()
