@@ -25,6 +25,7 @@ from deepzero.checkpoint.format import (
     Manifest,
     ParameterInfo,
     ShardInfo,
+    reason,
 )
 from deepzero.checkpoint.shard_file import Entry, ShardPlan, bytes_of, plan_shard
 from deepzero.checkpoint.state import Holdings, plain_name
@@ -103,8 +104,8 @@ def collect(
         plan = plan_shard(entries, {"format": "pt", "deepzero_id": save_id, "rank": str(comm.rank)})
         names = [(row.key, row.name, row.dtype) for row in plan.rows]
         mine = _Mine(None, names, _scalars(holdings), rng_numbers, plan.bytes)
-    except CheckpointError as error:
-        mine = dataclasses.replace(mine, problem=str(error))
+    except Exception as error:  # a caller's object may raise anything; the other ranks wait
+        mine = dataclasses.replace(mine, problem=reason(error))
     everyone: list[_Mine] = process_group.all_gather_object(mine)
     problems = [f"rank {rank}: {theirs.problem}" for rank, theirs in enumerate(everyone) if theirs.problem]
     if problems or plan is None:

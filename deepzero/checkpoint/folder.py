@@ -20,24 +20,32 @@ import socket
 from pathlib import Path
 
 from deepzero.checkpoint.format import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
+from deepzero.checkpoint.sound import check_sound
 
 LOCK = ".lock"
 SAVING = ".saving-"
 REPLACED = ".replaced-"
 DELETING = ".deleting-"
+MAX_TAG_BYTES = 200
 
 
 def check_tag(tag: str) -> None:
     """Refuse a tag that is no name of a folder.
 
     Raises:
-        CheckpointError: empty, with a slash, or beginning with a dot.
+        CheckpointError: empty, with a slash, beginning with a dot, or not as ``latest`` would give it back.
     """
-    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) or tag == LATEST:
+    if not _is_tag(tag):
         raise CheckpointError(
-            f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty, not begin with a dot "
-            f"and hold no slash, and {LATEST!r} is taken"
+            f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "
+            f"with a dot, hold no slash, and no white space at its ends; and {LATEST!r} is taken"
         )
+
+
+def _is_tag(tag: str) -> bool:
+    # Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow.
+    fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES
+    return fits and tag == tag.strip() != LATEST and re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) is not None
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
@@ -85,9 +93,11 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         tag = latest_tag(folder)
         if tag is None:
             raise CheckpointError(_no_latest(folder))
+        if not _is_tag(tag):
+            raise CheckpointError(f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
     check_tag(str(tag))
     path = folder / str(tag)
-    if not path.exists():
+    if not os.path.lexists(path):
         # A kill between the two renames that replace a checkpoint of the same tag.
         for left in sorted(folder.glob(f"{REPLACED}*")):
             if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(str(tag))}", left.name):
@@ -133,7 +143,12 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / COMMIT} is damaged: it should hold one SHA-256")
     if hashlib.sha256(raw).hexdigest() != commit:
         raise CheckpointError(f"{where} is not what was written: its SHA-256 differs from the one in {path / COMMIT}")
-    manifest = Manifest.from_json(raw.decode("utf-8"), str(where))
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is not UTF-8 ({error}); the checkpoint is damaged") from None
+    manifest = Manifest.from_json(text, str(where))
+    check_sound(manifest, str(where))
     for name, info in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -203,12 +218,15 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
 def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
     """Remove old checkpoints: of those whose tags differ from ``tag`` by digits only, the newest stay.
 
+    The one that ``latest`` names stays, too: a run may save without touching ``latest``.
+
     Returns:
         The tags that are gone.
     """
     form = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", tag)))
     alike = [known for known in complete_tags(folder) if form.fullmatch(known) and known != tag]
-    gone = [old for old in alike[: max(0, len(alike) - (keep_last - 1))] if old != latest_tag(folder)]
+    named = latest_tag(folder)
+    gone = [known for known in alike[: max(0, len(alike) - (keep_last - 1))] if known != named]
     for old in gone:
         # First out of sight: half of a checkpoint must not be found.
         hidden = folder / f"{DELETING}{old}"

@@ -60,6 +60,15 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and says what to do."""
 
 
+def reason(error: Exception) -> str:
+    """An error in words, for the other ranks."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
+
+
 def shard_name(rank: int, world_size: int) -> str:
     """The file of one rank."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
@@ -180,15 +189,16 @@ class Manifest:
         """
         try:
             content = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{where} is not JSON ({error}); the checkpoint is damaged") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise CheckpointError(f"{where} is no manifest of a deepzero checkpoint (its 'format' is not {FORMAT!r})")
-        version = content.pop("version", None)
+        version, writers = content.pop("version", None), content.get("versions")
         if version != VERSION:
+            writer = writers.get("deepzero", "unknown") if isinstance(writers, dict) else "unknown"
             raise CheckpointError(
                 f"{where} has version {version!r}, and this deepzero reads version {VERSION}; load it with the one "
-                f"that wrote it ({content.get('versions', {}).get('deepzero', 'unknown')}) or a newer one"
+                f"that wrote it ({writer}) or a newer one"
             )
         try:
             content["parameters"] = {name: _parameter(value) for name, value in content["parameters"].items()}

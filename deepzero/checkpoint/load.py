@@ -24,7 +24,7 @@ from deepzero.checkpoint import rng
 from deepzero.checkpoint.collect import buffer_key, class_name
 from deepzero.checkpoint.folder import find, read_manifest
 from deepzero.checkpoint.foreign import is_foreign, model_names, read_foreign
-from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo
+from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo, reason
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
 from deepzero.checkpoint.shard_file import remaining
 from deepzero.checkpoint.state import Holdings, Run, plain_name
@@ -79,8 +79,8 @@ def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: Holdings
             else:
                 path = find(load_dir, tag)
                 found = ("", str(path), read_manifest(path), True)
-        except CheckpointError as error:
-            found = (str(error), None, None, True)
+        except Exception as error:  # whatever it is: the others wait for this rank's word
+            found = (reason(error), None, None, True)
     problem, path_text, manifest, checked = process_group.broadcast_object(found)
     if problem:
         raise CheckpointError(problem)
@@ -118,7 +118,17 @@ class Loader:
     # ---- 2 compare ---------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        """Raise a :class:`CheckpointError` when the checkpoint does not fit. The same on all ranks; nothing changes."""
+        """Raise a :class:`CheckpointError` on all ranks when the checkpoint does not fit one. Nothing changes."""
+        problem = None
+        try:
+            self._compare_model()
+            if self.parts.optimizer:
+                self._compare_optimizer()
+        except Exception as error:
+            problem = reason(error)
+        agree(problem)
+
+    def _compare_model(self) -> None:
         names = self.holdings.names()
         shapes = {known[0]: tuple(param.shape) for param, known in names.items()}
         other = [
@@ -145,8 +155,6 @@ class Loader:
             raise CheckpointError(f"{self.reader.path} is of another model: {'; '.join(text)}{advice}")
         if text and self.holdings.comm.rank == 0:
             log.warning("%s does not fit the model in all: %s", self.reader.path, "; ".join(text))
-        if self.parts.optimizer:
-            self._compare_optimizer()
 
     def _compare_optimizer(self) -> None:
         optimizer, saved = self.holdings.optimizer, self.manifest.optimizer
@@ -189,8 +197,8 @@ class Loader:
         runs: dict[str, list[tuple[int, int]]] = {}
         try:
             runs = self.reader.read(self._wanted())
-        except CheckpointError as error:
-            problem = str(error)
+        except Exception as error:  # whatever it is: the others must not wait for what this rank has read
+            problem = reason(error)
         everyone = process_group.all_gather_object((problem, runs))
         agree(problem)
         if self.parts.optimizer:
@@ -205,8 +213,8 @@ class Loader:
                 if number % comm.world_size == comm.rank:
                     read = [run for theirs in everyone for run in theirs.get(file, ())]
                     self.reader.check(file, remaining(info.blocks, read))
-        except CheckpointError as error:
-            return str(error)
+        except Exception as error:
+            return reason(error)
         return None
 
     def _wanted(self) -> list[Wanted]:
@@ -227,11 +235,16 @@ class Loader:
         comm = self.holdings.comm
         if self.manifest.world_size != comm.world_size or not self.parts.optimizer:
             return []
-        for name in ("torch", "python", "numpy", "cuda"):
+        for name, now in rng.capture(comm.device)[0].items():
             stored = f"{comm.rank}.{name}"
             if self.reader.has(RNG, stored):
-                dtype = self.reader.stored_dtype(RNG, stored)
-                self._rng[name] = torch.empty(self.reader.stored_numel(RNG, stored), dtype=dtype)
+                extent = self.reader.stored_numel(RNG, stored), self.reader.stored_dtype(RNG, stored)
+                if extent != (now.numel(), now.dtype):
+                    raise CheckpointError(
+                        f"{self.reader.path} has a state of the random generator {name!r} that this {name} cannot take: "
+                        f"{extent[0]} x {extent[1]}, not {now.numel()} x {now.dtype}"
+                    )
+                self._rng[name] = torch.empty_like(now)
         return [Wanted(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in self._rng.items()]
 
     def _values_key(self, name: str) -> str:
@@ -293,8 +306,8 @@ class Loader:
         problem = None
         try:
             self.reader.read(own)
-        except CheckpointError as error:
-            problem = str(error)
+        except Exception as error:
+            problem = reason(error)
         agree(problem)
 
     def _gather(self, group: FlatGroup, interval: Interval) -> None:
@@ -325,7 +338,11 @@ class Loader:
         for group in self.holdings.groups:
             for run in self._owned(group):
                 if run.name not in self._absent and self._info(run.name).trained:
-                    _set_scalars(optimizer.state[run.master], self._info(run.name).state)
+                    state, info = optimizer.state[run.master], self._info(run.name)
+                    # State of a later time than the checkpoint's is no state of it.
+                    for key in set(state) - set(info.tensors) - set(info.state) if info.numel else ():
+                        del state[key]
+                    _set_scalars(state, info.state)
         changed: dict[str, tuple[Any, Any]] = {}
         for live, saved in zip(optimizer.param_groups, self.manifest.optimizer["groups"], strict=True):
             for key, encoded in saved.items():
@@ -366,8 +383,8 @@ class Loader:
         if self.holdings.comm.rank == 0:
             try:
                 value = self.reader.value(encoded)
-            except CheckpointError as error:
-                problem = str(error)
+            except Exception as error:
+                problem = reason(error)
         agree(problem)
         return process_group.broadcast_object(value) if tensor_names(encoded) else decode(encoded, {})
 

@@ -32,7 +32,7 @@ import torch
 
 from deepzero.checkpoint import folder as folders
 from deepzero.checkpoint.collect import Collected, with_files
-from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, shard_name
+from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, reason, shard_name
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import process_group
 from deepzero.comm.side_channel import SideChannel
@@ -96,8 +96,8 @@ class Saver:
             return
         try:
             plan, ready = self._snapshot(collected.plan)
-        except Exception as error:  # no memory: the other ranks must not wait for this one's shard
-            job.channel.post(f"{self.rank}/failed", _reason(error))
+        except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
+            job.give_up(reason(error))
             raise
         job.collected = Collected(plan, collected.manifest, collected.total_bytes)
         self._thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
@@ -199,6 +199,13 @@ class _Job:
         self.saver, self.target, self.collected = saver, target, collected
         self.temporary, self.channel = temporary, channel
 
+    def give_up(self, problem: str) -> None:
+        """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
+        self.channel.post(f"{self.saver.rank}/failed", problem)
+        if self.saver.rank == 0:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.channel.post("verdict", f"rank 0: {problem}")
+
     def run_behind(self, ready: Callable[[], None]) -> None:
         """The thread: after the snapshot is complete, out of the training thread's way."""
         with contextlib.suppress(AttributeError, OSError):
@@ -216,11 +223,11 @@ class _Job:
             if rank != 0:
                 self.channel.post(f"{rank}/written", _shard_text(info))
         except Exception as error:
-            self.channel.post(f"{rank}/failed", _reason(error))
+            self.channel.post(f"{rank}/failed", reason(error))
         try:
             problem = self._commit(info) if rank == 0 else self._verdict()
         except Exception as error:
-            problem = _reason(error)
+            problem = reason(error)
         if problem is not None:
             self.saver.failed(
                 f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
@@ -237,14 +244,22 @@ class _Job:
             try:
                 manifest = with_files(self.collected.manifest, files)
                 folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
-                if self.target.keep_last is not None:
-                    folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
             except Exception as error:
-                problem = _reason(error)
+                problem = reason(error)
+            else:
+                self._prune()
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
         self.channel.post("verdict", problem or "")
         return problem
+
+    def _prune(self) -> None:
+        """The new checkpoint is complete, whatever becomes of the old ones."""
+        if self.target.keep_last is not None:
+            try:
+                folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
+            except OSError as error:
+                log.warning("%s: old checkpoints could not be removed (%s)", self.target.folder, reason(error))
 
     def _gather(self, mine: ShardInfo | None) -> tuple[str | None, dict[str, ShardInfo]]:
         size = self.saver.world_size
@@ -287,12 +302,6 @@ class _Patience:
         if (note or "") != self._last:
             self._since, self._last = time.monotonic(), note or ""
         return time.monotonic() - self._since > self._saver.silence_seconds
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
 
 
 def _shard_text(info: ShardInfo) -> str:

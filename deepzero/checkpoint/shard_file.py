@@ -261,7 +261,10 @@ class ShardReader:
     def _fill(self, file: int, view: memoryview, offset: int) -> None:
         done = 0
         while done < len(view):
-            count = os.preadv(file, [view[done:]], offset + done)
+            try:
+                count = os.preadv(file, [view[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {error.strerror}; the disk cannot read it") from None
             if count == 0:
                 raise CheckpointError(
                     f"{self.path} ends after {offset + done} bytes, {self._size} were expected: it is truncated"

@@ -39,10 +39,10 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         >>> encode({"a": (1, 2.5), 3: float("inf")}, "client_state", {})
         {'$dict': [['a', {'$tuple': [1, 2.5]}], [3, {'$float': 'inf'}]]}
     """
-    if value is None or isinstance(value, (bool, str)):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, (bool, str)):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):

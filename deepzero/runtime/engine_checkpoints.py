@@ -20,7 +20,7 @@ from torch import nn
 
 from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
 from deepzero.checkpoint.folder import check_tag
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.format import CheckpointError, reason
 from deepzero.checkpoint.gathered_model import save_gathered
 from deepzero.checkpoint.load import Loader, Parts, agree, open_checkpoint
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
@@ -270,16 +270,22 @@ class EngineCheckpoints(EngineFacts):
             schedule = self._saved_schedule(loader)
         client_state = loader.values(reader.manifest.client_state)
         self._fill(loader)
-        if optimizer:
-            loader.apply_optimizer()
-        if schedule is not None:
-            self.lr_scheduler.load_state_dict(schedule)
-        if not load_module_only:
-            self._take_counters(loader, optimizer)
+        problem = None
+        try:
+            if optimizer:
+                loader.apply_optimizer()
+            if schedule is not None:
+                self.lr_scheduler.load_state_dict(schedule)
+            if not load_module_only:
+                self._take_counters(loader, optimizer)
+        except Exception as error:  # a schedule of the caller's may raise anything
+            problem = f"{reader.path}: what it says of optimizer, schedule or generators does not fit: {reason(error)}"
+        agree(problem)
+        self._half_loaded = None
         return str(reader.path), client_state
 
     def _fill(self, loader: Loader) -> None:
-        """Values into tensors, and from masters into the parameters."""
+        """Values into tensors, and from masters into the parameters. The caller says when all is loaded."""
         self.stage.before_writes()
         self.zero_grad()
         self._backward_passes = 0
@@ -290,7 +296,6 @@ class EngineCheckpoints(EngineFacts):
         for group in loader.holdings.frozen:
             for interval in group.intervals:
                 interval.generation += 1
-        self._half_loaded = None
 
     def _saved_schedule(self, loader: Loader) -> Any:
         """The schedule's state, when there is one here and there.
@@ -317,10 +322,7 @@ class EngineCheckpoints(EngineFacts):
         if optimizer:
             loader.restore_rng()
             if manifest.precision == self.config.precision.dtype == "fp16":
-                try:
-                    self._scaler.load_state_dict(manifest.loss_scaler)
-                except ValueError as error:
-                    raise CheckpointError(f"{loader.reader.path}: {error}") from None
+                self._scaler.load_state_dict(manifest.loss_scaler)
 
     def _refuse_half_loaded(self) -> None:
         if self._half_loaded is not None:
