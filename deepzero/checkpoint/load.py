@@ -241,8 +241,8 @@ class Loader:
                 extent = self.reader.stored_numel(RNG, stored), self.reader.stored_dtype(RNG, stored)
                 if extent != (now.numel(), now.dtype):
                     raise CheckpointError(
-                        f"{self.reader.path} has a state of the random generator {name!r} that this {name} cannot take: "
-                        f"{extent[0]} x {extent[1]}, not {now.numel()} x {now.dtype}"
+                        f"{self.reader.path} has a state of the random generator {name!r} that the one here cannot "
+                        f"take: {extent[0]} x {extent[1]}, not {now.numel()} x {now.dtype}"
                     )
                 self._rng[name] = torch.empty_like(now)
         return [Wanted(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in self._rng.items()]

@@ -1,0 +1,128 @@
+"""Damaged checkpoints: refused on every rank with the file's name, never loaded, and a whole one loads afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from random import Random
+
+import pytest
+import torch
+
+from deepzero.checkpoint.format import CheckpointError
+from deepzero.comm import process_group
+from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.damages import ALL, FILES, MANIFESTS
+from tests.distributed.training import my_micro_batches
+
+BITS = [name for name in FILES if "a bit" in name or "cut" in name or "shard" in name]
+"""What is another damage with each seed."""
+
+PLACES = {(2, 2): "fp32", (3, 2): "bf16", (1, 1): "fp16", (0, 2): "bf16", (3, 3): "fp32", (1, 4): "fp16"}
+"""(stage, ranks) → precision."""
+
+
+def save_two(rank, world, folder, stage, precision):
+    """A checkpoint, and a later one of the same tag elsewhere; what the first one has to give."""
+    engine = engine_for(world, stage, precision=precision)
+    steps(engine, rank, world, 2)
+    client_state = {"x": torch.arange(3.0), "note": "kept"}
+    engine.save_checkpoint(folder / "good", tag="step", client_state=client_state)
+    right = engine.params_sha256(), fingerprints(engine)
+    steps(engine, rank, world, 3)
+    engine.save_checkpoint(folder / "later", tag="step", client_state=client_state)
+    engine.destroy()
+    return right
+
+
+@pytest.fixture(scope="module")
+def checkpoints(ranks, tmp_path_factory):
+    """By (stage, ranks): their folder, and what is right."""
+    made = {}
+
+    def get(stage, world):
+        if (stage, world) not in made:
+            folder = tmp_path_factory.mktemp(f"stage{stage}-of-{world}")
+            made[stage, world] = folder, ranks.run(save_two, folder, stage, PLACES[stage, world], world_size=world)[0]
+        return made[stage, world]
+
+    return get
+
+
+def try_all(rank, world, folder, stage, precision, cases, right):
+    """For each case what it raised, if the engine then held a mixture, and what is wrong afterwards."""
+    engine = engine_for(world, stage, precision=precision)
+    engine.load_checkpoint(folder / "good")
+    seen = []
+    for number, (name, seed) in enumerate(cases):
+        place = folder / f"damaged-{number}"
+        if rank == 0:
+            shutil.copytree(folder / "good", place)
+            ALL[name](place, folder / "later", Random(zlib.crc32(name.encode()) + seed))
+        process_group.barrier()
+        try:
+            engine.load_checkpoint(place)
+            outcome = None
+        except CheckpointError as error:
+            outcome = str(error)
+        mixture, wrong = engine._half_loaded is not None, None
+        if mixture:
+            with pytest.raises(CheckpointError, match="mixture of two states"):
+                engine(*my_micro_batches(0, rank, world, 2, 1)[0])
+            with pytest.raises(CheckpointError, match="mixture of two states"):
+                engine.save_checkpoint(folder / "never")
+            _, client = engine.load_checkpoint(folder / "good")
+            wrong = None if client["x"].tolist() == [0.0, 1.0, 2.0] else f"client state {client}"
+        if mixture or outcome is None or number % 10 == 0:
+            wrong = wrong or (None if (engine.params_sha256(), fingerprints(engine)) == right else "bits")
+        seen.append((outcome, mixture, wrong))
+        process_group.barrier()
+        if rank == 0:
+            shutil.rmtree(place)
+    assert (engine.params_sha256(), fingerprints(engine)) == right
+    steps(engine, rank, world, 3)
+    engine.destroy()
+    return seen
+
+
+def refused(ranks, checkpoints, stage, world, cases):
+    """Check every case; how many the engine noticed only when it held a mixture."""
+    folder, right = checkpoints(stage, world)
+    arguments = folder, stage, PLACES[stage, world], cases, right
+    everyone = ranks.run(try_all, *arguments, world_size=world, timeout=100)
+    for number, case in enumerate(cases):
+        for rank, seen in enumerate(everyone):
+            message, _, wrong = seen[number]
+            assert message is not None, f"rank {rank} has loaded it: {case}"
+            assert str(folder / f"damaged-{number}") in message, (case, message)
+            assert wrong is None, (case, wrong)
+    assert not (folder / "never").exists()
+    return sum(mixture for _, mixture, _ in everyone[0])
+
+
+def some(names, seeds, first=0):
+    return [(name, seed) for seed in range(first, first + seeds) for name in names]
+
+
+def test_files_that_are_damaged(ranks, checkpoints):
+    mixtures = refused(ranks, checkpoints, 2, 2, [*some(FILES, 1), *some(BITS, 3, first=1)])
+    assert mixtures > 5, "bits of a shard are noticed when they are read"
+
+
+def test_files_of_partitioned_parameters(ranks, checkpoints):
+    refused(ranks, checkpoints, 3, 2, [*some(FILES, 1, first=10), *some(BITS, 3, first=11)])
+
+
+def test_files_of_one_rank(ranks, checkpoints):
+    refused(ranks, checkpoints, 1, 1, some(BITS, 3, first=20))
+
+
+def test_manifests_that_make_no_sense(ranks, checkpoints):
+    """With a hash that is right: what an edit by hand would be."""
+    refused(ranks, checkpoints, 2, 2, some(MANIFESTS, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "world"), PLACES)
+def test_many_more(ranks, checkpoints, stage, world):
+    refused(ranks, checkpoints, stage, world, [*some(BITS, 8, first=100), *some(MANIFESTS, 1, first=100)])
