@@ -1,8 +1,8 @@
 """Ways to damage a checkpoint: each takes a folder with one checkpoint and a generator, and changes files there.
 
-All of them must be noticed. What cannot be is left out on purpose: a manifest that makes sense and is not true, with its
-hash written anew (another learning rate, two rows of the same length exchanged), data changed together with its CRC-32,
-and a ``latest`` or ``COMMIT`` that has lost its line end.
+All of them must be noticed. What cannot be is left out on purpose: a manifest that makes sense and is not true, with
+its hash written anew (another learning rate, two rows of the same length exchanged), data changed together with its
+CRC-32, and a ``latest`` or ``COMMIT`` that has lost its line end.
 """
 
 from __future__ import annotations

@@ -105,16 +105,16 @@ def some(names, seeds, first=0):
 
 
 def test_files_that_are_damaged(ranks, checkpoints):
-    mixtures = refused(ranks, checkpoints, 2, 2, [*some(FILES, 1), *some(BITS, 3, first=1)])
+    mixtures = refused(ranks, checkpoints, 2, 2, [*some(FILES, 1), *some(BITS, 4, first=1)])
     assert mixtures > 5, "bits of a shard are noticed when they are read"
 
 
 def test_files_of_partitioned_parameters(ranks, checkpoints):
-    refused(ranks, checkpoints, 3, 2, [*some(FILES, 1, first=10), *some(BITS, 3, first=11)])
+    refused(ranks, checkpoints, 3, 2, [*some(FILES, 1, first=10), *some(BITS, 4, first=11)])
 
 
 def test_files_of_one_rank(ranks, checkpoints):
-    refused(ranks, checkpoints, 1, 1, some(BITS, 3, first=20))
+    refused(ranks, checkpoints, 1, 1, some(BITS, 4, first=20))
 
 
 def test_manifests_that_make_no_sense(ranks, checkpoints):

@@ -1,0 +1,165 @@
+"""Lives of ranks that are killed: a process that has imported everything forks them, one life after another.
+
+Started by test_kills.py, not collected. It reads jobs from a file, one JSON object a line, forks the ranks of a life,
+and writes to another file who was born and who has ended. It starts no thread and joins no group, so a fork is sound.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from deepzero.checkpoint import folder as folders  # noqa: E402
+from deepzero.checkpoint import shard_file  # noqa: E402
+from deepzero.comm import process_group  # noqa: E402
+from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
+
+DONE, WRONG, FAILED = 0, 3, 4
+"""How a rank ends by itself; WRONG: a checkpoint has given other bits than were saved."""
+SAVE_EVERY = 3
+KEEP_LAST = 2
+
+
+def slow_disk(seconds: float) -> None:
+    """Writing takes its time, and so does everything around a commit: there are instants to be killed at."""
+    put, replace, flush = shard_file.put, Path.replace, folders.flush_folder
+
+    def slow_put(file: Any, view: memoryview) -> None:
+        put(file, view[: len(view) // 2])
+        time.sleep(seconds / 40)
+        put(file, view[len(view) // 2 :])
+
+    def slow_replace(self: Path, target: Any) -> Path:
+        time.sleep(seconds / 20)
+        moved = replace(self, target)
+        time.sleep(seconds / 20)
+        return moved
+
+    def slow_flush(path: Path) -> None:
+        time.sleep(seconds / 20)
+        flush(path)
+
+    shard_file.put, folders.flush_folder = slow_put, slow_flush
+    Path.replace = slow_replace  # type: ignore[method-assign]
+
+
+def live(job: dict[str, Any], rank: int) -> int:
+    """One rank of one life: go on from the newest checkpoint, compare with the reference, train and save."""
+    engine = start(
+        make_model(), stage=job["stage"], bucket=900, precision=job["precision"], comm={"timeout_seconds": 20}
+    )
+    world, folder = job["world"], Path(job["folder"])
+    record = Path(job["record"]) if job.get("record") else None
+    reference = None if record else json.loads(Path(job["reference"]).read_text())
+    if record is None:
+        slow_disk(job["slow"])
+        if folders.latest_tag(folder) is not None:
+            _, client = engine.load_checkpoint(folder)
+            found = engine.global_steps, client["step"], engine.params_sha256()
+            if found != (client["step"], client["step"], reference["sha256"][str(client["step"])]):
+                print(f"loaded {found}, which is not the reference's step")
+                return WRONG
+        Path(job["alive"], f"{rank}").touch()
+    losses: dict[int, float] = {}
+    hashes: dict[int, str] = {}
+    while engine.global_steps < job["until"]:
+        step = engine.global_steps
+        for ids, labels in my_micro_batches(step, rank, world, 2, 1):
+            engine.backward(engine(ids, labels))
+            engine.step()
+        losses[step + 1], hashes[step + 1] = engine.last_step.loss, engine.params_sha256() if record else ""
+        if record is None:
+            if losses[step + 1] != reference["losses"][str(step + 1)]:
+                print(f"step {step + 1}: loss {losses[step + 1]}, not the reference's")
+                return WRONG
+            if (step + 1) % SAVE_EVERY == 0:
+                save(engine, folder, step + 1)
+    engine.wait_for_checkpoint()
+    if record is not None and rank == 0:
+        record.write_text(json.dumps({"losses": losses, "sha256": hashes}))
+    engine.destroy()
+    return DONE
+
+
+def save(engine: Any, folder: Path, step: int) -> None:
+    """By turns in the background and not."""
+    behind = step // SAVE_EVERY % 2 == 0
+    engine.save_checkpoint(folder, f"step_{step}", {"step": step}, asynchronous=behind, keep_last=KEEP_LAST)
+
+
+def born(job: dict[str, Any], rank: int) -> None:
+    """The child of a fork; ends as a program does, with what is registered for its end."""
+    log = os.open(Path(job["logs"]) / f"life{job['life']}-rank{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["world"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job["port"]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    status = FAILED
+    try:
+        torch.set_num_threads(1)
+        status = live(job, rank)
+        process_group.shutdown()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(jobs: Path, events: Path) -> None:
+    """Fork what the jobs say, and tell who has ended, until a job says that it is over."""
+    parent = os.getppid()
+    handed = 0
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads is not sound"
+
+    def tell(**event: Any) -> None:
+        with events.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    tell(ready=True)
+    while os.getppid() == parent:
+        lines = jobs.read_text().splitlines()
+        for line in lines[handed:]:
+            job = json.loads(line)
+            if "end" in job:
+                return
+            pids = []
+            for rank in range(job["world"]):
+                pid = os.fork()
+                if pid == 0:
+                    born(job, rank)
+                pids.append(pid)
+            tell(life=job["life"], pids=pids)
+        handed = len(lines)
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            pid = 0
+        if pid:
+            tell(ended=pid, status=os.waitstatus_to_exitcode(status))
+        else:
+            time.sleep(0.005)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,249 @@
+"""Ranks that are killed at any instant, in the middle of a save above all: what was saved is there, whole, and right.
+
+Two hundred lives in a row go on from each other's checkpoints (twelve without ``-m slow``). After each kill the folder
+is looked at from outside; at the start of each life the loaded bits and then every loss are compared with those of a
+run that nobody has disturbed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from deepzero.checkpoint import folder as folders
+from tests.e2e import runs
+from tests.e2e.kill_program import DONE, FAILED, KEEP_LAST
+
+PROGRAM = str(runs.ROOT / "tests" / "e2e" / "kill_program.py")
+SOON = 30.0
+"""A rank that has lost another one ends by itself within so many seconds."""
+
+
+@dataclasses.dataclass
+class Line:
+    """Lives that go on from each other: the same number of ranks and precision, any stage."""
+
+    world: int
+    precision: str
+    folder: Path
+    reference: Path
+    until: int
+    generation: int = 0
+    newest: int = 0
+    """The step that ``latest`` has named."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / f"checkpoints{self.generation}"
+
+
+@dataclasses.dataclass
+class Tally:
+    """What the kills have met."""
+
+    kills: int = 0
+    during_save: int = 0
+    after_load: int = 0
+    alone: int = 0
+    """Ranks that survived the kill of the other one …"""
+    slowest: float = 0.0
+    """… and the longest that one of them took to end by itself."""
+    left_behind: int = 0
+    """Folders of interrupted saves that lay there after a kill."""
+
+
+class Zygote:
+    """The process that forks the ranks; see kill_program.py."""
+
+    def __init__(self, command: runs.Command, folder: Path) -> None:
+        self.command, self.folder = command, folder
+        self.lives = 0
+        self.store: Any = None
+        self.ended: dict[int, int] = {}
+        self._read = 0
+        self._pids: list[int] = []
+        (folder / "logs").mkdir()
+        (folder / "jobs").touch()
+        runs.wait_until((folder / "events").exists, "the imports")
+
+    def begin(self, **job: Any) -> list[int]:
+        """Fork a life's ranks."""
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.lives += 1
+        self._pids, self.ended = [], {}
+        self._hand({**job, "life": self.lives, "port": self.store.port, "logs": str(self.folder / "logs")})
+        self.until(lambda: bool(self._pids), "a birth")
+        return self._pids
+
+    def end(self) -> None:
+        self._hand({"end": True})
+
+    def until(self, condition: Any, what: str, timeout: float = SOON + 10) -> None:
+        """Take note of events until ``condition`` is true."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {timeout} s\n{self.logs()}")
+            assert self.command.process.poll() is None
+            lines = (self.folder / "events").read_text().splitlines(keepends=True)
+            for line in (line for line in lines[self._read :] if line.endswith("\n")):
+                self._read += 1
+                event = json.loads(line)
+                self._pids = event.get("pids", self._pids)
+                if "ended" in event:
+                    self.ended[event["ended"]] = event["status"]
+            time.sleep(0.002)
+
+    def logs(self) -> str:
+        """What the ranks of this life have printed."""
+        files = sorted((self.folder / "logs").glob(f"life{self.lives}-*"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
+
+    def _hand(self, job: dict[str, Any]) -> None:
+        with (self.folder / "jobs").open("a") as file:
+            file.write(json.dumps(job) + "\n")
+
+
+@pytest.fixture
+def zygote(tmp_path: Path) -> Iterator[Zygote]:
+    arguments = [sys.executable, "-W", "error", PROGRAM, str(tmp_path / "jobs"), str(tmp_path / "events")]
+    (tmp_path / "jobs").touch()
+    with runs.started(arguments, tmp_path) as command:
+        zygote = Zygote(command, tmp_path)
+        yield zygote
+        zygote.end()
+        done = command.wait()
+        assert done.status == 0, done.err
+        assert command.processes() == {}, "a process was left over"
+
+
+def make_line(zygote: Zygote, world: int, precision: str, until: int) -> Line:
+    """A line of lives, and the undisturbed run that they are compared with."""
+    folder = zygote.folder / f"{precision}-{world}"
+    folder.mkdir()
+    line = Line(world, precision, folder, folder / "reference.json", until)
+    record = str(line.reference)
+    pids = zygote.begin(world=world, precision=precision, stage=2, until=until, folder=str(folder), record=record)
+    zygote.until(lambda: len(zygote.ended) == len(pids), "the reference", 100)
+    assert set(zygote.ended.values()) == {DONE}, zygote.logs()
+    return line
+
+
+def saving(folder: Path) -> bool:
+    return any(folder.glob(f"{folders.SAVING}*"))
+
+
+def one_life(zygote: Zygote, line: Line, chance: random.Random, tally: Tally) -> None:
+    """A life, its end, and what it leaves."""
+    alive = line.folder / f"alive{zygote.lives}"
+    alive.mkdir()
+    pids = zygote.begin(
+        world=line.world,
+        precision=line.precision,
+        stage=chance.choice([1, 2, 3]),
+        until=line.until,
+        folder=str(line.checkpoints),
+        reference=str(line.reference),
+        alive=str(alive),
+        slow=chance.uniform(0.05, 0.3),
+    )
+    if tally.kills % 3 == 0:  # in a save, as soon as there is one
+        zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
+        time.sleep(chance.uniform(0.0, 0.25))
+    elif tally.kills % 3 == 1:  # training, saving or between
+        zygote.until(lambda: len(list(alive.iterdir())) == line.world or zygote.ended, "the first step")
+        time.sleep(chance.uniform(0.0, 0.8))
+    else:  # at any time from the fork on: it joins, loads, trains
+        time.sleep(chance.uniform(0.0, 0.8))
+    tally.after_load += line.newest > 0 and len(list(alive.iterdir())) == line.world
+    kill(zygote, line, pids, chance, tally)
+    look_from_outside(line, tally, zygote)
+
+
+def kill(zygote: Zygote, line: Line, pids: list[int], chance: random.Random, tally: Tally) -> None:
+    """SIGKILL to some of the ranks; the others end by themselves."""
+    victims = chance.choice([pids, pids[:1], pids[-1:]])
+    before = saving(line.checkpoints)
+    for pid in victims:
+        if pid not in zygote.ended:
+            os.kill(pid, signal.SIGKILL)
+    tally.during_save += before and saving(line.checkpoints)
+    tally.kills += 1
+    began = time.monotonic()
+    zygote.until(lambda: len(zygote.ended) == len(pids), "the end of those who were not killed")
+    survivors = [pid for pid in pids if pid not in victims]
+    if survivors:
+        tally.alone += len(survivors)
+        tally.slowest = max(tally.slowest, time.monotonic() - began)
+        assert time.monotonic() - began < SOON
+    for pid, status in zygote.ended.items():
+        expected = {-signal.SIGKILL, DONE} if pid in victims else {FAILED, DONE}
+        assert status in expected, f"status {status}\n{zygote.logs()}"
+
+
+def look_from_outside(line: Line, tally: Tally, zygote: Zygote) -> None:
+    """What the folder holds: whole checkpoints, the newest named, and little else."""
+    folder = line.checkpoints
+    if not folder.exists():
+        assert line.newest == 0
+        return
+    complete = folders.complete_tags(folder)
+    for tag in complete:
+        verify(folder / tag)
+    latest = folders.latest_tag(folder)
+    if latest is not None:
+        newest = verify(folders.find(folder, None))
+        assert newest >= line.newest, zygote.logs()
+        line.newest = newest
+    assert latest is not None or line.newest == 0, "once there was a checkpoint"
+    names = [path.name for path in folder.iterdir()]
+    hidden = (folders.SAVING, folders.REPLACED, folders.DELETING)
+    left = [name for name in names if name.startswith(hidden)]
+    assert set(names) - set(left) <= {*complete, "latest", ".latest.tmp", folders.LOCK}, names
+    assert len(complete) <= KEEP_LAST + 1
+    assert all(sum(name.startswith(kind) for name in left) <= 1 for kind in hidden), names
+    tally.left_behind += len(left)
+    if line.newest > line.until - 30:
+        line.generation, line.newest = line.generation + 1, 0
+
+
+def verify(path: Path) -> int:
+    """Compare every hash of a checkpoint; its step."""
+    manifest = folders.read_manifest(path)
+    for name, info in manifest.files.items():
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == info.sha256, path / name
+    return manifest.counters["global_steps"]
+
+
+def kills(zygote: Zygote, lines: list[Line], count: int, seed: int) -> Tally:
+    tally, chance = Tally(), random.Random(seed)
+    while tally.kills < count:
+        one_life(zygote, lines[tally.kills // 3 % len(lines)], chance, tally)
+    print(tally)
+    return tally
+
+
+def test_twelve_kills(zygote: Zygote) -> None:
+    tally = kills(zygote, [make_line(zygote, 2, "bf16", 60)], 12, seed=0)
+    assert tally.during_save >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills(zygote: Zygote) -> None:
+    lines = [make_line(zygote, *place, 150) for place in ((2, "bf16"), (2, "fp32"), (1, "bf16"))]
+    tally = kills(zygote, lines, 200, seed=1)
+    assert tally.during_save >= 60
+    assert tally.after_load >= 60
