@@ -8,7 +8,8 @@
 
 Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
 notes (``comm/side_channel.py``), never through the process group, which belongs to the training thread. On Linux it has
-the lowest priority: it works while the training thread waits for the network.
+the lowest priority: it works while the training thread waits for the network. When training has found that a rank is
+gone, the thread waits no longer either.
 
 A save that fails is removed, the checkpoint before it stays what it was, and every rank raises: at once, or for an
 asynchronous save at the next one or in :meth:`Saver.wait`.
@@ -24,7 +25,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,12 +35,15 @@ from deepzero.checkpoint import folder as folders
 from deepzero.checkpoint.collect import Collected, with_files
 from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, reason, shard_name
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
-from deepzero.comm import process_group
+from deepzero.comm import process_group, watchdog
 from deepzero.comm.side_channel import SideChannel
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
+BEAT_SECONDS = 1.0
+GONE_SECONDS = 30.0
+"""A rank whose process has given no sign for so long was killed; one whose disk hangs still gives signs."""
 LOWEST_PRIORITY = 19
 
 
@@ -198,6 +202,8 @@ class _Job:
     ) -> None:
         self.saver, self.target, self.collected = saver, target, collected
         self.temporary, self.channel = temporary, channel
+        self.watchdog = watchdog.current()
+        self.hearts = {rank: _Patience(GONE_SECONDS) for rank in range(saver.world_size)}
 
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
@@ -210,11 +216,47 @@ class _Job:
         """The thread: after the snapshot is complete, out of the training thread's way."""
         with contextlib.suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        ready()
-        self.run()
+        with self._beating():
+            ready()
+            self._run()
 
     def run(self) -> None:
         """4 write, 5 commit. Failures are remembered, not raised."""
+        with self._beating():
+            self._run()
+
+    @contextlib.contextmanager
+    def _beating(self) -> Iterator[None]:
+        """Let the others see that this process lives, also while the system writes and says nothing."""
+        over = threading.Event()
+
+        def beat() -> None:
+            with contextlib.suppress(Exception):  # the store may be gone before this rank is
+                while not over.wait(BEAT_SECONDS):
+                    self.channel.post(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
+
+        heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
+        if self.saver.world_size > 1:
+            self.channel.post(f"{self.saver.rank}/beat", "begun")
+            heart.start()
+        try:
+            yield
+        finally:
+            over.set()
+            if heart.is_alive():
+                heart.join()
+
+    def _lost(self, rank: int) -> str | None:
+        """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
+        verdict = self.watchdog.found()
+        if verdict is not None:
+            return verdict
+        beat = self.channel.look(f"{rank}/beat")
+        if beat is not None and self.hearts[rank].over(beat):
+            return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
+        return None
+
+    def _run(self) -> None:
         rank = self.saver.rank
         info: ShardInfo | None = None
         try:
@@ -273,7 +315,11 @@ class _Job:
                 text = None if shard_name(rank, size) in files else self.channel.look(f"{rank}/written")
                 if text is not None:
                     files[shard_name(rank, size)] = _shard_from(text)
-                if shard_name(rank, size) not in files and patience[rank].over(self.channel.look(f"{rank}/progress")):
+                if shard_name(rank, size) in files:
+                    continue
+                if rank != 0 and (lost := self._lost(rank)) is not None:
+                    return lost, {}
+                if patience[rank].over(self.channel.look(f"{rank}/progress")):
                     return f"rank {rank} has written nothing for {self.saver.silence_seconds:.0f} s", {}
             if len(files) == size:
                 return None, files
@@ -286,8 +332,10 @@ class _Job:
         while (text := self.channel.look("verdict")) is None:
             if patience.over(self.channel.look("0/progress")):
                 return f"rank 0 has not said for {self.saver.silence_seconds:.0f} s whether it is complete"
+            if (lost := self._lost(0)) is not None:
+                return lost
             time.sleep(POLL_SECONDS)
-        for key in ("written", "failed", "progress"):
+        for key in ("written", "failed", "progress", "beat"):
             self.channel.remove(f"{self.saver.rank}/{key}")
         return text or None
 

@@ -241,6 +241,13 @@ class Watchdog:
         who = "; ".join(f"rank {rank} {peer.reason}" for rank, peer in gone.items())
         return RankLeftError(f"{who}. Rank {self._rank} still needs it: {self._here()}")
 
+    def found(self) -> str | None:
+        """The verdict, once there is one: the ranks will not go on together. For threads that wait beside training."""
+        if self._board is None:
+            return None
+        known = self._verdict or Verdict.read(self._board)
+        return None if known is None else known.text
+
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will not come back, and stop watching.
 

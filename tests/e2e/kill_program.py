@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from deepzero.checkpoint import folder as folders  # noqa: E402
-from deepzero.checkpoint import shard_file  # noqa: E402
+from deepzero.checkpoint import saver, shard_file  # noqa: E402
 from deepzero.comm import process_group  # noqa: E402
 from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
 
@@ -50,6 +50,7 @@ def slow_disk(seconds: float) -> None:
         time.sleep(seconds / 20)
         flush(path)
 
+    saver.GONE_SECONDS = 3.0  # thirty for those who can wait
     shard_file.put, folders.flush_folder = slow_put, slow_flush
     Path.replace = slow_replace  # type: ignore[method-assign]
 
@@ -57,7 +58,7 @@ def slow_disk(seconds: float) -> None:
 def live(job: dict[str, Any], rank: int) -> int:
     """One rank of one life: go on from the newest checkpoint, compare with the reference, train and save."""
     engine = start(
-        make_model(), stage=job["stage"], bucket=900, precision=job["precision"], comm={"timeout_seconds": 20}
+        make_model(), stage=job["stage"], bucket=900, precision=job["precision"], comm={"timeout_seconds": 60}
     )
     world, folder = job["world"], Path(job["folder"])
     record = Path(job["record"]) if job.get("record") else None
