@@ -306,7 +306,7 @@ class _Job:
     def _gather(self, mine: ShardInfo | None) -> tuple[str | None, dict[str, ShardInfo]]:
         size = self.saver.world_size
         files = {} if mine is None else {shard_name(0, size): mine}
-        patience = {rank: _Patience(self.saver) for rank in range(size)}
+        patience = {rank: _Patience(self.saver.silence_seconds) for rank in range(size)}
         while True:
             for rank in range(size):
                 reason = self.channel.look(f"{rank}/failed")
@@ -328,7 +328,7 @@ class _Job:
 
     def _verdict(self) -> str | None:
         """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
-        patience = _Patience(self.saver)
+        patience = _Patience(self.saver.silence_seconds)
         while (text := self.channel.look("verdict")) is None:
             if patience.over(self.channel.look("0/progress")):
                 return f"rank 0 has not said for {self.saver.silence_seconds:.0f} s whether it is complete"
@@ -341,15 +341,15 @@ class _Job:
 
 
 class _Patience:
-    """Ends when a note has not changed for the saver's ``silence_seconds``, which may become fewer meanwhile."""
+    """Ends when a note has not changed for so many seconds."""
 
-    def __init__(self, saver: Saver) -> None:
-        self._saver, self._since, self._last = saver, time.monotonic(), ""
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._since, self._last = seconds, time.monotonic(), ""
 
     def over(self, note: str | None) -> bool:
         if (note or "") != self._last:
             self._since, self._last = time.monotonic(), note or ""
-        return time.monotonic() - self._since > self._saver.silence_seconds
+        return time.monotonic() - self._since > self._seconds
 
 
 def _shard_text(info: ShardInfo) -> str:

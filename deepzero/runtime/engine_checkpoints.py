@@ -39,19 +39,14 @@ from deepzero.version import __version__
 
 log = logging.getLogger(__name__)
 
-EXIT_PATIENCE_SECONDS = 15.0
 _SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
 @atexit.register
 def _finish_saves() -> None:
-    """A program that ends just after an asynchronous save has its checkpoint; also one that ends with an error.
-
-    Other ranks may be gone by then: who does not hear of them for a while does not wait for them.
-    """
+    """A program that ends just after an asynchronous save has its checkpoint; also one that ends with an error."""
     for saver in list(_SAVERS):
         try:
-            saver.silence_seconds = min(saver.silence_seconds, EXIT_PATIENCE_SECONDS)
             saver.wait()
         except CheckpointError as error:
             log.error("%s", error)
