@@ -29,6 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
+from deepzero.checkpoint.folder import acquire, holds, release
+from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of
 from deepzero.comm import elastic, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
@@ -110,9 +112,11 @@ def train(run: RunConfig, run_dir_name: str) -> None:
 
 
 def join(run: RunConfig, run_dir_name: str) -> Path:
-    """Meet the other ranks; returns the run folder, which under torchrun only rank 0 knows."""
+    """Meet the other ranks; returns the run folder: rank 0's, or that of the attempts before this one."""
     process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
-    run_dir = Path(process_group.broadcast_object(run_dir_name)).resolve()
+    # A host that joins a running job may get rank 0, and would begin a folder of its own.
+    earlier = [note for note in process_group.all_gather_object(elastic.recall(RUN_FOLDER_NOTE)) if note]
+    run_dir = Path(earlier[0] if earlier else process_group.broadcast_object(run_dir_name)).resolve()
     elastic.remember(RUN_FOLDER_NOTE, str(run_dir))
     return run_dir
 
@@ -120,11 +124,14 @@ def join(run: RunConfig, run_dir_name: str) -> Path:
 def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: GlobalBatchSampler) -> int:
     """Load what the run begins with, if anything; returns how many steps have been taken already."""
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
-    if path is not None:
-        engine.load_checkpoint(path)
-        sampler.go_on(engine.global_steps, engine.global_samples)
-    elif run.train.init_from is not None:
-        engine.load_checkpoint(run.train.init_from, load_module_only=True)
+    try:
+        if path is not None:
+            engine.load_checkpoint(path)
+            sampler.go_on(engine.global_steps, engine.global_samples)
+        elif run.train.init_from is not None:
+            engine.load_checkpoint(run.train.init_from, load_module_only=True)
+    except CheckpointError as error:  # the message says it all, and another attempt would read the same files
+        raise ConfigError(str(error)) from None
     return engine.global_steps
 
 
@@ -148,6 +155,7 @@ def stop(run: RunConfig, engine: deepzero.Engine, monitor: Monitor) -> NoReturn:
     monitor.line(
         f"stopped by SIGTERM after step {engine.global_steps}; a checkpoint was saved, and the same run goes on"
     )
+    monitor.stopped("stopped by SIGTERM", dataclasses.asdict(run))  # under torchrun nobody else will say it
     engine.barrier()
     leave(128 + signal.SIGTERM)
 
@@ -271,7 +279,7 @@ def _share_one_run_folder() -> None:
     earlier = elastic.recall(RUN_FOLDER_NOTE)
     if os.environ["RANK"] != "0":
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]
-    elif elastic.restart_count() and earlier is not None:
+    elif earlier is not None:
         sys.argv += [f"hydra.run.dir={earlier}"]  # its name was made of the time of the first start
 
 
@@ -282,7 +290,7 @@ def job(cfg: DictConfig) -> None:
         started = time.time()
 
         def on_failure(reason: str) -> None:
-            if os.environ["RANK"] == "0":
+            if holds(run_dir):  # else it is another run's folder
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
 
         run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
@@ -298,6 +306,8 @@ def job(cfg: DictConfig) -> None:
         print(f"{error}; what there is lies in {run_dir}", file=sys.stderr, flush=True)
         # Not an Exception for Hydra to collect: it ends a sweep, too.
         raise SystemExit(128 + error.signum) from None
+    finally:
+        release(run_dir)
 
 
 def _checked_train(cfg: DictConfig, run_dir: str) -> None:
@@ -310,8 +320,7 @@ def _checked_train(cfg: DictConfig, run_dir: str) -> None:
     os.environ["DEEPZERO_DEVICE"] = device
     if run.launch.threads_per_rank is not None:
         torch.set_num_threads(run.launch.threads_per_rank)
-    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), say=os.environ["RANK"] == "0")
-    preflight(run, int(os.environ["WORLD_SIZE"]), device)
+    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), device, say=os.environ["RANK"] == "0")
     train(run, run_dir)
 
 
@@ -344,8 +353,7 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
     """Check what can be checked, start the ranks on this machine, wait for them."""
     nproc = run.launch.nproc or default_nproc()
     device = choose_device(run, nproc)
-    run = _begin(run, run_dir, nproc)
-    preflight(run, nproc, device)
+    run = _begin(run, run_dir, nproc, device)
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
@@ -359,26 +367,38 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
         if isinstance(error, RankFailed) and error.full:
             (run_dir / ERROR).write_text(error.full, encoding="utf-8")
-            raise RankFailed(error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}") from None
+            raise RankFailed(
+                error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}".lstrip("\n")
+            ) from None
         raise
 
 
-def _begin(run: RunConfig, run_dir: Path, world_size: int, say: bool = True) -> RunConfig:
+def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, say: bool = True) -> RunConfig:
     """Is there something to go on from? Then with its global batch; else what an earlier run left goes, and is said to.
 
     Args:
-        run: the settings.
+        run: the settings; checked here as far as they can be before anything is cleared.
         run_dir: the run folder.
         world_size: ranks.
-        say: also clear the folder, and print; for one process only.
+        device: theirs.
+        say: also take the folder, clear it, and print; for one process only, which has the folder until it ends.
     """
+    if say:
+        try:
+            acquire(run_dir)
+        except CheckpointError as error:
+            raise ConfigError(f"hydra.run.dir: {error}") from None
     path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
+    if path is not None:
+        manifest = manifest_of(path, run.train.steps)
+        run = dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
+    elif run.train.init_from is not None and not Path(run.train.init_from).exists():
+        raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
+    preflight(run, world_size, device)
     when = clear(run_dir, going_on=path is not None) if say else None
-    if path is None:
-        if when is not None:
-            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
-        return run
-    return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest_of(path), world_size))
+    if path is None and when is not None:
+        print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
+    return run
 
 
 def choose_device(run: RunConfig, nproc: int) -> str:

@@ -312,3 +312,8 @@ def release(folder: Path) -> None:
         _HELD[key] = (handle, count - 1)
     elif count == 1:
         os.close(handle)
+
+
+def holds(folder: Path) -> bool:
+    """Whether this process has the right to write in ``folder``."""
+    return os.path.realpath(folder) in _HELD

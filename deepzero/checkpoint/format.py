@@ -59,6 +59,9 @@ ITEMSIZE = {
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message names the file, and says what to do."""
 
+    says_it_all = True
+    """Frames would tell a user nothing: see ``describe`` of ``comm/rank_process.py``."""
+
 
 def reason(error: Exception) -> str:
     """An error in words, for the other ranks."""

@@ -6,12 +6,13 @@ command, with the same run folder, is how a run is continued, by hand, by a sche
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 from deepzero.checkpoint.folder import complete_tags, find, latest_tag, read_manifest
 from deepzero.checkpoint.format import CheckpointError, Manifest
-from deepzero.config.engine import EngineConfig
+from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
 
 CHECKPOINTS = "checkpoints"
@@ -51,18 +52,28 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
         raise ConfigError(f"train.resume={resume or 'null'}: {error}") from None
 
 
-def manifest_of(path: Path) -> Manifest:
-    """A checkpoint's manifest, or a ConfigError."""
+def manifest_of(path: Path, total_steps: int) -> Manifest:
+    """The manifest of the checkpoint that a run of ``total_steps`` begins with.
+
+    Raises:
+        ConfigError: it is damaged, or has more steps behind it than the run is to take.
+    """
     try:
-        return read_manifest(path)
+        manifest = read_manifest(path)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+    taken = manifest.counters["global_steps"]
+    if taken > total_steps:
+        raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")
+    return manifest
 
 
 def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int) -> EngineConfig:
-    """The same global batch on another number of ranks: the micro-batch as it was or smaller, more of them or fewer.
+    """The same global batch on any number of ranks: the micro-batch as it was or smaller, more of them or fewer.
 
-    A run that names another ``train_batch_size`` than the checkpoint's gets what it names.
+    A run that names another ``train_batch_size`` than the checkpoint's gets what it names; and the micro-batch or the
+    accumulation that it names, where the global batch can be cut like that. The number of ranks being the same says
+    nothing: the checkpoint may be of a run that had already gone on with fewer of them than it began with.
 
     Raises:
         ConfigError: the global batch does not divide by the number of ranks.
@@ -75,16 +86,24 @@ def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int)
         >>> kept.train_batch_size, kept.train_micro_batch_size_per_gpu
         (24, 4)
     """
-    total, micro = manifest.batch["global_batch"], manifest.batch["micro_batch"]
-    if manifest.world_size == world_size or config.train_batch_size not in (None, total):
+    total = manifest.batch["global_batch"]
+    if config.train_batch_size not in (None, total):
         return config
+    micro = config.train_micro_batch_size_per_gpu
+    if micro is not None or config.gradient_accumulation_steps is not None:
+        named = dataclasses.replace(config, train_batch_size=total)
+        with contextlib.suppress(ConfigError):
+            resolve_batch(named, world_size)
+            return named
     if total % world_size:
         raise ConfigError(
             f"the checkpoint was trained with train_batch_size={total}, which {world_size} ranks cannot share evenly; "
             f"start a number of ranks that divides it, or set another train_batch_size"
         )
     share = total // world_size
-    largest = max(size for size in range(1, min(micro, share) + 1) if share % size == 0)
+    largest = max(
+        size for size in range(1, min(micro or manifest.batch["micro_batch"], share) + 1) if share % size == 0
+    )
     return dataclasses.replace(
         config, train_batch_size=total, train_micro_batch_size_per_gpu=largest, gradient_accumulation_steps=None
     )

@@ -66,7 +66,7 @@ class Report:
     title: str
     """One line: type and message. For ``config`` the message alone."""
     frames: str
-    """The user's own frames, innermost last; empty for ``config``."""
+    """The user's own frames, innermost last; empty for ``config``, and where the message says it all."""
     full: str
     """The whole traceback, for the run folder."""
     seconds: float
@@ -93,7 +93,8 @@ def describe(error: BaseException, rank: int) -> Report:
     chain = " ".join(str(e) for e in (error, cause, error.__context__) if e is not None)
     gone = isinstance(error, (RuntimeError, OSError)) and _PEER_IS_GONE.search(chain) is not None
     gone = getattr(error, "peer_left", gone)  # the watchdog's errors know
-    return Report(rank, "error", title, user_frames(error), full, time.time(), gone)
+    frames = "" if getattr(error, "says_it_all", False) else user_frames(error)
+    return Report(rank, "error", title, frames, full, time.time(), gone)
 
 
 def _title(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_summary
+from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
@@ -94,6 +94,16 @@ class Monitor:
         steps = [dict(entry) for entry in earlier if "loss" in entry]
         self.last = steps[-1] if steps else {"step": first_step}
 
+    def stopped(self, reason: str, config: Mapping[str, Any]) -> None:
+        """The run leaves before its end, and may be continued: the summary says so until then."""
+        if self.sinks:
+            write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
+
+    @property
+    def trained(self) -> bool:
+        """Whether this start of the run took a step; one that goes on after the last step does not."""
+        return bool(self.last.get("step", 0) > self.first_step)
+
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The run is over: write the summary, close all sinks, print the table.
 
@@ -101,6 +111,8 @@ class Monitor:
             facts: what the loop knows: ``params_sha256, model_numel, world_size, memory, communication,
                 peak_rss_bytes, sample, config …``.
         """
+        if not self.trained:  # nothing was held or sent that could be compared with what was predicted
+            facts = {**facts, "memory": None, "communication": None}
         summary = {
             "status": "finished",
             "steps": self.last.get("step", 0),
@@ -156,7 +168,10 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     lines = []
     if summary.get("sample"):
         lines += ["", "---- sample ----", printable(str(summary["sample"])), "----------------"]
-    lines += ["", ledger_table(summary)]
+    if summary["memory"] is not None:
+        lines += ["", ledger_table(summary)]
+    else:
+        lines += ["", "nothing was left to train"]
     peak = short_bytes(summary["peak_rss_bytes"])
     lines.append(f"peak resident memory, largest of {summary['world_size']} ranks: {peak}")
     if summary["val_loss"] is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepzero.checkpoint.format import CheckpointError
 from deepzero.comm import launcher
 from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
 from deepzero.comm.rank_process import Report, describe, load_program, read_reports, root_cause, write_report
@@ -93,6 +94,15 @@ def test_settings_need_no_frames() -> None:
     report = caught(ConfigError("zero.stage=7: no"))
     assert report.kind == "config"
     assert report.text() == "zero.stage=7: no"
+
+
+def test_a_checkpoints_error_needs_no_frames() -> None:
+    try:
+        raise CheckpointError("the disk has 0.001 GB left")
+    except CheckpointError as error:
+        report = describe(error, 0)
+    assert report.text() == "rank 0 failed: CheckpointError: the disk has 0.001 GB left"
+    assert "test_rank_process.py" in report.full
 
 
 def test_reports_travel_through_files(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""The batch of a run that goes on, on as many ranks as before or not; and checkpoints that a run cannot begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepzero.checkpoint import resume
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.parse import ConfigError
+
+
+def split(ranks: int, saved_by: int, micro: int, **config: int) -> str:
+    """How a global batch of 12 that was saved with micro-batches of ``micro`` is cut on ``ranks``."""
+    batch = {"global_batch": 12, "micro_batch": micro, "accumulation": 12 // micro // saved_by}
+    saved: Any = SimpleNamespace(world_size=saved_by, batch=batch)
+    sizes = resolve_batch(resume.keep_global_batch(EngineConfig(**config), saved, ranks), ranks)
+    return f"{sizes.global_batch} = {sizes.micro_batch} x {sizes.accumulation} x {ranks}"
+
+
+def test_fewer_ranks_accumulate_more() -> None:
+    assert split(4, 4, 3, train_batch_size=12) == "12 = 3 x 1 x 4"
+    assert split(3, 4, 3, train_batch_size=12) == "12 = 2 x 2 x 3"
+    assert split(1, 4, 3, train_batch_size=12) == "12 = 3 x 4 x 1"
+
+
+def test_more_ranks_take_smaller_micro_batches() -> None:
+    assert split(6, 2, 6, train_batch_size=12) == "12 = 2 x 1 x 6"
+
+
+def test_a_second_start_with_the_fewer_ranks_keeps_the_batch() -> None:
+    # The command names the micro-batch only, which on one rank would make a global batch of 6.
+    assert split(1, 2, 6, train_micro_batch_size_per_gpu=6) == "12 = 6 x 2 x 1"
+    assert split(1, 1, 6, train_micro_batch_size_per_gpu=6) == "12 = 6 x 2 x 1"
+
+
+def test_a_second_start_with_the_fewer_ranks_keeps_the_micro_batch() -> None:
+    # More than the first start had might not fit into memory.
+    assert split(2, 2, 3, train_batch_size=12) == "12 = 3 x 2 x 2"
+
+
+def test_what_a_run_names_goes_first() -> None:
+    assert split(2, 2, 6, train_batch_size=24) == "24 = 12 x 1 x 2"
+    assert split(2, 2, 6, train_micro_batch_size_per_gpu=2) == "12 = 2 x 3 x 2"
+    assert split(2, 2, 6, train_batch_size=12, gradient_accumulation_steps=3) == "12 = 2 x 3 x 2"
+
+
+def test_a_batch_that_ranks_cannot_share() -> None:
+    with pytest.raises(ConfigError, match="train_batch_size=12, which 5 ranks cannot share evenly"):
+        split(5, 4, 3, train_batch_size=12)
+
+
+def test_fewer_steps_than_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "read_manifest", lambda path: SimpleNamespace(counters={"global_steps": 7}))
+    resume.manifest_of(Path("saved"), 7)
+    with pytest.raises(ConfigError, match=r"train\.steps=6: saved was saved after step 7; name at least as many"):
+        resume.manifest_of(Path("saved"), 6)
