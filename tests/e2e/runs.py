@@ -85,14 +85,14 @@ class Command:
         return found
 
     def ranks(self) -> list[int]:
-        """Process numbers of the ranks, in rank order."""
+        """Process numbers of the ranks, in rank order, whoever has started them."""
         by_rank = {}
-        for pid, command in self.processes().items():
-            if "rank_process" in command:
-                with contextlib.suppress(OSError):
-                    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                    # The agent hands RANK over at the start of the process, so it is in the initial environment.
-                    by_rank[next(int(v[5:]) for v in variables if v.startswith(b"RANK="))] = pid
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                # The agent hands RANK over at the start of the process, so it is in the initial environment.
+                for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    if variable.startswith(b"RANK="):
+                        by_rank[int(variable[5:])] = pid
         return [by_rank[rank] for rank in sorted(by_rank)]
 
     def kill(self) -> None:
@@ -126,6 +126,25 @@ def entries(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     everything = [json.loads(line, parse_constant=_refuse) for line in lines]
     return [e for e in everything if "loss" in e], [e for e in everything if "val_loss" in e]
+
+
+def steps_taken(run_dir: Path) -> int:
+    """How far a run has come that may still be writing."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return max((entry["step"] for entry in map(json.loads, lines) if "loss" in entry), default=0)
+
+
+def trajectory(run_dir: Path) -> Any:
+    """All that two runs of the same bits have in common: every step, every validation, the parameters at the end."""
+    steps, validations = entries(run_dir)
+    names = ("step", "loss", "lr", "grad_norm", "grad_norm_clipped", "loss_scale", "skipped", "tokens_seen")
+    numbers = [tuple(entry[name] for name in names) for entry in steps]
+    return (
+        numbers,
+        [(e["step"], e["val_loss"], e["tokens_seen"]) for e in validations],
+        summary(run_dir)["params_sha256"],
+    )
 
 
 def _refuse(constant: str) -> None:

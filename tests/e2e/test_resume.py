@@ -1,0 +1,189 @@
+"""The same command again goes on where the run was stopped, and ends with the bits of a run that never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.test_lost_ranks import SOON, TORCHRUN
+
+Reference = Callable[..., Path]
+STEPS = 100
+LONG = [
+    f"train.steps={STEPS}", "train.eval_every=40", "train.save_every=6", "gradient_accumulation_steps=3",
+    "model.dropout=0.1", "train.sample_tokens=0", "train.log_every=50", "hydra.run.dir=run",
+]  # fmt: skip
+"""Some seconds; dropout and the order of the data show whether generators and sampler go on."""
+STAGE_2 = ["zero.stage=2", "precision=bf16"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Reference:
+    """The run folder of an uninterrupted run with these overrides; each is run once."""
+    known: dict[tuple[str, ...], Path] = {}
+
+    def run(*overrides: str) -> Path:
+        if overrides not in known:
+            cwd = tmp_path_factory.mktemp("whole")
+            done = runs.train(*tiny, *LONG, *overrides, cwd=cwd)
+            assert done.status == 0, done.err
+            known[overrides] = cwd / "run"
+        return known[overrides]
+
+    return run
+
+
+def training(*arguments: str, by: list[str] | None = None) -> list[str]:
+    """A command line for ``train.py``; ``by`` torchrun, or as it is."""
+    return [*(by or [sys.executable]), runs.TRAIN, *arguments]
+
+
+def far_enough(run_dir: Path, step: int) -> None:
+    """Wait until the run has taken ``step`` steps."""
+    runs.wait_until(lambda: runs.steps_taken(run_dir) >= step, f"step {step}")
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """Tags in a run folder, and what should not be there."""
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.name not in (".lock", "latest"))
+
+
+def stop_with_sigterm(command_line: list[str], cwd: Path) -> tuple[runs.Done, int]:
+    """SIGTERM in the middle; returns the step after which the run has left, which a checkpoint must hold."""
+    run_dir = cwd / "run"
+    with runs.started(command_line, cwd) as command:
+        far_enough(run_dir, 15)
+        os.kill(command.process.pid, signal.SIGTERM)
+        done = command.wait(SOON)
+        assert command.processes() == {}
+    step = runs.steps_taken(run_dir)
+    assert 15 <= step < STEPS
+    assert f"stopped by SIGTERM after step {step}; a checkpoint was saved" in done.out
+    assert f"step_{step:08d}" in checkpoints(run_dir)
+    assert len(checkpoints(run_dir)) == 2
+    return done, step
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    arguments = [*tiny, *LONG, *STAGE_2]
+    done, step = stop_with_sigterm(training(*arguments), tmp_path)
+    assert done.status == 143
+    assert done.err == f"stopped by SIGTERM; what there is lies in {tmp_path / 'run'}\n"
+    summary = runs.summary(tmp_path / "run")
+    assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "stopped by SIGTERM", step)
+    done = runs.train(*arguments, cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert f"going on after step {step}" in done.out
+    assert runs.summary(tmp_path / "run")["resumed_from_step"] == step
+    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [["zero.stage=0"], ["zero.stage=1", "precision=bf16", "train.save_async=false"], ["zero.stage=3"]],
+    ids=["stage 0, fp32", "stage 1, bf16, waiting for each save", "stage 3, fp32"],
+)
+def test_every_stage_goes_on(overrides: list[str], reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    arguments = [*tiny, *LONG, *overrides]
+    stop_with_sigterm(training(*arguments), tmp_path)
+    assert runs.train(*arguments, cwd=tmp_path).status == 0
+    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*overrides))
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    command_line = training(*tiny, *LONG, *STAGE_2, by=TORCHRUN)
+    done, step = stop_with_sigterm(command_line, tmp_path)
+    assert done.status != 0  # torchrun's own
+    assert runs.summary(tmp_path / "run")["error"] == "stopped by SIGTERM"
+    with runs.started(command_line, tmp_path) as command:
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0, done.err
+    assert f"going on after step {step}" in done.out
+    assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
+
+
+def test_a_killed_rank_is_started_again(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with runs.started(training(*tiny, *LONG, *STAGE_2, "launch.max_restarts=2"), tmp_path) as command:
+        far_enough(run_dir, 15)
+        first = command.ranks()
+        os.kill(first[1], signal.SIGKILL)
+        began = time.monotonic()
+        runs.wait_until(lambda: not set(first) & set(command.processes()), "the other rank's end", SOON)
+        print(f"the other rank ended {time.monotonic() - began:.1f} s after the kill")
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0, done.err
+    assert done.err.startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert done.err.endswith("; restart 1 of 2\n")
+    assert done.err.count("\n") == 1
+    assert done.out.count("going on after step") == 1
+    assert runs.summary(run_dir)["resumed_from_step"] in range(6, 60, 6)
+    assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
+
+
+@pytest.mark.slow
+def test_killed_before_the_first_checkpoint(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*tiny, *LONG, *STAGE_2, "train.save_every=1000", "launch.max_restarts=2"]
+    with runs.started(training(*arguments), tmp_path) as command:
+        far_enough(run_dir, 5)
+        os.kill(command.ranks()[0], signal.SIGKILL)
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0, done.err
+    assert "rank 0 was killed by signal 9 (SIGKILL)" in done.err
+    assert "going on" not in done.out
+    assert runs.summary(run_dir)["resumed_from_step"] is None
+    assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
+
+
+@pytest.mark.slow
+def test_more_kills_than_restarts(tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with runs.started(training(*tiny, *LONG, "train.steps=100000", "launch.max_restarts=1"), tmp_path) as command:
+        far_enough(run_dir, 12)
+        first = command.ranks()
+        os.kill(first[1], signal.SIGKILL)
+        runs.wait_until(lambda: len(command.ranks()) == 2 and not set(first) & set(command.ranks()), "new ranks")
+        far_enough(run_dir, runs.steps_taken(run_dir) + 10)
+        os.kill(command.ranks()[0], signal.SIGKILL)
+        done = command.wait(SOON)
+        assert command.processes() == {}
+    assert done.status == 1
+    said = done.err.splitlines()
+    assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL)")
+    assert said[0].endswith("; restart 1 of 1")
+    assert said[1].startswith("rank 0 was killed by signal 9 (SIGKILL)")
+    assert len(said) == 2
+    assert runs.summary(run_dir)["error"].startswith("rank 0 was killed by signal 9 (SIGKILL)")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_under_torchrun(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
+    arguments = [argument for argument in (*tiny, *LONG, *STAGE_2) if not argument.startswith("hydra.run.dir")]
+    (tmp_path / "here").mkdir()
+    with runs.started(training(*arguments, by=[*TORCHRUN, "--max-restarts=2"]), tmp_path / "here") as command:
+        runs.wait_until(lambda: list(tmp_path.rglob("metrics.jsonl")), "metrics")
+        (metrics,) = tmp_path.rglob("metrics.jsonl")
+        for rank, step in ((1, 15), (0, 45)):
+            far_enough(metrics.parent, step)
+            ranks = command.ranks()
+            os.kill(ranks[rank], signal.SIGKILL)
+            runs.wait_until(lambda old=ranks: not set(old) & set(command.processes()), "their end", SOON)  # type: ignore[misc]
+        done = command.wait()
+        assert command.processes() == {}
+    assert done.status == 0, done.err
+    assert done.out.count("going on after step") == 2
+    assert [path.parent for path in tmp_path.rglob(".hydra")] == [metrics.parent]  # not a folder for each attempt
+    assert runs.trajectory(metrics.parent) == runs.trajectory(reference(*STAGE_2))

@@ -1,0 +1,164 @@
+"""What a run does with a folder that has been used, and what it refuses; whatever it refuses stays as it was."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e import runs
+from tests.e2e.test_lost_ranks import SOON
+from tests.e2e.test_resume import checkpoints, far_enough, training
+
+SHORT = ["train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sample_tokens=0", "hydra.run.dir=run"]
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
+    """A folder with ``run/``, which has finished; not to be changed."""
+    cwd = tmp_path_factory.mktemp("used")
+    done = runs.train(*tiny, *SHORT, cwd=cwd)
+    assert (done.status, done.err) == (0, "")
+    assert checkpoints(cwd / "run") == ["step_00000002", "step_00000004"]
+    return cwd
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """Every file but what Hydra writes before train.py is asked, and the locks' texts."""
+    files = [
+        path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock" and ".hydra" not in path.parts
+    ]
+    return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.resume=null"], "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_"),
+        (["launch.nproc=5"], "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly"),
+        (["train.steps=3"], "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4"),
+        (["train.resume=nowhere", "hydra.run.dir=new"], "train.resume=nowhere: nowhere is not a folder"),
+        (["train.init_from=nowhere", "hydra.run.dir=new"], "train.init_from=nowhere: no such file or folder"),
+    ],
+    ids=["resume=null", "five ranks", "fewer steps", "nothing to resume", "nothing to begin with"],
+)  # fmt: skip
+def test_refused_before_anything_is_started(overrides: list[str], said: str, used: Path, tiny: list[str]) -> None:
+    before = contents(used)
+    done = runs.train(*tiny, *SHORT, *overrides, cwd=used)
+    assert done.status == 2
+    assert done.err.startswith(said.format(run=used / "run"))
+    assert done.err.count("\n") == 1
+    assert (done.out, contents(used)) == ("", before)
+
+
+def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> None:
+    shutil.copytree(used, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
+    shard = newest / "rank-00001-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1  # only a rank that reads it all can tell
+    shard.write_bytes(content)
+    done = runs.train(*tiny, *SHORT, "train.steps=6", "launch.max_restarts=3", cwd=tmp_path)
+    assert done.status == 2
+    assert f"{shard} is damaged: " in done.err
+    assert done.err.count("\n") == 1
+    assert len(runs.entries(tmp_path / "run")[0]) == 4
+    shard.write_bytes(content[:-100])
+    before = contents(tmp_path)
+    done = runs.train(*tiny, *SHORT, "train.steps=6", cwd=tmp_path)
+    assert done.status == 2
+    assert done.err.startswith(f"{shard} has ")
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -> None:
+    shutil.copytree(used, tmp_path, dirs_exist_ok=True)
+    done = runs.train(*tiny, *SHORT, cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert "nothing was left to train" in done.out
+    assert "predicted" not in done.out
+    assert runs.trajectory(tmp_path / "run") == runs.trajectory(used / "run")
+    before, after = runs.summary(used / "run"), runs.summary(tmp_path / "run")
+    for name in ("status", "steps", "loss", "tokens_seen", "world_size", "model_numel", "skipped_steps"):
+        assert after[name] == before[name], name
+    assert (after["memory"], after["communication"]) == (None, None)
+
+
+def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
+    with runs.started(training(*arguments), tmp_path) as first:
+        far_enough(run_dir, 3)
+        second = runs.train(*arguments, cwd=tmp_path)
+        assert second.status == 2
+        assert second.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.process.pid} on ")
+        assert second.err.count("\n") == 1
+        far_enough(run_dir, runs.steps_taken(run_dir) + 3)
+        first.process.terminate()  # without checkpoints there is nothing to wait for
+        done = first.wait(SOON)
+        assert first.processes() == {}
+    assert done.status == 143
+    assert done.err == f"stopped by SIGTERM; what there is lies in {run_dir}\n"
+    assert not (run_dir / "checkpoints").exists()
+    steps = [entry["step"] for entry in runs.entries(run_dir)[0]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert runs.summary(run_dir)["error"] == "stopped by SIGTERM"
+
+
+@pytest.mark.slow
+def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    with runs.started(training(*arguments, by=torchrun), tmp_path) as first:
+        far_enough(run_dir, 3)
+        with runs.started(training(*arguments, by=torchrun), tmp_path) as second:
+            done = second.wait(SOON)
+        assert done.status == 1
+        assert done.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.ranks()[0]} on ")
+        far_enough(run_dir, runs.steps_taken(run_dir) + 3)
+        assert not (run_dir / "summary.json").exists()  # the second one's failure is not the first one's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step_00000004"])
+def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], tmp_path: Path) -> None:
+    before = contents(used)
+    more = ["train.steps=6", "scheduler=constant"]
+    done = runs.train(*tiny, *SHORT, *more, f"train.resume={used / source}", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert "going on after step 4" in done.out
+    assert contents(used) == before
+    run_dir = tmp_path / "run"
+    assert checkpoints(run_dir) == ["step_00000006"]
+    assert [entry["step"] for entry in runs.entries(run_dir)[0]] == [5, 6]
+    assert runs.entries(run_dir)[0][-1]["tokens_seen"] == 6 * 12 * 16
+    assert runs.summary(run_dir)["resumed_from_step"] == 4
+
+
+@pytest.mark.slow
+def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Path) -> None:
+    done = runs.train(*tiny, *SHORT, "train.keep_last=null", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert checkpoints(tmp_path / "run") == ["step_00000002", "step_00000004"]
+    done = runs.train(*tiny, *SHORT, "train.keep_last=1", "train.steps=5", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert checkpoints(tmp_path / "run") == ["step_00000005"]
+
+
+@pytest.mark.slow
+def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
+    weights = f"train.init_from={used / 'run' / 'checkpoints'}"
+    done = runs.train(*tiny, *SHORT, weights, cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
+    assert "going on" not in done.out
+    steps, _ = runs.entries(tmp_path / "run")
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
+    earlier: list[dict[str, Any]] = runs.entries(used / "run")[0]
+    assert steps[0]["loss"] < earlier[0]["loss"]
+    assert steps[0]["lr"] == earlier[0]["lr"]
+    assert runs.summary(tmp_path / "run")["resumed_from_step"] is None
