@@ -64,6 +64,7 @@ def live(job: dict[str, Any], rank: int) -> int:
     record = Path(job["record"]) if job.get("record") else None
     reference = None if record else json.loads(Path(job["reference"]).read_text())
     if record is None:
+        Path(job["alive"], f"joined{rank}").touch()
         slow_disk(job["slow"])
         if folders.latest_tag(folder) is not None:
             _, client = engine.load_checkpoint(folder)
@@ -71,7 +72,7 @@ def live(job: dict[str, Any], rank: int) -> int:
             if found != (client["step"], client["step"], reference["sha256"][str(client["step"])]):
                 print(f"loaded {found}, which is not the reference's step")
                 return WRONG
-        Path(job["alive"], f"{rank}").touch()
+        Path(job["alive"], f"loaded{rank}").touch()
     losses: dict[int, float] = {}
     hashes: dict[int, str] = {}
     while engine.global_steps < job["until"]:

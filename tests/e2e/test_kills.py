@@ -163,18 +163,19 @@ def one_life(zygote: Zygote, line: Line, chance: random.Random, tally: Tally) ->
         zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
         time.sleep(chance.uniform(0.0, 0.25))
     elif tally.kills % 3 == 1:  # training, saving or between
-        zygote.until(lambda: len(list(alive.iterdir())) == line.world or zygote.ended, "the first step")
+        zygote.until(lambda: len(list(alive.glob("loaded*"))) == line.world or zygote.ended, "the first step")
         time.sleep(chance.uniform(0.0, 0.8))
     else:  # at any time from the fork on: it joins, loads, trains
         time.sleep(chance.uniform(0.0, 0.8))
-    tally.after_load += line.newest > 0 and len(list(alive.iterdir())) == line.world
-    kill(zygote, line, pids, chance, tally)
+    tally.after_load += line.newest > 0 and len(list(alive.glob("loaded*"))) == line.world
+    kill(zygote, line, pids, chance, tally, joined=len(list(alive.glob("joined*"))) == line.world)
     look_from_outside(line, tally, zygote)
 
 
-def kill(zygote: Zygote, line: Line, pids: list[int], chance: random.Random, tally: Tally) -> None:
+def kill(zygote: Zygote, line: Line, pids: list[int], chance: random.Random, tally: Tally, joined: bool) -> None:
     """SIGKILL to some of the ranks; the others end by themselves."""
-    victims = chance.choice([pids, pids[:1], pids[-1:]])
+    # Who waits at the store for a rank that has not come yet has nobody to miss; a launcher would end it.
+    victims = chance.choice([pids, pids[:1], pids[-1:]]) if joined else pids
     before = saving(line.checkpoints)
     for pid in victims:
         if pid not in zygote.ended:

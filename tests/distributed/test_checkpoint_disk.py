@@ -1,0 +1,244 @@
+"""Disks that are full or closed, writers that meet, tags that are saved twice: nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from deepzero.checkpoint import folder as folders
+from deepzero.checkpoint import saver, shard_file
+from deepzero.checkpoint.format import CheckpointError
+from deepzero.comm import process_group
+from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.test_checkpoint_bad_input import said
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names(folder):
+    """What lies in a folder, the same on all ranks."""
+    process_group.barrier()
+    found = sorted(path.name for path in folder.iterdir())
+    process_group.barrier()
+    return found
+
+
+def full_after(space, patch):
+    """The disk takes ``space`` more bytes."""
+    put, left = shard_file.put, [space]
+
+    def scarce(file, view):
+        left[0] -= len(view)
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(file, view)
+
+    patch.setattr(shard_file, "put", scarce)
+
+
+def fill_up(rank, world, folder, stage, victim, asynchronous):
+    engine = engine_for(world, stage)
+    steps(engine, rank, world, 1)
+    engine.save_checkpoint(folder)
+    kept = fingerprints(engine)
+    steps(engine, rank, world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            full_after(5000, patch)
+        message = said(engine.save_checkpoint, folder, asynchronous=asynchronous)
+        assert (message is None) == asynchronous
+        message = message or said(engine.wait_for_checkpoint)
+    assert said(engine.wait_for_checkpoint) is None, "it is said once"
+    left = names(folder)
+    engine.load_checkpoint(folder)
+    assert (engine.global_steps, fingerprints(engine)) == (1, kept)
+    steps(engine, rank, world, 2)
+    engine.save_checkpoint(folder, asynchronous=asynchronous)
+    engine.wait_for_checkpoint()
+    assert names(folder) == [".lock", "global_step1", "global_step2", "latest"]
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return message, left
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_disk_is_full_in_the_middle_of_a_save(ranks, tmp_path, victim, asynchronous):
+    for message, left in ranks.run(fill_up, tmp_path, 2, victim, asynchronous):
+        assert f"checkpoint {tmp_path}/global_step2 was not saved: rank {victim}: " in message
+        assert f"rank-0000{victim}-of-00002.safetensors: No space left on device" in message
+        assert message.endswith("What was saved before is untouched")
+        assert left == [".lock", "global_step1", "latest"]
+
+
+def fail_to_commit(rank, world, folder):
+    """The shards are there, and the manifest cannot be written."""
+    engine = engine_for(world, 1)
+    engine.save_checkpoint(folder, tag="first")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(path, content):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+
+        patch.setattr(folders, "write_whole", refuse)
+        message = said(engine.save_checkpoint, folder, tag="second")
+    left = names(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(folders, "prune", lambda *args: (_ for _ in ()).throw(OSError(errno.EACCES, "no", "old")))
+        engine.save_checkpoint(folder, tag="third", keep_last=1)
+    assert folders.latest_tag(folder) == "third", "complete, whatever became of the old ones"
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
+        too_full = said(engine.save_checkpoint, folder, tag="fourth")
+    assert names(folder) == [".lock", "first", "latest", "third"]
+    engine.destroy()
+    return message, left, too_full
+
+
+def test_a_commit_that_fails_and_a_disk_too_full_beforehand(ranks, tmp_path):
+    for message, left, too_full in ranks.run(fail_to_commit, tmp_path):
+        assert "manifest.json: Input/output error" in message
+        assert left == [".lock", "first", "latest"]
+        assert too_full.startswith(f"{tmp_path}: a checkpoint needs 0.000 GB and the disk has 0.000 GB left; make room")
+
+
+def no_memory(rank, world, folder, victim):
+    """One rank cannot take its copy: it says so itself, the others hear of it."""
+    engine = engine_for(world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(saver.Saver, "_snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+        began = time.monotonic()
+        if rank == victim:
+            with pytest.raises(MemoryError):
+                engine.save_checkpoint(folder, asynchronous=True)
+        else:
+            engine.save_checkpoint(folder, asynchronous=True)
+        message = said(engine.wait_for_checkpoint)
+        assert time.monotonic() - began < 10
+    left = names(folder)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    return message, left
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_no_memory_for_the_copy(ranks, tmp_path, victim):
+    found = ranks.run(no_memory, tmp_path, victim)
+    assert f"rank {victim}: MemoryError: no memory" in found[1 - victim][0]
+    assert found[0][1] == [".lock"]
+
+
+def closed_folders(rank, world, places):
+    engine = engine_for(world, 1)
+    found = [said(engine.save_checkpoint, place) for place in places]
+    steps(engine, rank, world, 1)
+    engine.destroy()
+    return found
+
+
+def test_folders_that_cannot_be_written(ranks, tmp_path):
+    (tmp_path / "file").write_text("")
+    places = [tmp_path / "file", tmp_path / "file" / "below", Path("/proc/deepzero"), tmp_path / ("x" * 300)]
+    for found in ranks.run(closed_folders, places):
+        for place, message in zip(places, found, strict=True):
+            assert message.startswith(f"cannot write to {place}: ") and message.endswith("; choose another folder")
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from deepzero.checkpoint.folder import acquire
+acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def save_here(rank, world, folder):
+    engine = engine_for(world, 1)
+    message = said(engine.save_checkpoint, folder, tag="mine")
+    engine.destroy()
+    return message
+
+
+def test_another_run_writes_to_the_folder(ranks, tmp_path):
+    """Until it ends, and be it by SIGKILL."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "held\n"
+            for message in ranks.run(save_here, tmp_path):
+                assert message.startswith(f"another run writes to {tmp_path} (process {other.pid} on ")
+            assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        finally:
+            other.send_signal(signal.SIGKILL)
+    assert ranks.run(save_here, tmp_path) == [None, None]
+    # And the ranks have given it back.
+    folders.acquire(tmp_path)
+    folders.release(tmp_path)
+
+
+def save_tags_again(rank, world, folder):
+    engine = engine_for(world, 2)
+    for until in (1, 2, 3):
+        steps(engine, rank, world, until)
+        engine.save_checkpoint(folder, tag="same")
+        assert names(folder) == [".lock", "latest", "same"]
+        assert folders.read_manifest(folder / "same").counters["global_steps"] == until
+    if rank == 0:  # as a kill between the two renames leaves it
+        (folder / "same").rename(folder / ".replaced-0123456789ab-same")
+    process_group.barrier()
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 3
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    assert names(folder) == [".lock", "latest", "other", "same"]
+    engine.destroy()
+
+
+def test_the_same_tag_again(ranks, tmp_path):
+    ranks.run(save_tags_again, tmp_path)
+
+
+def prune_tags(rank, world, folder):
+    engine = engine_for(world, 1)
+    seen = []
+    engine.save_checkpoint(folder, tag="best")
+    for until in (1, 2, 9, 10):
+        steps(engine, rank, world, until)
+        engine.save_checkpoint(folder, tag=f"step_{until}", keep_last=2)
+        seen.append(names(folder))
+    for until in (11, 12, 13):
+        steps(engine, rank, world, until)
+        engine.save_checkpoint(folder, tag=f"step_{until}", keep_last=1, save_latest=False)
+        seen.append(names(folder))
+    engine.load_checkpoint(folder)
+    assert engine.global_steps == 10
+    engine.destroy()
+    return seen
+
+
+def test_old_checkpoints_are_removed(ranks, tmp_path):
+    """Those of like tags, and never the one that ``latest`` names."""
+    always = [".lock", "best", "latest"]
+    kept = [["step_1"], ["step_1", "step_2"], ["step_2", "step_9"], ["step_10", "step_9"]]
+    kept += [["step_10", f"step_{until}"] for until in (11, 12, 13)]
+    for seen in ranks.run(prune_tags, tmp_path):
+        assert seen == [always + tags for tags in kept]
+
+
+def test_an_unfinished_save_is_said(tmp_path):
+    (tmp_path / ".saving-0123456789ab-x").mkdir()
+    with pytest.raises(CheckpointError, match="its only save was interrupted"):
+        folders.find(tmp_path, None)
