@@ -29,7 +29,9 @@ def engine_for(world: int, stage: int, micro: int | None = None, **changes: Any)
     size = micro or GLOBAL_BATCH // world // accumulation
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 30, "warmup_max_lr": 1e-2}}
     given = {"train_micro_batch_size_per_gpu": size, "scheduler": schedule, **settings(stage, **changes)}
-    return start(given.pop("model", None) or make_model(), **given)
+    model = given.pop("model", None)
+    # By identity: a compiled model has no truth value.
+    return start(make_model() if model is None else model, **given)
 
 
 def steps(engine: deepzero.Engine, rank: int, world: int, until: int) -> list[tuple[Any, ...]]:

@@ -1,0 +1,310 @@
+"""Models, optimizers and schedules of all kinds, resumed to the bit: in a new engine, and in one that went further."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.test_checkpoint_bad_input import said
+from tests.distributed.training import (
+    LENGTH,
+    VOCAB,
+    WIDTH,
+    TinyModel,
+    config,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
+
+
+class Special(TinyModel):
+    """Frozen, unused, scalar, empty and half-frozen parameters; buffers that are saved and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(VOCAB, 3)
+        self.frozen.requires_grad_(False)
+        self.blocks[0][1].bias.requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, ids, labels):
+        self.calls += 1
+        loss = super().forward(ids, labels) * self.scale + self.empty.sum()
+        return loss + 1e-3 * self.frozen(nn.functional.one_hot(ids, VOCAB).to(loss.dtype)).float().square().mean()
+
+
+class Normed(nn.Module):
+    """Statistics that are each rank's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH * WIDTH)
+        self.head = nn.Linear(LENGTH * WIDTH, VOCAB)
+
+    def forward(self, ids, labels):
+        return nn.functional.cross_entropy(self.head(self.norm(self.embed(ids).flatten(1))), labels[:, 0])
+
+
+def build(what, stage):
+    """An engine over the model, optimizer or schedule of this name."""
+    torch.manual_seed(0)
+    settings = config(stage=stage, bucket=900)
+    kinds = {"special": Special, "normed": Normed}
+    if what == "init":
+        with deepzero.zero.Init(enabled=stage == 3):
+            return deepzero.initialize(model=TinyModel(), config=settings)[0]
+    model = kinds.get(what, TinyModel)()
+    if what in SCHEDULES or what in OPTIMIZERS or what in GROUPS:
+        params = GROUPS.get(what, lambda m: m.parameters())(model)
+        optimizer = OPTIMIZERS.get(what, lambda p: torch.optim.AdamW(p, lr=1e-2))(params)
+        del settings["optimizer"]
+        schedule = SCHEDULES.get(what)
+        return deepzero.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)[0]
+    return deepzero.initialize(model=model, config=settings)[0]
+
+
+def _by_kind(model):
+    """Three groups of other rates and decays."""
+    params = list(model.parameters())
+    return [
+        {"params": params[:1], "lr": 3e-3, "weight_decay": 0.0},
+        {"params": params[1:5], "weight_decay": 0.3, "betas": (0.8, 0.9)},
+        {"params": params[5:]},
+    ]
+
+
+GROUPS = {"groups": _by_kind, "no group": lambda model: list(model.parameters())[:6]}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD, dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "a rate that is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+}
+SCHEDULES = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=9),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=20),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[2],
+    ),
+}
+
+
+def go(engine, rank, world, until):
+    """Train; everything about each step."""
+    records = []
+    while engine.global_steps < until:
+        for ids, labels in my_micro_batches(engine.global_steps, rank, world, 2, 1):
+            loss = engine(ids, labels)
+            engine.backward(loss)
+            plateau = isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            engine.step({"metrics": engine.global_steps // 2} if plateau else None)
+        r = engine.last_step
+        records.append((r.step, r.loss, tuple(engine.get_lr()), r.grad_norm))
+    return records
+
+
+def everything(engine):
+    buffers = {name: buffer.tolist() for name, buffer in engine.module.named_buffers() if name != "scratch"}
+    return engine.params_sha256(), fingerprints(engine), repr(buffers), engine.global_steps
+
+
+def resume(rank, world, folder, what, stage):
+    """Six steps; and the same from a save before the first and from one after the third."""
+    engine = build(what, stage)
+    engine.save_checkpoint(folder, tag="zero")
+    first = go(engine, rank, world, 3)
+    engine.save_checkpoint(folder, tag="three")
+    at_three = everything(engine)
+    rest = go(engine, rank, world, 6)
+    at_six = everything(engine)
+    for tag, records in (("zero", first + rest), ("three", rest)):
+        engine.load_checkpoint(folder, tag)
+        if tag == "three":
+            assert everything(engine) == at_three, "after loading into an engine that went further"
+        assert go(engine, rank, world, 6) == records, tag
+        assert everything(engine) == at_six, tag
+    engine.destroy()
+    engine = build(what, stage)
+    engine.load_checkpoint(folder)
+    assert everything(engine) == at_three, "after loading into a new engine"
+    assert go(engine, rank, world, 6) == rest
+    assert everything(engine) == at_six
+    engine.destroy()
+    return at_three[2]
+
+
+@pytest.mark.parametrize("what", [*OPTIMIZERS, *GROUPS])
+def test_optimizers(ranks, tmp_path, what):
+    ranks.run(resume, tmp_path, what, 2)
+
+
+@pytest.mark.parametrize("what", SCHEDULES)
+def test_schedules_of_torch(ranks, tmp_path, what):
+    ranks.run(resume, tmp_path, what, 1)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_special_parameters_and_buffers(ranks, tmp_path, stage):
+    """Three ranks are more than some of the parameters have elements."""
+    ranks.run(resume, tmp_path, "special", stage, world_size=3)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_statistics_that_are_each_ranks_own(ranks, tmp_path, stage):
+    buffers = ranks.run(resume, tmp_path, "normed", stage)
+    assert buffers[0] != buffers[1]
+
+
+@pytest.mark.parametrize("what", ["init", "no group", "groups", "SGD, dampening", "ASGD"])
+def test_partitioned_parameters(ranks, tmp_path, what):
+    ranks.run(resume, tmp_path, what, 3)
+
+
+# ---- parts of a checkpoint -------------------------------------------------------------------------------------------
+
+
+def without_frozen(rank, world, folder, stage):
+    engine = build("special", stage)
+    go(engine, rank, world, 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    saved = fingerprints(engine)
+    engine.destroy()
+    engine = build("special", stage)
+    strictly = said(engine.load_checkpoint, folder)
+    engine.load_checkpoint(folder, load_module_strict=False)
+    assert fingerprints(engine) == saved
+    go(engine, rank, world, 3)
+    engine.destroy()
+    return strictly
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_parameters_left_out(ranks, tmp_path, stage):
+    for strictly in ranks.run(without_frozen, tmp_path, stage):
+        assert "3 missing there (blocks.0.1.bias, frozen.bias, frozen.weight)" in strictly
+
+
+def module_only(rank, world, folder):
+    engine = engine_for(world, 2)
+    steps(engine, rank, world, 3)
+    engine.save_checkpoint(folder, client_state={"x": 1})
+    saved, sha = fingerprints(engine), engine.params_sha256()
+    engine.destroy()
+    engine = engine_for(world, 1)
+    fresh, rate = fingerprints(engine), engine.get_lr()
+    engine.load_checkpoint(folder, load_module_only=True)
+    found = fingerprints(engine)
+    assert engine.params_sha256() == sha
+    assert {key: value for key, value in found.items() if key.endswith("/master")} == {
+        key: value for key, value in saved.items() if key.endswith("/master")
+    }
+    assert all(found[key] == fresh[key] for key in found if not key.endswith("/master"))
+    assert (engine.global_steps, engine.get_lr()) == (0, rate)
+    engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    assert engine.global_steps == 3 and engine.lr_scheduler.state_dict() != {}
+    engine.destroy()
+    engine = start(make_model(), stage=2, scheduler={"type": "constant"})
+    engine.destroy()
+    other = build("LambdaLR", 2)
+    message = said(other.load_checkpoint, folder)
+    other.load_checkpoint(folder, load_lr_scheduler_states=False)
+    other.destroy()
+    return message
+
+
+def test_the_module_only_and_another_schedule(ranks, tmp_path):
+    for message in ranks.run(module_only, tmp_path):
+        assert "has the state of schedule deepzero.runtime." in message
+        assert "this run's is torch.optim.lr_scheduler.LambdaLR; load_lr_scheduler_states=False" in message
+
+
+@contextlib.contextmanager
+def logged():
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("deepzero").addHandler(handler)
+    yield messages
+    logging.getLogger("deepzero").removeHandler(handler)
+
+
+def within_a_step(rank, world, folder, stage):
+    engine = start(make_model(), stage=stage, bucket=900, gradient_accumulation_steps=3)
+    records = [one_step(engine, rank, world, step) for step in range(3)]
+    again = start(make_model(), stage=stage, bucket=900, gradient_accumulation_steps=3)
+    one_step(again, rank, world, 0)
+    ids, labels = my_micro_batches(1, rank, world, 2, 3)[0]
+    again.backward(again(ids, labels))
+    again.step()
+    with logged() as messages:
+        again.save_checkpoint(folder)
+    again.load_checkpoint(folder)
+    assert [one_step(again, rank, world, step).loss for step in (1, 2)] == [r.loss for r in records[1:]]
+    assert engine.params_sha256() == again.params_sha256()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_save_between_two_micro_batches(ranks, tmp_path, stage):
+    first, second = ranks.run(within_a_step, tmp_path, stage)
+    assert len([m for m in first if m.startswith("save_checkpoint within optimizer step 2: the gradients")]) == 1
+    assert second == []
+
+
+def compiled(rank, world, folder, backend):
+    plain = engine_for(world, 2)
+    expected = steps(plain, rank, world, 4)
+    plain.destroy()
+    engine = engine_for(world, 2, model=torch.compile(make_model(), backend=backend))
+    assert [r[1] for r in steps(engine, rank, world, 2)] == pytest.approx([r[1] for r in expected[:2]], abs=1e-5)
+    engine.save_checkpoint(folder)
+    saved = fingerprints(engine)
+    engine.destroy()
+    torch._dynamo.reset()
+    plain = engine_for(world, 3)
+    plain.load_checkpoint(folder)
+    assert fingerprints(plain) == saved
+    steps(plain, rank, world, 3)
+    plain.save_checkpoint(folder)
+    saved = fingerprints(plain)
+    plain.destroy()
+    engine = engine_for(world, 2, model=torch.compile(make_model(), backend=backend))
+    engine.load_checkpoint(folder)
+    assert fingerprints(engine) == saved
+    steps(engine, rank, world, 4)
+    engine.destroy()
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_models(ranks, tmp_path):
+    """What torch.compile puts into names is not in a checkpoint."""
+    ranks.run(compiled, tmp_path, "eager")
