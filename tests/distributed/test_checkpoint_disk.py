@@ -197,6 +197,7 @@ def save_tags_again(rank, world, folder):
         engine.save_checkpoint(folder, tag="same")
         assert names(folder) == [".lock", "latest", "same"]
         assert folders.read_manifest(folder / "same").counters["global_steps"] == until
+    process_group.barrier()
     if rank == 0:  # as a kill between the two renames leaves it
         (folder / "same").rename(folder / ".replaced-0123456789ab-same")
     process_group.barrier()

@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from deepzero.checkpoint import folder as folders  # noqa: E402
 from deepzero.checkpoint import saver, shard_file  # noqa: E402
-from deepzero.comm import process_group  # noqa: E402
+from deepzero.comm import autopsy, process_group  # noqa: E402
 from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
 
 DONE, WRONG, FAILED = 0, 3, 4
@@ -50,7 +50,8 @@ def slow_disk(seconds: float) -> None:
         time.sleep(seconds / 20)
         flush(path)
 
-    saver.GONE_SECONDS = 3.0  # thirty for those who can wait
+    # Those who can wait have thirty seconds, and three.
+    saver.GONE_SECONDS, saver.BEAT_SECONDS, autopsy.ROLL_CALL_SECONDS = 2.0, 0.5, 1.0
     shard_file.put, folders.flush_folder = slow_put, slow_flush
     Path.replace = slow_replace  # type: ignore[method-assign]
 
