@@ -244,7 +244,7 @@ class _Job:
         finally:
             over.set()
             if heart.is_alive():
-                heart.join()
+                heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
 
     def _lost(self, rank: int) -> str | None:
         """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
