@@ -337,6 +337,9 @@ class _Job:
             time.sleep(POLL_SECONDS)
         for key in ("written", "failed", "progress", "beat"):
             self.channel.remove(f"{self.saver.rank}/{key}")
+        if text:
+            # Rank 0 has removed it, and this rank may have written since; whoever comes last leaves nothing.
+            shutil.rmtree(self.temporary, ignore_errors=True)
         return text or None
 
 

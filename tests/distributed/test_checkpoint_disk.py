@@ -80,6 +80,25 @@ def test_the_disk_is_full_in_the_middle_of_a_save(ranks, tmp_path, victim, async
         assert left == [".lock", "global_step1", "latest"]
 
 
+def fail_while_the_other_writes(rank, world, folder):
+    """Rank 0 removes what there is, and rank 1 has made its file just then: the folder is not empty, and stays."""
+    engine = engine_for(world, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            full_after(5000, patch)
+            patch.setattr(saver.shutil, "rmtree", lambda *args, **kwargs: None)
+        message = said(engine.save_checkpoint, folder)
+        left = names(folder)
+    engine.destroy()
+    return message, left
+
+
+def test_a_save_that_fails_while_the_other_rank_writes(ranks, tmp_path):
+    for message, left in ranks.run(fail_while_the_other_writes, tmp_path):
+        assert "rank 0: " in message
+        assert left == [".lock"]
+
+
 def fail_to_commit(rank, world, folder):
     """The shards are there, and the manifest cannot be written."""
     engine = engine_for(world, 1)
