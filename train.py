@@ -97,7 +97,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                 engine.backward(loss)
                 engine.step()
             monitor.step(vars(engine.last_step), time.perf_counter() - started)
-            save_if_due(run, run_dir, engine)
+            save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:
                 stop(run, engine, monitor)
@@ -126,8 +126,12 @@ def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: 
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
     try:
         if path is not None:
-            engine.load_checkpoint(path)
+            saved = engine.load_checkpoint(path)[1].get("data")
             sampler.go_on(engine.global_steps, engine.global_samples)
+            if saved != data_of(run, sampler) and engine.global_rank == 0:
+                print(
+                    f"the checkpoint was trained on {saved}, this run goes on with {data_of(run, sampler)}", flush=True
+                )
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
@@ -135,15 +139,19 @@ def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: 
     return engine.global_steps
 
 
-def save_if_due(run: RunConfig, run_dir: Path, engine: deepzero.Engine) -> None:
+def data_of(run: RunConfig, sampler: GlobalBatchSampler) -> dict[str, Any]:
+    """What the order of the data depends on; the position in it is the number of sequences seen."""
+    return {"data": run.data.name, "sequences": sampler.num_sequences, "seed": run.train.seed}
+
+
+def save_if_due(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: GlobalBatchSampler) -> None:
     """A checkpoint every so many steps, after the last step, and before the run leaves."""
     every, step, last = run.train.save_every, engine.global_steps, run.train.steps
     if every and (step % every == 0 or step == last or engine.stopping):
-        state = {"data": {"name": run.data.name, "seed": run.train.seed}, "seed": run.train.seed}
         engine.save_checkpoint(
             run_dir / CHECKPOINTS,
             tag_of(step),
-            client_state=state,
+            client_state={"data": data_of(run, sampler)},
             asynchronous=run.train.save_async and not engine.stopping,
             keep_last=run.train.keep_last,
         )

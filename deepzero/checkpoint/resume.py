@@ -37,8 +37,10 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     """
     own = run_dir / CHECKPOINTS
     try:
-        if latest_tag(own) is not None and (resume is not None or restarted):
-            return find(own, None)
+        # A kill between the first commit and the first ``latest`` leaves a complete checkpoint that nothing names.
+        newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
+        if newest is not None and (resume is not None or restarted):
+            return find(own, newest)
         if resume is None and not restarted and complete_tags(own):
             raise ConfigError(
                 f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(complete_tags(own))}): "

@@ -122,7 +122,7 @@ def test_manifests_that_make_no_sense(ranks, checkpoints):
     refused(ranks, checkpoints, 2, 2, some(MANIFESTS, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "world"), PLACES)
 def test_many_more(ranks, checkpoints, stage, world):
     refused(ranks, checkpoints, stage, world, [*some(BITS, 8, first=100), *some(MANIFESTS, 1, first=100)])
