@@ -160,9 +160,7 @@ def save_if_due(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler:
 def stop(run: RunConfig, engine: deepzero.Engine, monitor: Monitor) -> NoReturn:
     """Leave in order: every rank is here, and the checkpoint is on the disk."""
     engine.wait_for_checkpoint()
-    monitor.line(
-        f"stopped by SIGTERM after step {engine.global_steps}; a checkpoint was saved, and the same run goes on"
-    )
+    monitor.line(f"stopped by SIGTERM after step {engine.global_steps}; saved, and the same command goes on")
     monitor.stopped("stopped by SIGTERM", dataclasses.asdict(run))  # under torchrun nobody else will say it
     engine.barrier()
     leave(128 + signal.SIGTERM)
