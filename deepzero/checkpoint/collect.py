@@ -20,6 +20,7 @@ from deepzero.checkpoint.format import (
     CLIENT,
     MASTER,
     PARAMETER,
+    RESERVED,
     RNG,
     CheckpointError,
     Manifest,
@@ -119,12 +120,12 @@ def _manifest(holdings: Holdings, facts: Facts, save_id: str, tag: str, everyone
     stored: dict[str, dict[str, str]] = {}
     for theirs in everyone:
         for key, name, dtype in theirs.rows:
-            if key not in (RNG, CLIENT) and not key.startswith(BUFFER):
+            if key not in (RNG, CLIENT, BUFFER) and not key.startswith(f"{BUFFER}-of-rank-"):
                 stored.setdefault(name, {})[key] = dtype
     merged = {name: state for theirs in reversed(everyone) for name, state in theirs.scalars.items()}
     versions = {"deepzero": facts.deepzero_version, "torch": torch.__version__, "numpy": np.__version__}
     groups = [
-        {key: encode(value, f"optimizer group {number}, {key!r}", {}) for key, value in _settings(group).items()}
+        {key: _plain(value, f"optimizer group {number}, {key!r}") for key, value in _settings(group).items()}
         for number, group in enumerate(holdings.optimizer.param_groups)
     ]
     buffers = {
@@ -164,9 +165,21 @@ def _trained(holdings: Holdings) -> list[Entry]:
     by_key: dict[str, list[Entry]] = {}
     for group in holdings.groups:
         for run in holdings.runs(group):
-            for key, tensor in {MASTER: run.master, **holdings.moments(run)}.items():
+            moments = holdings.moments(run)
+            _check_keys(moments, run.name)
+            for key, tensor in {MASTER: run.master, **moments}.items():
                 by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
     return [entry for entries in by_key.values() for entry in entries]
+
+
+def _check_keys(state: Mapping[Any, Any], name: str) -> None:
+    """The optimizer's own names stand beside ours in a row: one of ours would take the other's place."""
+    for key in state:
+        if not isinstance(key, str) or key in RESERVED or key.startswith(f"{BUFFER}-of-rank-"):
+            raise CheckpointError(
+                f"the optimizer calls what it keeps for parameter {name!r} {key!r}, a name that a checkpoint uses "
+                f"itself (or no name); let the optimizer use a string that is none of {', '.join(RESERVED)}"
+            )
 
 
 def _untrained(holdings: Holdings) -> list[Entry]:
@@ -200,6 +213,7 @@ def _scalars(holdings: Holdings) -> dict[str, Any]:
     for group in holdings.groups:
         for run in holdings.runs(group):
             state = holdings.scalars(run)
+            _check_keys(state, run.name)
             values = {key: _scalar(value, f"optimizer state {key!r} of {run.name}") for key, value in state.items()}
             found[run.name] = values
     return found
@@ -207,8 +221,17 @@ def _scalars(holdings: Holdings) -> dict[str, Any]:
 
 def _scalar(value: Any, where: str) -> Any:
     if torch.is_tensor(value):
-        return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": encode(value.item(), where, {})}
-    return encode(value, where, {})
+        return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": _plain(value.item(), where)}
+    return _plain(value, where)
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A value of the optimizer's in JSON. Its tensors would have no row, and what was saved could not be loaded."""
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(value, where, tensors)
+    if tensors:
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
+    return encoded
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,8 @@ BUFFER = "buffer"
 RNG = "rng"
 CLIENT = "client"
 """Tensors of the caller's ``client_state``, of a schedule, of anything that is not a parameter's."""
+RESERVED = (MASTER, PARAMETER, BUFFER, RNG, CLIENT)
+"""Keys that an optimizer's state cannot have."""
 
 MAX_BLOCKS = 4096
 MIN_BLOCK_BYTES = 128

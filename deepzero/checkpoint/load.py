@@ -30,7 +30,7 @@ from deepzero.checkpoint.shard_file import remaining
 from deepzero.checkpoint.state import Holdings, Run, plain_name
 from deepzero.checkpoint.values import TORCH_DTYPES, decode, tensor_names
 from deepzero.comm import process_group
-from deepzero.layout import Interval
+from deepzero.layout import Interval, Slot
 from deepzero.runtime.zero.flat_group import FlatGroup, get_data_parallel_partitions
 
 log = logging.getLogger(__name__)
@@ -142,6 +142,10 @@ class Loader:
             for name, t in buffers.items()
             if name in self.manifest.buffers and tuple(self.manifest.buffers[name]["shape"]) != tuple(t.shape)
         ]
+        for _, known in names.items():
+            there = sorted({self._stored_as[name] for name in known if name in self._stored_as})
+            if len(there) > 1:
+                other.append(f"{' and '.join(map(repr, there))} are two parameters there and one (tied) here")
         stored = {name for name in shapes if name in self._stored_as and self._info(name).tensors}
         self._absent = {name for name, shape in shapes.items() if name not in stored and 0 not in shape}
         self._absent |= {name for name in buffers if name not in self.manifest.buffers}
@@ -160,27 +164,35 @@ class Loader:
         optimizer, saved = self.holdings.optimizer, self.manifest.optimizer
         advice = "load_optimizer_states=False loads the rest"
         here, there = class_name(optimizer), saved["class"]
-        mine = {key for group in self.holdings.groups for run in self.holdings.runs(group) for key in self._keys(run)}
+        runs = [run for group in self.holdings.groups for run in self.holdings.runs(group)]
+        mine = {key for run in runs for key in self.holdings.moments(run)}
         keys = {key for info in self.manifest.parameters.values() for key in info.tensors} - {MASTER, PARAMETER}
-        if here != there and (not mine or mine != keys):
+        numbers = {key for run in runs for key in self.holdings.scalars(run)}
+        numbers_there = {key for info in self.manifest.parameters.values() for key in info.state}
+        if here != there and (not mine or (mine, numbers) != (keys, numbers_there)):
             raise CheckpointError(
-                f"{self.reader.path} has the state of {there} ({', '.join(sorted(keys)) or 'none'}), and this run's "
-                f"optimizer is {here}; {advice}"
+                f"{self.reader.path} has the state of {there} ({', '.join(sorted(keys | numbers_there)) or 'none'}), "
+                f"and this run's optimizer is {here}; {advice}"
             )
         if len(saved["groups"]) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"{self.reader.path} has {len(saved['groups'])} optimizer groups, and this run has "
                 f"{len(optimizer.param_groups)}; {advice}"
             )
+        for name, (group, _) in self.holdings.trained().items():
+            index = self._info(name).optimizer_group if name in self._stored_as else None
+            if index not in (None, group.optimizer_group):
+                raise CheckpointError(
+                    f"{self.reader.path} has {name!r} in optimizer group {index}, and here it is in group "
+                    f"{group.optimizer_group}: it would get another group's settings. Give the groups in the same "
+                    f"order, with the same parameters; or {advice}"
+                )
         lost = [n for n in self.holdings.trained() if n in self._stored_as and not self._info(n).trained]
         if lost and self.parts.strict:
             raise CheckpointError(
                 f"{self.reader.path} has no optimizer state for {lost[0]!r}, which was not trained when it was saved; "
                 f"{advice}"
             )
-
-    def _keys(self, run: Run) -> set[str]:
-        return set(self.holdings.moments(run))
 
     def _info(self, name: str) -> ParameterInfo:
         return self.manifest.parameters[self._stored_as[name]]
@@ -251,18 +263,23 @@ class Loader:
         return MASTER if MASTER in self._info(name).tensors else PARAMETER
 
     def _of_run(self, run: Run) -> list[Wanted]:
-        stored, info = self._stored_as[run.name], self._info(run.name)
-        wanted = [Wanted(self._values_key(run.name), stored, run.start, run.cut(run.master))]
+        stored = self._stored_as[run.name]
+        moments = self._moments(run.name, run.master)
+        return [
+            Wanted(self._values_key(run.name), stored, run.start, run.cut(run.master)),
+            *(Wanted(key, stored, run.start, run.cut(moment)) for key, moment in moments.items()),
+        ]
+
+    def _moments(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is stored of the optimizer's state, and where it goes; made where the optimizer has none yet."""
+        info = self._info(name)
         if not self.parts.optimizer or not info.trained:
-            return wanted
-        state = self.holdings.optimizer.state[run.master]
+            return {}
+        state = self.holdings.optimizer.state[master]
         for key, dtype in info.tensors.items():
-            if key == MASTER:
-                continue
-            if key not in state:
-                state[key] = torch.zeros_like(run.master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
-            wanted.append(Wanted(key, stored, run.start, run.cut(state[key])))
-        return wanted
+            if key != MASTER and key not in state:
+                state[key] = torch.zeros_like(master, dtype=TORCH_DTYPES[dtype], requires_grad=False)
+        return {key: state[key] for key in info.tensors if key != MASTER}
 
     # ---- what all ranks hold alike -----------------------------------------------------------------------------------
 
@@ -313,21 +330,23 @@ class Loader:
     def _gather(self, group: FlatGroup, interval: Interval) -> None:
         """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
         masters = {piece.slot.index: m for piece, m in zip(group.pieces, group.masters, strict=True)}
-        tensors = [masters[slot.index] for slot in interval.slots if slot.numel]
-        slots = [slot for slot in interval.slots if slot.numel]
-        states = [self.holdings.optimizer.state.get(master, {}) for master in tensors]
-        keys = {k for s, m in zip(states, tensors, strict=True) for k, v in s.items() if _like(v, m)}
-        for key in (MASTER, *(sorted(keys) if self.parts.optimizer else ())):
-            values = tensors if key == MASTER else [state[key] for state in states if key in state]
-            if len(values) != len(slots):
-                continue
-            whole = torch.empty(interval.numel, dtype=values[0].dtype, device=values[0].device)
-            for slot, value in zip(slots, values, strict=True):
+        # By key, from what the manifest says, **not** from what this rank's optimizer holds: it may hold state for the
+        # parameters of its own runs only, and the ranks would not launch the same collectives.
+        by_key: dict[str, list[tuple[Slot, torch.Tensor]]] = {}
+        for slot in interval.slots:
+            name = plain_name(group.names[slot.index])
+            if slot.numel and name not in self._absent:
+                master = masters[slot.index]
+                for key, tensor in {MASTER: master, **self._moments(name, master)}.items():
+                    by_key.setdefault(key, []).append((slot, tensor))
+        for values in by_key.values():
+            whole = torch.empty(interval.numel, dtype=values[0][1].dtype, device=values[0][1].device)
+            for slot, value in values:
                 whole[slot.offset - interval.offset :][: slot.numel].copy_(value.detach())
             base = Interval(0, 0, interval.numel, 0, interval.slots, interval.world_size)
             parts = get_data_parallel_partitions(whole, base)
             self.holdings.comm.all_gather(ALL_GATHER, parts, whole, 0, f"interval {interval.index}").wait()
-            for slot, value in zip(slots, values, strict=True):
+            for slot, value in values:
                 value.detach().copy_(whole[slot.offset - interval.offset :][: slot.numel])
 
     # ---- 5 apply -----------------------------------------------------------------------------------------------------
@@ -391,10 +410,6 @@ class Loader:
 
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Settings that choose a kernel and no result: the run's own stay."""
-
-
-def _like(value: Any, master: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0 and value.shape == master.shape
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

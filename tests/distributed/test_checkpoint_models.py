@@ -166,6 +166,12 @@ def test_optimizers(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 2)
 
 
+@pytest.mark.parametrize("what", ["Rprop", "ASGD", "SGD, dampening"])
+def test_state_that_the_first_step_makes_in_stage_0(ranks, tmp_path, what):
+    """A new engine has no state yet, and each rank reads a part of what all have to hold whole."""
+    ranks.run(resume, tmp_path, what, 0)
+
+
 @pytest.mark.parametrize("what", SCHEDULES)
 def test_schedules_of_torch(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 1)
@@ -308,3 +314,97 @@ def compiled(rank, world, folder, backend):
 def test_compiled_models(ranks, tmp_path):
     """What torch.compile puts into names is not in a checkpoint."""
     ranks.run(compiled, tmp_path, "eager")
+
+
+# ---- optimizers and models that a checkpoint cannot hold, or is not of -----------------------------------------------
+
+
+class Keeps(torch.optim.Optimizer):
+    """Keeps one thing for each parameter, under any name."""
+
+    def __init__(self, params, key, value=torch.zeros_like):
+        super().__init__(params, {"lr": 0.1})
+        self.key, self.value = key, value
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault(self.key, self.value(param))
+                    param.sub_(param.grad, alpha=group["lr"])
+
+
+TENSORS = (torch.tensor(0.9), torch.tensor(0.99))
+KEEPING = {
+    "master": (lambda p: Keeps(p, "master"), "'master', a name that a checkpoint uses itself"),
+    "buffer": (lambda p: Keeps(p, "buffer"), "'buffer', a name that a checkpoint uses itself"),
+    "buffer of its own": (lambda p: Keeps(p, "buffer_1"), None),
+    "list": (lambda p: Keeps(p, "old", lambda _: [torch.zeros(())]), "is a tensor inside of a list"),
+    "betas": (lambda p: torch.optim.AdamW(p, betas=TENSORS, foreach=False), "is a tensor inside of a list"),
+}
+
+
+def with_optimizer(rank, world, folder, what):
+    torch.manual_seed(0)
+    model, settings = TinyModel(), config(stage=2, bucket=900)
+    del settings["optimizer"]
+    engine = deepzero.initialize(model=model, optimizer=KEEPING[what][0](model.parameters()), config=settings)[0]
+    go(engine, rank, world, 2)
+    message = said(engine.save_checkpoint, folder)
+    if message is None:
+        before = everything(engine)
+        engine.load_checkpoint(folder)
+        assert everything(engine) == before
+    engine.destroy()
+    return message
+
+
+@pytest.mark.parametrize("what", KEEPING)
+def test_state_that_could_not_be_loaded_is_not_saved(ranks, tmp_path, what):
+    for message in ranks.run(with_optimizer, tmp_path, what):
+        assert message is None if KEEPING[what][1] is None else KEEPING[what][1] in message
+
+
+class Pair(TinyModel):
+    """Two layers, with one weight or two."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        if tied:
+            self.other.weight = self.one.weight
+
+
+def not_of_this_run(rank, world, folder):
+    def grouped(turned):
+        model, settings = TinyModel(), config(stage=1, bucket=900)
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "weight_decay": 0.0}, {"params": rest, "weight_decay": 0.3}]
+        del settings["optimizer"]
+        optimizer = torch.optim.AdamW(groups[::-1] if turned else groups, lr=1e-2)
+        return deepzero.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+    pairs = {
+        "groups": (lambda: grouped(False), lambda: grouped(True)),
+        "tied": (lambda: engine_for(world, 2, model=Pair(False)), lambda: engine_for(world, 2, model=Pair(True))),
+        "NAdam": (lambda: build("a rate that is a tensor", 2), lambda: build("NAdam", 2)),
+    }
+    found = {}
+    for what, (saving, loading) in pairs.items():
+        engine = saving()
+        engine.save_checkpoint(folder / what)
+        engine.destroy()
+        engine = loading()
+        found[what] = said(engine.load_checkpoint, folder / what)
+        engine.destroy()
+    return found
+
+
+def test_what_is_not_of_this_run(ranks, tmp_path):
+    for found in ranks.run(not_of_this_run, tmp_path):
+        assert "it would get another group's settings" in found["groups"]
+        assert "'one.weight' and 'other.weight' are two parameters there and one (tied) here" in found["tied"].replace(
+            "'other.weight' and 'one.weight'", "'one.weight' and 'other.weight'"
+        )
+        assert "this run's optimizer is torch.optim.nadam.NAdam" in found["NAdam"]
