@@ -37,10 +37,11 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     """
     own = run_dir / CHECKPOINTS
     try:
-        # A kill between the first commit and the first ``latest`` leaves a complete checkpoint that nothing names.
-        newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
-        if newest is not None and (resume is not None or restarted):
-            return find(own, newest)
+        if resume is not None or restarted:
+            # ``latest`` is written after the first checkpoint has appeared: a kill may come between.
+            newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
+            if newest is not None:
+                return find(own, newest)
         if resume is None and not restarted and complete_tags(own):
             raise ConfigError(
                 f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(complete_tags(own))}): "

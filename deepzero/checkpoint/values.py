@@ -106,12 +106,19 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     makers: dict[str, Any] = {
         "$float": float,
         "$bytes": bytes.fromhex,
-        "$dtype": lambda name: getattr(torch, name),
+        "$dtype": _dtype,
         "$tuple": lambda items: tuple(decode(item, tensors) for item in items),
         "$set": lambda items: {decode(item, tensors) for item in items},
         "$dict": lambda pairs: {decode(key, tensors): decode(item, tensors) for key, item in pairs},
     }
     return makers[kind](content)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
 
 
 def tensor_names(value: Any) -> dict[str, list[int]]:

@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepzero.comm.ending import finish
 from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, registered
 from deepzero.config.parse import ConfigError
 
@@ -278,6 +279,7 @@ def main(job_path: str) -> NoReturn:
     sys.path[:] = job["sys_path"]
     try:
         load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
+        finish()
         _tell_peers(None)
         leave(0)
     except BaseException as error:

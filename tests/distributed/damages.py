@@ -232,6 +232,7 @@ EDITS: dict[str, Edit] = {
     "client state absent": _set(_top, client_state={"x": {"$tensor": "nowhere", "shape": [2]}}),
     "client state of a shape": lambda content, rng: content["client_state"]["x"].update(shape=[5, 5]),
     "client state a code": _set(_top, client_state={"$dtype": "no_such_dtype"}),
+    "client state no dtype": _set(_top, client_state={"$dtype": "load"}),
     "no optimizer class": lambda content, rng: content["optimizer"].pop("class"),
     "no optimizer groups": lambda content, rng: content["optimizer"]["groups"].clear(),
     "optimizer groups of texts": lambda content, rng: content["optimizer"].update(groups="AdamW"),

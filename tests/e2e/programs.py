@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -49,9 +50,28 @@ def misbehave(how: str, folder: str) -> None:
         fail_twice(rank, Path(folder))
     if how == "note":
         leave_a_note(rank)
+    if how == "save":
+        save_slowly(Path(folder))
     if how in ("stop", "stubborn"):
         wait_for_the_stop(rank, Path(folder), how == "stubborn")
     process_group.shutdown()
+
+
+def save_slowly(folder: Path) -> None:
+    """Begin to save, and end."""
+    import deepzero
+    from deepzero.checkpoint import shard_file
+
+    put = shard_file.put
+
+    def slow(file: BinaryIO, view: memoryview) -> None:
+        time.sleep(0.2)
+        put(file, view)
+
+    shard_file.put = slow
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepzero.initialize(model=torch.nn.Linear(3, 3), config=settings)
+    engine.save_checkpoint(folder / "checkpoints", tag="last", asynchronous=True)
 
 
 def train(rank: int, number: signal.Signals) -> None:

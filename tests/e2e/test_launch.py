@@ -49,6 +49,11 @@ def test_a_rank_that_leaves(tmp_path: Path) -> None:
     assert done.err == ""
 
 
+def test_a_save_under_way_at_the_end_of_the_program(tmp_path: Path) -> None:
+    launch("save", tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
+
+
 def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
     done = launch("config", tmp_path)
     assert done.out == "ConfigError: zero.stage=7: no such stage\n"

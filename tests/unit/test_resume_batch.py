@@ -58,3 +58,15 @@ def test_fewer_steps_than_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     resume.manifest_of(Path("saved"), 7)
     with pytest.raises(ConfigError, match=r"train\.steps=6: saved was saved after step 7; name at least as many"):
         resume.manifest_of(Path("saved"), 6)
+
+
+def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path: Path) -> None:
+    own = tmp_path / "checkpoints"
+    for step in (4, 8):
+        (own / resume.tag_of(step)).mkdir(parents=True)
+        (own / resume.tag_of(step) / "COMMIT").touch()
+    assert resume.find_start("auto", tmp_path) == own / resume.tag_of(8)
+    assert resume.find_start(None, tmp_path, restarted=True) == own / resume.tag_of(8)
+    (own / "latest").write_text(resume.tag_of(4))
+    assert resume.find_start("auto", tmp_path) == own / resume.tag_of(4)
+    assert resume.find_start("auto", tmp_path / "elsewhere") is None
