@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+from collections.abc import Container
 from pathlib import Path
 
 from deepzero.checkpoint.format import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
@@ -235,9 +236,32 @@ def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
     return gone
 
 
-def clear_remains(folder: Path) -> None:
-    """Remove what interrupted saves have left. Only who holds the lock may."""
+def check_replaceable(path: Path) -> None:
+    """Refuse to put a checkpoint in the place of something that is none.
+
+    Raises:
+        CheckpointError: ``path`` is a file, or a folder with something else in it.
+    """
+    if path.is_dir() and not path.is_symlink():
+        if is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir()):
+            return
+    elif not os.path.lexists(path):
+        return
+    raise CheckpointError(
+        f"{path} is there and is no checkpoint of deepzero, so it is not replaced; save under another tag, or remove it"
+    )
+
+
+def clear_remains(folder: Path, under_way: Container[Path] = ()) -> None:
+    """Remove what interrupted saves have left. Only who holds the lock may.
+
+    Args:
+        folder: where checkpoints lie.
+        under_way: folders in there that this process is writing.
+    """
     for path in folder.iterdir():
+        if path in under_way:
+            continue
         if path.name.startswith((SAVING, DELETING)):
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(REPLACED):

@@ -25,7 +25,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,6 +45,11 @@ BEAT_SECONDS = 1.0
 GONE_SECONDS = 30.0
 """A rank whose process has given no sign for so long was killed; one whose disk hangs still gives signs."""
 LOWEST_PRIORITY = 19
+
+_UNDER_WAY: set[Path] = set()
+"""Folders that savers of this process write to: two engines may save to one folder, and none clears the other's."""
+_FOLDERS = threading.Lock()
+"""Held while one of them renames and removes: in between things have names that the other would not understand."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Saver:
     def __init__(self, device: torch.device, silence_seconds: float) -> None:
         self.device, self.silence_seconds = device, silence_seconds
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
+        # All ranks ask one store, and rank 0 asks it for each rank: together about as often, however many there are.
+        self.poll_seconds = POLL_SECONDS * max(1.0, self.world_size / 16)
         self._kept: torch.Tensor | None = None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
@@ -89,7 +96,7 @@ class Saver:
         """
         self.wait()
         save_id = str(process_group.broadcast_object(uuid.uuid4().hex[:12]))
-        self._together(lambda: self._prepare(target.folder))
+        self._together(lambda: self._prepare(target))
         collected = collect(save_id)
         temporary = folders.temporary_folder(target.folder, target.tag, save_id)
         self._together(lambda: self._open(target.folder, temporary, collected.total_bytes))
@@ -100,12 +107,14 @@ class Saver:
             return
         try:
             plan, ready = self._snapshot(collected.plan)
+            job.collected = Collected(plan, collected.manifest, collected.total_bytes)
+            thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
+            job.begin_beating()  # here: a program that is about to end may start no more threads
+            thread.start()
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
             raise
-        job.collected = Collected(plan, collected.manifest, collected.total_bytes)
-        self._thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
-        self._thread.start()
+        self._thread = thread
 
     def wait(self) -> None:
         """Return when no save is under way.
@@ -151,24 +160,28 @@ class Saver:
                 act()
             except CheckpointError as error:
                 problem = str(error)
-            except OSError as error:
-                problem = f"{error.filename}: {error.strerror}. Nothing was saved; what was saved before is untouched"
+            except Exception as error:  # whatever it is: the others wait for this rank's word
+                problem = f"{reason(error)}. Nothing was saved; what was saved before is untouched"
         problem = process_group.broadcast_object(problem)
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _prepare(self, folder: Path) -> None:
+    def _prepare(self, target: Target) -> None:
+        folder = target.folder
         if self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder):
             folders.release(self._locked)
             self._locked = None
         if self._locked is None:
             folders.acquire(folder)
             self._locked = folder
-        folders.clear_remains(folder)
+        with _FOLDERS:
+            folders.clear_remains(folder, _UNDER_WAY)
+        folders.check_replaceable(folder / target.tag)
 
     def _open(self, folder: Path, temporary: Path, total_bytes: int) -> None:
         folders.room_for(folder, total_bytes)
         temporary.mkdir()
+        _UNDER_WAY.add(temporary)
 
     def _snapshot(self, plan: ShardPlan) -> tuple[ShardPlan, Callable[[], None]]:
         """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
@@ -185,7 +198,7 @@ class Saver:
         ready: Callable[[], None] = _nothing
         if self.device.type == "cuda":
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
             ready = event.synchronize
         return plan.with_tensors(copies), ready
 
@@ -203,48 +216,47 @@ class _Job:
         self.saver, self.target, self.collected = saver, target, collected
         self.temporary, self.channel = temporary, channel
         self.watchdog = watchdog.current()
+        self.over = threading.Event()
+        self.heart: threading.Thread | None = None
         self.hearts = {rank: _Patience(GONE_SECONDS) for rank in range(saver.world_size)}
 
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
         self.channel.post(f"{self.saver.rank}/failed", problem)
+        self._end_beating()
         if self.saver.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
+            _UNDER_WAY.discard(self.temporary)
             self.channel.post("verdict", f"rank 0: {problem}")
 
     def run_behind(self, ready: Callable[[], None]) -> None:
         """The thread: after the snapshot is complete, out of the training thread's way."""
         with contextlib.suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        with self._beating():
-            ready()
-            self._run()
+        self._run(ready)
 
     def run(self) -> None:
         """4 write, 5 commit. Failures are remembered, not raised."""
-        with self._beating():
-            self._run()
+        self.begin_beating()
+        self._run(_nothing)
 
-    @contextlib.contextmanager
-    def _beating(self) -> Iterator[None]:
+    def begin_beating(self) -> None:
         """Let the others see that this process lives, also while the system writes and says nothing."""
-        over = threading.Event()
 
         def beat() -> None:
             with contextlib.suppress(Exception):  # the store may be gone before this rank is
-                while not over.wait(BEAT_SECONDS):
+                while not self.over.wait(BEAT_SECONDS):
                     self.channel.post(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
 
-        heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
         if self.saver.world_size > 1:
             self.channel.post(f"{self.saver.rank}/beat", "begun")
-            heart.start()
-        try:
-            yield
-        finally:
-            over.set()
-            if heart.is_alive():
-                heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
+            self.heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
+            self.heart.start()
+
+    def _end_beating(self) -> None:
+        self.over.set()
+        if self.heart is not None and self.heart.is_alive():
+            self.heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
 
     def _lost(self, rank: int) -> str | None:
         """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
@@ -256,25 +268,33 @@ class _Job:
             return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
         return None
 
-    def _run(self) -> None:
+    def _run(self, ready: Callable[[], None]) -> None:
+        # Whatever is raised here has to become a problem: nobody sees what a thread of its own raises.
+        try:
+            problem = self._write_and_commit(ready)
+        except Exception as error:
+            problem = reason(error)
+        finally:
+            self._end_beating()
+            _UNDER_WAY.discard(self.temporary)
+        if problem is not None:
+            self.saver.failed(
+                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
+                "What was saved before is untouched"
+            )
+
+    def _write_and_commit(self, ready: Callable[[], None]) -> str | None:
         rank = self.saver.rank
         info: ShardInfo | None = None
         try:
+            ready()
             path = self.temporary / shard_name(rank, self.saver.world_size)
             info = write_shard(path, self.collected.plan, rank, self._alive)
             if rank != 0:
                 self.channel.post(f"{rank}/written", _shard_text(info))
         except Exception as error:
             self.channel.post(f"{rank}/failed", reason(error))
-        try:
-            problem = self._commit(info) if rank == 0 else self._verdict()
-        except Exception as error:
-            problem = reason(error)
-        if problem is not None:
-            self.saver.failed(
-                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
-                "What was saved before is untouched"
-            )
+        return self._commit(info) if rank == 0 else self._verdict()
 
     def _alive(self, written: int) -> None:
         self.channel.post(f"{self.saver.rank}/progress", str(written))
@@ -283,17 +303,21 @@ class _Job:
         """Rank 0: when all shards are there, make them a checkpoint; tell the others."""
         problem, files = self._gather(mine)
         if problem is None:
-            try:
-                manifest = with_files(self.collected.manifest, files)
-                folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
-            except Exception as error:
-                problem = reason(error)
-            else:
-                self._prune()
+            with _FOLDERS:
+                problem = self._install(files)
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
         self.channel.post("verdict", problem or "")
         return problem
+
+    def _install(self, files: dict[str, ShardInfo]) -> str | None:
+        try:
+            manifest = with_files(self.collected.manifest, files)
+            folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
+        except Exception as error:
+            return reason(error)
+        self._prune()
+        return None
 
     def _prune(self) -> None:
         """The new checkpoint is complete, whatever becomes of the old ones."""
@@ -324,7 +348,7 @@ class _Job:
             if len(files) == size:
                 return None, files
             self._alive(time.monotonic_ns())
-            time.sleep(POLL_SECONDS)
+            time.sleep(self.saver.poll_seconds)
 
     def _verdict(self) -> str | None:
         """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
@@ -334,7 +358,7 @@ class _Job:
                 return f"rank 0 has not said for {self.saver.silence_seconds:.0f} s whether it is complete"
             if (lost := self._lost(0)) is not None:
                 return lost
-            time.sleep(POLL_SECONDS)
+            time.sleep(self.saver.poll_seconds)
         for key in ("written", "failed", "progress", "beat"):
             self.channel.remove(f"{self.saver.rank}/{key}")
         if text:

@@ -7,7 +7,6 @@ that the training step can be read there without it.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import logging
 import weakref
@@ -28,6 +27,7 @@ from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.ending import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.build import Built
 from deepzero.runtime.engine_facts import EngineFacts
@@ -42,14 +42,23 @@ log = logging.getLogger(__name__)
 _SAVERS: weakref.WeakSet[Saver] = weakref.WeakSet()
 
 
-@atexit.register
+@before_the_end
 def _finish_saves() -> None:
-    """A program that ends just after an asynchronous save has its checkpoint; also one that ends with an error."""
+    """A program that ends just after an asynchronous save has its checkpoint."""
     for saver in list(_SAVERS):
         try:
             saver.wait()
         except CheckpointError as error:
             log.error("%s", error)
+
+
+def _agree_on(call: str, arguments: dict[str, Any]) -> None:
+    """Raise on every rank when one calls with other arguments than rank 0. A collective."""
+    first = process_group.broadcast_object(arguments)
+    other = [
+        f"{name}={value!r}, but rank 0 {first[name]!r}" for name, value in arguments.items() if value != first[name]
+    ]
+    agree(f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None)
 
 
 class EngineCheckpoints(EngineFacts):
@@ -68,6 +77,7 @@ class EngineCheckpoints(EngineFacts):
     _scaler: LossScaler
     _saver: Saver | None = None
     _backward_passes: int
+    _destroyed: bool
     _half_loaded: str | None = None
     """Set while model state is a mixture of two states, with the reason."""
 
@@ -106,8 +116,14 @@ class EngineCheckpoints(EngineFacts):
         Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._agree_to_save(str(save_dir), tag, keep_last)
+        save_dir = Path(save_dir).absolute()  # the program may change its folder while a thread writes
+        arguments = {
+            "save_dir": str(save_dir), "tag": tag, "save_latest": save_latest,
+            "exclude_frozen_parameters": exclude_frozen_parameters, "asynchronous": asynchronous,
+            "keep_last": keep_last,
+        }  # fmt: skip
         holdings = self._holdings()
+        self._agree_to_save(arguments)
 
         def gather(save_id: str) -> Collected:
             return collect(
@@ -118,26 +134,23 @@ class EngineCheckpoints(EngineFacts):
             self._saver = Saver(self.device, self.config.comm.timeout_seconds)
             _SAVERS.add(self._saver)
             self.comm.ledger.watch(SNAPSHOT, self._saver.held)
-        self._saver.save(Target(Path(save_dir), tag, save_latest, keep_last), gather, asynchronous)
+        self._saver.save(Target(save_dir, tag, save_latest, keep_last), gather, asynchronous)
         return True
 
-    def _agree_to_save(self, save_dir: str, tag: str, keep_last: int | None) -> None:
+    def _agree_to_save(self, arguments: dict[str, Any]) -> None:
         """Raise on every rank what speaks against a save on one."""
         problem = None
         try:
             self._refuse_half_loaded()
-            check_tag(tag)
-            if keep_last is not None and keep_last < 1:
+            check_tag(arguments["tag"])
+            if (keep_last := arguments["keep_last"]) is not None and keep_last is not None and keep_last < 1:
                 raise CheckpointError(f"keep_last={keep_last} must be at least 1")
             for group in self._zero.groups:
                 group.take_over_writes()
         except RuntimeError as error:
             problem = str(error)
         agree(problem)
-        first = process_group.broadcast_object((save_dir, tag))
-        if first != (save_dir, tag):
-            problem = f"save_checkpoint({save_dir!r}, {tag!r}), but rank 0 saves to {first}; pass the same"
-        agree(problem)
+        _agree_on("save_checkpoint", arguments)
         if self._backward_passes and self.global_rank == 0:
             log.warning(
                 "save_checkpoint within optimizer step %d: the gradients of its micro-batches so far are not saved; a "
@@ -197,6 +210,8 @@ class EngineCheckpoints(EngineFacts):
     save_fp16_model = save_16bit_model
 
     def _holdings(self) -> Holdings:
+        if self._destroyed:
+            raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
         partitioning = self._zero.partitioning
         frozen = partitioning.frozen if partitioning is not None else []
         return Holdings(self.module, self.optimizer, self._zero.groups, frozen, self.comm, self._zero.dtypes.compute)
@@ -253,8 +268,13 @@ class EngineCheckpoints(EngineFacts):
 
         Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
         """
-        if self._saver is not None:
-            self._saver.wait()
+        self.wait_for_checkpoint()
+        arguments = {
+            "load_dir": str(load_dir), "tag": tag, "load_module_strict": load_module_strict,
+            "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,
+            "load_module_only": load_module_only,
+        }  # fmt: skip
+        _agree_on("load_checkpoint", arguments)
         holdings = self._holdings()
         reader = open_checkpoint(load_dir, None if tag is None else str(tag), holdings if load_module_only else None)
         optimizer = load_optimizer_states and not load_module_only

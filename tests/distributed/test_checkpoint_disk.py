@@ -262,3 +262,69 @@ def test_an_unfinished_save_is_said(tmp_path):
     (tmp_path / ".saving-0123456789ab-x").mkdir()
     with pytest.raises(CheckpointError, match="its only save was interrupted"):
         folders.find(tmp_path, None)
+
+
+def two_engines(rank, world, folder):
+    """Both write at the same time, slowly, and one of them fails in its thread."""
+    first, second = engine_for(world, 2), engine_for(world, 2)
+    put = shard_file.put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "put", lambda file, view: (time.sleep(0.1), put(file, view)))
+        first.save_checkpoint(folder, tag="first", asynchronous=True)
+        second.save_checkpoint(folder, tag="second", asynchronous=True)
+        found = [said(first.wait_for_checkpoint), said(second.wait_for_checkpoint)]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(saver._Job, "_write_and_commit", lambda *_: 1 / 0)
+        patch.setattr(saver, "GONE_SECONDS", 1.0)
+        first.save_checkpoint(folder, tag="third", asynchronous=True)
+        found.append(said(first.wait_for_checkpoint))
+    first.destroy()
+    second.destroy()
+    return found, said(first.save_checkpoint, folder), said(first.load_checkpoint, folder)
+
+
+def test_two_engines_of_one_program_and_a_thread_that_fails(ranks, tmp_path):
+    for rank, (found, save, load) in enumerate(ranks.run(two_engines, tmp_path)):
+        assert found[:2] == [None, None]
+        assert ("gave no sign of life" if rank else "ZeroDivisionError") in found[2]
+        assert "the engine was destroyed" in save and "the engine was destroyed" in load
+    assert {"first", "second"} < set(names(tmp_path))
+
+
+def over_something_else(rank, world, folder):
+    engine = engine_for(world, 1)
+    found = [said(engine.save_checkpoint, folder, tag=tag) for tag in ("plots", "notes", "empty")]
+    engine.destroy()
+    return found
+
+
+def test_what_is_no_checkpoint_is_not_replaced(ranks, tmp_path):
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots" / "loss.png").write_text("mine")
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    for plots, notes, empty in ranks.run(over_something_else, tmp_path):
+        assert f"{tmp_path}/plots is there and is no checkpoint of deepzero" in plots
+        assert f"{tmp_path}/notes is there and is no checkpoint of deepzero" in notes
+        assert empty is None
+    assert (tmp_path / "plots" / "loss.png").read_text() == (tmp_path / "notes").read_text() == "mine"
+
+
+def other_arguments(rank, world, folder):
+    engine = engine_for(world, 1)
+    engine.save_checkpoint(folder)
+    found = [
+        said(engine.save_checkpoint, folder, exclude_frozen_parameters=rank == 1),
+        said(engine.load_checkpoint, folder, load_optimizer_states=rank == 0),
+        said(engine.load_checkpoint, folder if rank == 0 else folder / "elsewhere"),
+    ]
+    engine.destroy()
+    return found
+
+
+def test_ranks_that_pass_other_arguments(ranks, tmp_path):
+    for saved, loaded, elsewhere in ranks.run(other_arguments, tmp_path):
+        assert "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False" in saved
+        assert "load_checkpoint: this rank passes load_optimizer_states=False, but rank 0 True" in loaded
+        assert "load_checkpoint: this rank passes load_dir=" in elsewhere
