@@ -128,14 +128,17 @@ def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: 
         if path is not None:
             saved = engine.load_checkpoint(path)[1].get("data")
             sampler.go_on(engine.global_steps, engine.global_samples)
-            if saved != data_of(run, sampler) and engine.global_rank == 0:
-                print(
-                    f"the checkpoint was trained on {saved}, this run goes on with {data_of(run, sampler)}", flush=True
-                )
+            if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
+                print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        raise ConfigError(str(error)) from None
+        advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
+        raise ConfigError(str(error) + advice) from None
+    if engine.global_rank == 0:  # not before: a run that is refused removes nothing
+        when = clear(run_dir, going_on=engine.global_steps > 0)
+        if when is not None and path is None and elastic.restart_count() == 0:
+            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return engine.global_steps
 
 
@@ -326,7 +329,7 @@ def _checked_train(cfg: DictConfig, run_dir: str) -> None:
     os.environ["DEEPZERO_DEVICE"] = device
     if run.launch.threads_per_rank is not None:
         torch.set_num_threads(run.launch.threads_per_rank)
-    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), device, say=os.environ["RANK"] == "0")
+    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), device, take=os.environ["RANK"] == "0")
     train(run, run_dir)
 
 
@@ -379,17 +382,17 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
         raise
 
 
-def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, say: bool = True) -> RunConfig:
-    """Is there something to go on from? Then with its global batch; else what an earlier run left goes, and is said to.
+def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bool = True) -> RunConfig:
+    """Check what can be checked before ranks start; a run that goes on from a checkpoint keeps its global batch.
 
     Args:
-        run: the settings; checked here as far as they can be before anything is cleared.
+        run: the settings.
         run_dir: the run folder.
         world_size: ranks.
         device: theirs.
-        say: also take the folder, clear it, and print; for one process only, which has the folder until it ends.
+        take: also take the folder; for one process only, which has it until it ends.
     """
-    if say:
+    if take:
         try:
             acquire(run_dir)
         except CheckpointError as error:
@@ -401,9 +404,6 @@ def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, say: boo
     elif run.train.init_from is not None and not Path(run.train.init_from).exists():
         raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
     preflight(run, world_size, device)
-    when = clear(run_dir, going_on=path is not None) if say else None
-    if path is None and when is not None:
-        print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return run
 
 

@@ -24,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in report.problems:
         print(problem)
     if report.problems or report.manifest is None:
-        print(f"{report.path}: {len(report.problems)} problems", file=sys.stderr)
+        print(f"{report.path}: {len(report.problems)} problem{'s' * (len(report.problems) != 1)}", file=sys.stderr)
         return 1
     print(table(report))
     return 0

@@ -28,6 +28,8 @@ SAVING = ".saving-"
 REPLACED = ".replaced-"
 DELETING = ".deleting-"
 MAX_TAG_BYTES = 200
+RUN_CHECKPOINTS = "checkpoints"
+"""Inside the folder of a run of ``train.py``."""
 
 
 def check_tag(tag: str) -> None:
@@ -39,14 +41,14 @@ def check_tag(tag: str) -> None:
     if not _is_tag(tag):
         raise CheckpointError(
             f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "
-            f"with a dot, hold no slash, and no white space at its ends; and {LATEST!r} is taken"
+            f"with a dot, hold no slash or line break, no white space at its ends; and {LATEST!r} is taken"
         )
 
 
 def _is_tag(tag: str) -> bool:
     # Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow.
     fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES
-    return fits and tag == tag.strip() != LATEST and re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) is not None
+    return fits and tag == tag.strip() != LATEST and re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is not None
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
@@ -79,15 +81,19 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
     """The checkpoint that is meant.
 
     Args:
-        load_dir: the folder that checkpoints were saved to; without a tag it may also be a checkpoint itself.
+        load_dir: the folder that checkpoints were saved to, or the folder of a run of ``train.py``; without a tag it
+            may also be a checkpoint itself.
         tag: which one; None: the one that ``latest`` names.
 
     Raises:
         CheckpointError: there is none, or it is not complete.
     """
-    folder = Path(load_dir)
+    folder = Path(load_dir).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that checkpoints were saved to")
+    if (folder / RUN_CHECKPOINTS / LATEST).is_file() and not (folder / LATEST).exists() and not is_complete(folder):
+        folder /= RUN_CHECKPOINTS
+    named = ""
     if tag is None:
         if (folder / MANIFEST).exists() or is_complete(folder):
             return _complete(folder)
@@ -96,6 +102,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
             raise CheckpointError(_no_latest(folder))
         if not _is_tag(tag):
             raise CheckpointError(f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
+        named = f"{folder / LATEST} names {tag}, and "
     check_tag(str(tag))
     path = folder / str(tag)
     if not os.path.lexists(path):
@@ -105,7 +112,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
                 return left
         known = complete_tags(folder)
         there = f"there are: {', '.join(known)}" if known else "there is no complete checkpoint in this folder"
-        raise CheckpointError(f"{path} does not exist; {there}")
+        raise CheckpointError(f"{named}{path} does not exist; {there}")
     return _complete(path)
 
 

@@ -119,14 +119,27 @@ class Loader:
 
     def compare(self) -> None:
         """Raise a :class:`CheckpointError` on all ranks when the checkpoint does not fit one. Nothing changes."""
-        problem = None
+        problem, keys = None, (set[str](), set[str]())
         try:
             self._compare_model()
-            if self.parts.optimizer:
-                self._compare_optimizer()
+            keys = self._state_keys()
         except Exception as error:
             problem = reason(error)
         agree(problem)
+        if self.parts.optimizer:
+            # A rank may hold nothing; what the optimizer keeps is what it keeps on any rank.
+            everyone = process_group.all_gather_object(keys)
+            try:
+                self._compare_optimizer(*(set().union(*sets) for sets in zip(*everyone, strict=True)))
+            except Exception as error:
+                problem = reason(error)
+            agree(problem)
+
+    def _state_keys(self) -> tuple[set[str], set[str]]:
+        """What the optimizer keeps on this rank: for each element, and for a parameter as a whole."""
+        runs = [run for group in self.holdings.groups for run in self.holdings.runs(group)]
+        moments = {key for run in runs for key in self.holdings.moments(run)}
+        return moments, {key for run in runs for key in self.holdings.scalars(run)}
 
     def _compare_model(self) -> None:
         names = self.holdings.names()
@@ -160,20 +173,19 @@ class Loader:
         if text and self.holdings.comm.rank == 0:
             log.warning("%s does not fit the model in all: %s", self.reader.path, "; ".join(text))
 
-    def _compare_optimizer(self) -> None:
+    def _compare_optimizer(self, mine: set[str], numbers: set[str]) -> None:
         optimizer, saved = self.holdings.optimizer, self.manifest.optimizer
         advice = "load_optimizer_states=False loads the rest"
         here, there = class_name(optimizer), saved["class"]
-        runs = [run for group in self.holdings.groups for run in self.holdings.runs(group)]
-        mine = {key for run in runs for key in self.holdings.moments(run)}
         keys = {key for info in self.manifest.parameters.values() for key in info.tensors} - {MASTER, PARAMETER}
-        numbers = {key for run in runs for key in self.holdings.scalars(run)}
         numbers_there = {key for info in self.manifest.parameters.values() for key in info.state}
         if here != there and (not mine or (mine, numbers) != (keys, numbers_there)):
             raise CheckpointError(
                 f"{self.reader.path} has the state of {there} ({', '.join(sorted(keys | numbers_there)) or 'none'}), "
                 f"and this run's optimizer is {here}; {advice}"
             )
+        if here != there and self.holdings.comm.rank == 0:
+            log.warning("%s: the state of %s goes into %s, which keeps the same names", self.reader.path, there, here)
         if len(saved["groups"]) != len(optimizer.param_groups):
             raise CheckpointError(
                 f"{self.reader.path} has {len(saved['groups'])} optimizer groups, and this run has "

@@ -10,12 +10,12 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from deepzero.checkpoint.folder import complete_tags, find, latest_tag, read_manifest
+from deepzero.checkpoint.folder import RUN_CHECKPOINTS, complete_tags, find, latest_tag, read_manifest
 from deepzero.checkpoint.format import CheckpointError, Manifest
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS = RUN_CHECKPOINTS
 """Inside the run folder."""
 
 
@@ -49,8 +49,7 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
             )
         if resume is None or resume == "auto":
             return None
-        inside = Path(resume) / CHECKPOINTS
-        return find(inside if inside.is_dir() else resume, None)
+        return find(resume, None)
     except CheckpointError as error:
         raise ConfigError(f"train.resume={resume or 'null'}: {error}") from None
 

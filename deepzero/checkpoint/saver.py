@@ -187,6 +187,7 @@ class Saver:
         """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
         total = plan.data_bytes
         if self._kept is None or self._kept.numel() < total:
+            self._kept = None  # not both at once
             self._kept = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         copies, cursor = [], 0
         with torch.no_grad():
@@ -308,6 +309,9 @@ class _Job:
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
         self.channel.post("verdict", problem or "")
+        if problem is None:
+            with _FOLDERS:
+                self._prune()  # after the word: removing much takes long
         return problem
 
     def _install(self, files: dict[str, ShardInfo]) -> str | None:
@@ -316,7 +320,6 @@ class _Job:
             folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
         except Exception as error:
             return reason(error)
-        self._prune()
         return None
 
     def _prune(self) -> None:

@@ -8,6 +8,7 @@ other is an object with one key that begins with ``$``. Tensors and numpy arrays
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +58,8 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [encode(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
         kind = {tuple: "$tuple", set: "$set", frozenset: "$set"}.get(type(value))
         return items if isinstance(value, list) else {kind or "$tuple": items}
+    if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
+        return {"$counter": encode(dict(value), where, tensors)}
     if isinstance(value, Mapping):
         pairs = [(key, encode(item, f"{where}[{key!r}]", tensors)) for key, item in value.items()]
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
@@ -109,6 +112,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "$dtype": _dtype,
         "$tuple": lambda items: tuple(decode(item, tensors) for item in items),
         "$set": lambda items: {decode(item, tensors) for item in items},
+        "$counter": lambda counts: Counter(decode(counts, tensors)),
         "$dict": lambda pairs: {decode(key, tensors): decode(item, tensors) for key, item in pairs},
     }
     return makers[kind](content)

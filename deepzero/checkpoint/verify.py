@@ -134,6 +134,7 @@ def _read(report: Report, name: str) -> bytes | None:
 
 
 def _check_files(report: Report, manifest: Manifest) -> None:
+    # Only these names are opened: a manifest may say anything.
     expected = {shard_name(rank, manifest.world_size) for rank in range(manifest.world_size)}
     for name in sorted(expected ^ set(manifest.files)):
         wrong = "should be in it" if name in expected else "is no shard of these ranks"

@@ -8,6 +8,7 @@ skips :mod:`atexit`. A module of its own for the reason of :mod:`deepzero.comm.s
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable
 
 _FINISHERS: list[Callable[[], None]] = []
@@ -24,3 +25,10 @@ def finish() -> None:
     """Call what was asked for; nothing when it was called already."""
     while _FINISHERS:
         _FINISHERS.pop()()
+
+
+def finish_within(seconds: float) -> None:
+    """The same for a program that ends with an error: others wait for its end, so not for long."""
+    thread = threading.Thread(target=finish, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.comm.ending import finish
+from deepzero.comm.ending import finish, finish_within
 from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, registered
 from deepzero.config.parse import ConfigError
 
@@ -44,6 +44,8 @@ CONFIG_ERROR_EXIT = 2
 """Exit status for settings that cannot be used, as argparse has it."""
 FAILURE_EXIT = 1
 ORPHAN_POLL_SECONDS = 0.5
+FINISH_SECONDS = 10.0
+"""What a save under way gets when a rank ends with an error."""
 CONSEQUENCE_DELAY_SECONDS = 1.5
 """Under torchrun: a rank whose error may be another rank's echo waits this long; torchrun ends it before it speaks."""
 
@@ -219,11 +221,19 @@ def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None 
     """End a rank that torchrun has started: tell torchrun, tell the user, leave. See :func:`run_here`."""
     report = describe(error, int(os.environ["RANK"]))
     _tell_peers(report)
+    _finish_after(report)
     if report.peer_gone or (report.kind == "config" and os.environ["LOCAL_RANK"] != "0"):
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     print(report.text(), file=sys.stderr, flush=True)
     _tell_torchrun(report)
     _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.text(), on_failure)
+
+
+def _finish_after(report: Report) -> None:
+    """Ranks often have the same error, and a save under way can still become complete; not where a peer is gone."""
+    if not report.peer_gone:
+        with contextlib.suppress(Exception):
+            finish_within(FINISH_SECONDS)
 
 
 def _tell_torchrun(report: Report) -> None:
@@ -286,6 +296,7 @@ def main(job_path: str) -> NoReturn:
         report = describe(error, rank)
         write_report(folder, report)
         _tell_peers(report)
+        _finish_after(report)
         _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.title, None)
 
 

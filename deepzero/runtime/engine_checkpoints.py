@@ -25,6 +25,7 @@ from deepzero.checkpoint.load import Loader, Parts, agree, open_checkpoint
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
 from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
+from deepzero.checkpoint.values import decode
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ending import before_the_end
@@ -116,7 +117,7 @@ class EngineCheckpoints(EngineFacts):
         Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        save_dir = Path(save_dir).absolute()  # the program may change its folder while a thread writes
+        save_dir = Path(save_dir).expanduser().absolute()  # the program may change its folder while a thread writes
         arguments = {
             "save_dir": str(save_dir), "tag": tag, "save_latest": save_latest,
             "exclude_frozen_parameters": exclude_frozen_parameters, "asynchronous": asynchronous,
@@ -204,7 +205,9 @@ class EngineCheckpoints(EngineFacts):
             problem = str(error)
         agree(problem)
         with self.comm.ledger.aside(), torch.no_grad():
-            save_gathered(self._holdings(), Path(save_dir), name, not exclude_frozen_parameters, max_shard_size)
+            save_gathered(
+                self._holdings(), Path(save_dir).expanduser(), name, not exclude_frozen_parameters, max_shard_size
+            )
         return True
 
     save_fp16_model = save_16bit_model
@@ -285,19 +288,38 @@ class EngineCheckpoints(EngineFacts):
             schedule = self._saved_schedule(loader)
         client_state = loader.values(reader.manifest.client_state)
         self._fill(loader)
+        self._take_over(loader, schedule, optimizer, load_module_only)
+        return str(reader.path), client_state
+
+    def _take_over(self, loader: Loader, schedule: Any, optimizer: bool, module_only: bool) -> None:
+        """What is no tensor: hyper-parameters, schedule, counters, generators. Then the load is complete."""
         problem = None
         try:
             if optimizer:
                 loader.apply_optimizer()
             if schedule is not None:
                 self.lr_scheduler.load_state_dict(schedule)
-            if not load_module_only:
+            if not module_only:
                 self._take_counters(loader, optimizer)
         except Exception as error:  # a schedule of the caller's may raise anything
-            problem = f"{reader.path}: what it says of optimizer, schedule or generators does not fit: {reason(error)}"
+            what = "what it says of optimizer, schedule or generators does not fit"
+            problem = f"{loader.reader.path}: {what}: {reason(error)}"
         agree(problem)
         self._half_loaded = None
-        return str(reader.path), client_state
+        if optimizer:
+            self._say_other_rates(loader)
+
+    def _say_other_rates(self, loader: Loader) -> None:
+        """A schedule with other settings goes on at its own rates: wanted, perhaps, and said."""
+        there = [decode(group.get("lr"), {}) for group in loader.manifest.optimizer["groups"]]
+        here = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if there != here and self.global_rank == 0:
+            log.warning(
+                "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
+                "are others than those of the run that was saved",
+                here,
+                there,
+            )
 
     def _fill(self, loader: Loader) -> None:
         """Values into tensors, and from masters into the parameters. The caller says when all is loaded."""

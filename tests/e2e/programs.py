@@ -50,8 +50,10 @@ def misbehave(how: str, folder: str) -> None:
         fail_twice(rank, Path(folder))
     if how == "note":
         leave_a_note(rank)
-    if how == "save":
+    if how in ("save", "save and fail"):
         save_slowly(Path(folder))
+        if how == "save and fail":
+            raise ValueError("all ranks alike")
     if how in ("stop", "stubborn"):
         wait_for_the_stop(rank, Path(folder), how == "stubborn")
     process_group.shutdown()

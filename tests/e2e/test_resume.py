@@ -65,7 +65,7 @@ def stop_with_sigterm(command_line: list[str], cwd: Path) -> tuple[runs.Done, in
         assert command.processes() == {}
     step = runs.steps_taken(run_dir)
     assert 15 <= step < STEPS
-    assert f"stopped by SIGTERM after step {step}; a checkpoint was saved" in done.out
+    assert f"stopped by SIGTERM after step {step}; saved, and the same command goes on" in done.out
     assert f"step_{step:08d}" in checkpoints(run_dir)
     assert len(checkpoints(run_dir)) == 2
     return done, step
