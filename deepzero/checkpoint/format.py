@@ -16,7 +16,8 @@
     is not trained has no master and is stored as ``parameter``. Anything that all ranks hold alike is stored once.
 
     Every shard is cut into *blocks* of ``block_bytes``, each with a CRC-32 in the manifest. A reader needs some byte
-    ranges only, and checks exactly the blocks that it reads; ``sha256`` is of the whole file. The manifest's own hash
+    ranges only, and checks exactly the blocks that it reads; ``sha256`` is of the whole file,
+    if training waited for the save. The manifest's own hash
     is in ``COMMIT``: so nothing can be changed without being noticed.
 
 The format is described for other programs in ``docs/checkpoints.md``.
@@ -49,7 +50,7 @@ RESERVED = (MASTER, PARAMETER, BUFFER, RNG, CLIENT)
 
 MAX_BLOCKS = 4096
 MIN_BLOCK_BYTES = 128
-HEAD_ALIGN = 256
+HEAD_ALIGN = 4096
 """The data of a shard begins at a multiple of this many bytes."""
 
 ITEMSIZE = {
@@ -109,7 +110,9 @@ class ShardInfo:
 
     rank: int
     bytes: int
-    sha256: str
+    sha256: str | None
+    """None for an asynchronous save, where it would cost training more than all the rest; the CRC-32s are there, and
+    the SHA-256 of the manifest that holds them is in ``COMMIT``."""
     block_bytes: int
     crc32: str
     """Eight hexadecimal digits for each block, in order."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import shutil
 import threading
@@ -185,23 +186,19 @@ class Saver:
 
     def _snapshot(self, plan: ShardPlan) -> tuple[ShardPlan, Callable[[], None]]:
         """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
-        total = plan.data_bytes
-        if self._kept is None or self._kept.numel() < total:
+        if self._kept is None or self._kept.numel() < plan.bytes:
             self._kept = None  # not both at once
-            self._kept = torch.empty(total, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        copies, cursor = [], 0
-        with torch.no_grad():
-            for entry, row in zip(plan.entries, plan.rows, strict=True):
-                copy = self._kept[cursor : cursor + row.nbytes].view(entry.tensor.dtype)
-                copy.copy_(entry.tensor.detach(), non_blocking=True)
-                copies.append(copy)
-                cursor += row.nbytes
+            if self.device.type == "cuda":
+                self._kept = torch.empty(plan.bytes, dtype=torch.uint8, pin_memory=True)
+            else:  # a mapping begins at a page, which writing past the page cache asks for
+                self._kept = torch.frombuffer(mmap.mmap(-1, plan.bytes), dtype=torch.uint8)
+        copied = plan.copy_into(self._kept)
         ready: Callable[[], None] = _nothing
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
             ready = event.synchronize
-        return plan.with_tensors(copies), ready
+        return copied, ready
 
 
 def _nothing() -> None:

@@ -10,12 +10,14 @@ Source: the format is eight bytes of length, a JSON header, the data without hol
 from __future__ import annotations
 
 import bisect
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +28,7 @@ from deepzero.checkpoint.format import HEAD_ALIGN, ITEMSIZE, CheckpointError, Ro
 from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
 
 WRITE_BYTES = 1 << 20
+PAGE_BYTES = 4096
 READ_BYTES = 8 << 20
 
 
@@ -47,21 +50,23 @@ class ShardPlan:
     entries: tuple[Entry, ...]
     rows: tuple[Row, ...]
     header: bytes
+    image: memoryview | None = None
+    """The whole file in memory, at the start of a page: a snapshot."""
 
     @property
     def bytes(self) -> int:
         """Of the whole file."""
         return len(self.header) + sum(row.nbytes for row in self.rows)
 
-    @property
-    def data_bytes(self) -> int:
-        """Without the header."""
-        return self.bytes - len(self.header)
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ShardPlan:
-        """The same places for other tensors of the same extents."""
-        moved = [Entry(e.key, e.name, e.start, t) for e, t in zip(self.entries, tensors, strict=True)]
-        return ShardPlan(tuple(moved), self.rows, self.header)
+    def copy_into(self, memory: torch.Tensor) -> ShardPlan:
+        """The same plan with everything in ``memory``, 1-D bytes on the CPU; on a GPU the copies are only queued."""
+        memory = memory[: self.bytes]
+        memory[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
+        with torch.no_grad():
+            for entry, row in zip(self.entries, self.rows, strict=True):
+                copy = memory[row.offset : row.offset + row.nbytes].view(entry.tensor.dtype)
+                copy.copy_(entry.tensor.detach(), non_blocking=True)
+        return ShardPlan((), self.rows, self.header, memoryview(memory.numpy()))  # type: ignore[arg-type]
 
 
 def plan_shard(entries: Iterable[Entry], metadata: dict[str, str]) -> ShardPlan:
@@ -103,15 +108,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class _Digest:
-    """SHA-256 of everything and CRC-32 of each block, of bytes that come in any portions."""
+    """CRC-32 of each block, and SHA-256 of everything if there is time, of bytes that come in any portions."""
 
-    def __init__(self, block_bytes: int) -> None:
-        self.block_bytes, self.sha256 = block_bytes, hashlib.sha256()
+    def __init__(self, block_bytes: int, whole: bool) -> None:
+        self.block_bytes, self._sha256 = block_bytes, hashlib.sha256() if whole else None
         self._crcs: list[int] = []
         self._crc = self._filled = 0
 
     def update(self, view: memoryview) -> None:
-        self.sha256.update(view)
+        if self._sha256 is not None:
+            self._sha256.update(view)
         while len(view):
             part = view[: self.block_bytes - self._filled]
             self._crc = zlib.crc32(part, self._crc)
@@ -124,6 +130,9 @@ class _Digest:
         self._crcs.append(self._crc)
         self._crc = self._filled = 0
 
+    def whole(self) -> str | None:
+        return self._sha256.hexdigest() if self._sha256 is not None else None
+
     def crc32(self) -> str:
         if self._filled:
             self._close()
@@ -132,7 +141,8 @@ class _Digest:
 
 def put(file: BinaryIO, view: memoryview) -> None:
     """Every byte of every shard goes through here; a test can make the disk slow, or full."""
-    file.write(view)
+    while len(view):
+        view = view[file.write(view) :]
 
 
 def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int], None]) -> ShardInfo:
@@ -147,12 +157,15 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
     Raises:
         OSError: what the system says, with the file's name.
     """
-    digest = _Digest(block_bytes_for(plan.bytes))
+    behind = plan.image is not None
+    digest = _Digest(block_bytes_for(plan.bytes), whole=not behind)
     written, said = 0, time.monotonic()
     try:
-        with open(path, "xb", buffering=WRITE_BYTES) as file:
+        with _new_file(path, behind) as file:
             for part in _portions_of(plan):
                 digest.update(part)
+                if len(part) % PAGE_BYTES and behind:
+                    _use_page_cache(file)  # the rest of less than a page
                 put(file, part)
                 written += len(part)
                 if time.monotonic() - said > 1.0:
@@ -162,16 +175,44 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    crc32 = digest.crc32()
-    return ShardInfo(rank, plan.bytes, digest.sha256.hexdigest(), digest.block_bytes, crc32, plan.rows)
+    return ShardInfo(rank, plan.bytes, digest.whole(), digest.block_bytes, digest.crc32(), plan.rows)
 
 
 def _portions_of(plan: ShardPlan) -> Iterator[memoryview]:
-    yield memoryview(plan.header)
+    views = [plan.image] if plan.image is not None else [memoryview(plan.header), *map(bytes_of, _tensors(plan))]
+    for view in views:
+        whole_pages = len(view) // PAGE_BYTES * PAGE_BYTES if plan.image is not None else len(view)
+        for start in range(0, whole_pages, WRITE_BYTES):
+            yield view[start : min(start + WRITE_BYTES, whole_pages)]
+        if whole_pages < len(view):
+            yield view[whole_pages:]
+
+
+def _tensors(plan: ShardPlan) -> Iterator[torch.Tensor]:
     for entry in plan.entries:
-        view = bytes_of(entry.tensor)
-        for start in range(0, len(view), WRITE_BYTES):
-            yield view[start : start + WRITE_BYTES]
+        yield entry.tensor
+
+
+def _new_file(path: Path, direct: bool) -> BinaryIO:
+    """A new file; a snapshot goes past the page cache, where that is possible.
+
+    What training waits for is not the disk but the processor: to let the system copy 590 MB into fresh pages took 1.4 s
+    of a core that a rank wanted, and to let the disk read them from our memory 0.06 s.
+    """
+    flag = getattr(os, "O_DIRECT", 0) if direct else 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        handle = os.open(path, flags | flag, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        handle = os.open(path, flags, 0o644)  # a file system that has no other way
+    return os.fdopen(handle, "wb", buffering=0 if direct else WRITE_BYTES)
+
+
+def _use_page_cache(file: BinaryIO) -> None:
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

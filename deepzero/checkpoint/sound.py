@@ -84,7 +84,10 @@ def _file(name: str, info: ShardInfo, world_size: int) -> None:
     _need(_count(info.rank, f"the rank of {name}") < world_size, f"{name} is of rank {info.rank}")
     _count(info.bytes, f"'bytes' of {name}")
     _count(info.block_bytes, f"'block_bytes' of {name}", 1)
-    _need(re.fullmatch(r"[0-9a-f]{64}", info.sha256) is not None, f"'sha256' of {name} is {info.sha256!r}")
+    _need(
+        info.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", str(info.sha256)) is not None,
+        f"'sha256' of {name} is {info.sha256!r}",
+    )
     crcs = re.fullmatch(r"[0-9a-f]*", info.crc32) is not None and len(info.crc32) == 8 * info.blocks
     _need(crcs, f"'crc32' of {name} is not eight hexadecimal digits for each of {info.blocks} blocks")
     for row in info.rows:

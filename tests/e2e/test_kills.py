@@ -8,7 +8,6 @@ run that nobody has disturbed.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import random
@@ -23,6 +22,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from deepzero.checkpoint import folder as folders
+from deepzero.checkpoint.verify import verify as check_all
 from tests.e2e import runs
 from tests.e2e.kill_program import DONE, FAILED, KEEP_LAST
 
@@ -222,10 +222,9 @@ def look_from_outside(line: Line, tally: Tally, zygote: Zygote) -> None:
 
 def verify(path: Path) -> int:
     """Compare every hash of a checkpoint; its step."""
-    manifest = folders.read_manifest(path)
-    for name, info in manifest.files.items():
-        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == info.sha256, path / name
-    return manifest.counters["global_steps"]
+    report = check_all(path)
+    assert report.problems == [] and report.manifest is not None
+    return report.manifest.counters["global_steps"]
 
 
 def kills(zygote: Zygote, lines: list[Line], count: int, seed: int) -> Tally:
