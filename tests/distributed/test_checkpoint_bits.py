@@ -20,7 +20,7 @@ def straight(rank, world, stage, until, changes):
     return result
 
 
-SAMPLE = {(0, "fp16", 3), (1, "bf16", 1), (2, "fp16", 1), (2, "bf16", 3), (3, "fp32", 1), (3, "bf16", 3)}
+SAMPLE = {(0, "fp16", 3), (1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 3)}
 KINDS = [
     pytest.param(*kind, marks=[] if kind in SAMPLE else [pytest.mark.slow])
     for kind in itertools.product((0, 1, 2, 3), ("bf16", "fp16", "fp32"), (1, 3))
@@ -50,7 +50,7 @@ def test_ten_and_ten_steps_are_twenty(ranks, tmp_path, stage, precision, accumul
 PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
 
 
-MARKS = {(2, 2): [], (3, 3): [], (0, 4): [pytest.mark.slow], (1, 1): [pytest.mark.slow]}
+MARKS = {(2, 2): [], (3, 3): [pytest.mark.slow]}
 FROM = [pytest.param(*place, marks=MARKS.get(place, [pytest.mark.exhaustive])) for place in PLACES]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -162,7 +164,12 @@ def resume(rank, world, folder, what, stage):
     return at_three[2]
 
 
-@pytest.mark.parametrize("what", [*OPTIMIZERS, *GROUPS])
+def some(cases: Iterable[Any], first: int) -> list[Any]:
+    """The first ones in every run of the tests, the others in the slow one."""
+    return [pytest.param(case, marks=[] if place < first else [pytest.mark.slow]) for place, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("what", some([*OPTIMIZERS, *GROUPS], 4))
 def test_optimizers(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 2)
 
@@ -173,12 +180,12 @@ def test_state_that_the_first_step_makes_in_stage_0(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 0)
 
 
-@pytest.mark.parametrize("what", SCHEDULES)
+@pytest.mark.parametrize("what", some(SCHEDULES, 2))
 def test_schedules_of_torch(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 1)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", some([0, 3, 1, 2], 2))
 def test_special_parameters_and_buffers(ranks, tmp_path, stage):
     """Three ranks are more than some of the parameters have elements."""
     ranks.run(resume, tmp_path, "special", stage, world_size=3)
@@ -213,7 +220,7 @@ def without_frozen(rank, world, folder, stage):
     return strictly
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", some([0, 3, 1, 2], 2))
 def test_frozen_parameters_left_out(ranks, tmp_path, stage):
     for strictly in ranks.run(without_frozen, tmp_path, stage):
         assert "3 missing there (blocks.0.1.bias, frozen.bias, frozen.weight)" in strictly

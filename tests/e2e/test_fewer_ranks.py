@@ -105,7 +105,7 @@ def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny: list[str], tmp_pat
     same_steps(tmp_path / "whole" / "run", run_dir, steps)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_joins_a_running_job(tiny: list[str], tmp_path: Path) -> None:
     steps = 400
     own = [a for a in COMMON if not a.startswith("hydra.run.dir")]

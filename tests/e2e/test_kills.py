@@ -1,6 +1,6 @@
 """Ranks that are killed at any instant, in the middle of a save above all: what was saved is there, whole, and right.
 
-Two hundred lives in a row go on from each other's checkpoints (twelve without ``-m slow``). After each kill the folder
+Two hundred lives in a row go on from each other's checkpoints (four without ``-m exhaustive``). After each kill the folder
 is looked at from outside; at the start of each life the loaded bits and then every loss are compared with those of a
 run that nobody has disturbed.
 """
@@ -240,7 +240,7 @@ def test_four_kills(zygote: Zygote) -> None:
     assert tally.during_save >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_twelve_kills(zygote: Zygote) -> None:
     tally = kills(zygote, [make_line(zygote, 2, "fp32", 60)], 12, seed=2)
     assert tally.during_save >= 3

@@ -57,7 +57,7 @@ def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_
     assert lines(attempts) == ["0"]
 
 
-@pytest.mark.parametrize("launched_by", ["launcher", "torchrun"])
+@pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> None:
     start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
     with runs.started([*start, PROGRAMS, "stop", str(tmp_path)], tmp_path) as command:

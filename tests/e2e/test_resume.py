@@ -85,7 +85,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(reference: Reference, tiny: 
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [["zero.stage=0"], ["zero.stage=1", "precision=bf16", "train.save_async=false"], ["zero.stage=3"]],
@@ -132,7 +132,7 @@ def test_a_killed_rank_is_started_again(reference: Reference, tiny: list[str], t
     assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_before_the_first_checkpoint(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [*tiny, *LONG, *STAGE_2, "train.save_every=1000", "launch.max_restarts=2"]
@@ -148,7 +148,7 @@ def test_killed_before_the_first_checkpoint(reference: Reference, tiny: list[str
     assert runs.trajectory(run_dir) == runs.trajectory(reference(*STAGE_2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_kills_than_restarts(tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with runs.started(training(*tiny, *LONG, "train.steps=100000", "launch.max_restarts=1"), tmp_path) as command:
