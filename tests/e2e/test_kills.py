@@ -1,8 +1,8 @@
 """Ranks that are killed at any instant, in the middle of a save above all: what was saved is there, whole, and right.
 
-Two hundred lives in a row go on from each other's checkpoints (four without ``-m exhaustive``). After each kill the folder
-is looked at from outside; at the start of each life the loaded bits and then every loss are compared with those of a
-run that nobody has disturbed.
+Two hundred lives in a row go on from each other's checkpoints (four without ``-m exhaustive``). After each kill the
+folder is looked at from outside; at the start of each life the loaded bits and then every loss are compared with those
+of a run that nobody has disturbed.
 """
 
 from __future__ import annotations
