@@ -35,7 +35,17 @@ _SCALARS = (
     "gradient_clipping",
     "steps_per_print",
 )
-_BLOCKS = ("zero_optimization", "fp16", "bf16", "bfloat16", "comm", "optimizer", "scheduler", "data_types")
+_BLOCKS = (
+    "checkpoint",
+    "zero_optimization",
+    "fp16",
+    "bf16",
+    "bfloat16",
+    "comm",
+    "optimizer",
+    "scheduler",
+    "data_types",
+)
 _OFFLOAD = ("offload_optimizer", "offload_param")
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32"), "fp32"),
@@ -58,7 +68,6 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
         "ranks that give different tags always raise",
     ),
     "checkpoint.use_node_local_storage": ((False,), "checkpoints lie in one folder that all ranks see"),
-    "checkpoint.parallel_write.pipeline_stage": ((False,), "every rank writes its own shard"),
     "disable_allgather": ((False,), ""),
     "zero_optimization.contiguous_gradients": ((True,), "buckets are always contiguous"),
     "zero_optimization.allgather_partitions": ((True,), "parameters are published by all-gather"),
@@ -212,6 +221,9 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
         settings["optimizer"] = OptimizerConfig(*_typed(given, "optimizer"))
     if given.get("scheduler") is not None:
         settings["scheduler"] = SchedulerConfig(*_typed(given, "scheduler"))
+    for key in _block(given, "checkpoint"):
+        known = [name.removeprefix("checkpoint.") for name in SATISFIED if name.startswith("checkpoint.")]
+        raise _refused(key, known, "checkpoint")
     types = _block(given, "data_types")
     for key in types:
         if key != "grad_accum_dtype":

@@ -98,7 +98,7 @@ def test_every_stage_goes_on(overrides: list[str], reference: Reference, tiny: l
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*overrides))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_to_torchrun(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
     command_line = training(*tiny, *LONG, *STAGE_2, by=TORCHRUN)
     done, step = stop_with_sigterm(command_line, tmp_path)

@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> No
     assert contents(tmp_path) == before
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -> None:
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     done = runs.train(*tiny, *SHORT, cwd=tmp_path)
@@ -110,7 +110,7 @@ def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
     assert runs.summary(run_dir)["error"] == "stopped by SIGTERM"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
@@ -125,7 +125,7 @@ def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) 
         assert not (run_dir / "summary.json").exists()  # the second one's failure is not the first one's
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["run", "run/checkpoints/step_00000004"])
 def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], tmp_path: Path) -> None:
     before = contents(used)
@@ -141,7 +141,7 @@ def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], 
     assert runs.summary(run_dir)["resumed_from_step"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Path) -> None:
     done = runs.train(*tiny, *SHORT, "train.keep_last=null", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
@@ -151,7 +151,7 @@ def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Pat
     assert checkpoints(tmp_path / "run") == ["step_00000005"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
     weights = f"train.init_from={used / 'run' / 'checkpoints'}"
     done = runs.train(*tiny, *SHORT, weights, cwd=tmp_path)

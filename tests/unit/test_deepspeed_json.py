@@ -83,7 +83,7 @@ def test_defaults_are_deepspeeds():
         ({"aio": {"block_size": 1}}, "'aio' is a DeepSpeed key that deepzero does not implement"),
         ({"zero_optimization": {"legacy_stage1": False}}, "'zero_optimization.legacy_stage1' is a DeepSpeed key"),
         ({"checkpoint": {"use_node_local_storage": True}}, "one folder that all ranks see"),
-        ({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, "every rank writes its own shard"),
+        ({"checkpoint": {"parallel_write": {"pipeline_stage": True}}}, "checkpoint.parallel_write"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both true"),
         ({"bf16": {"enable": True}}, "enabled"),
         ({"fp16": {"enabled": False, "loss_scal": 1}}, "loss_scale"),
