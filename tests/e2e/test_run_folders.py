@@ -131,7 +131,8 @@ def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], 
     before = contents(used)
     more = ["train.steps=6", "scheduler=constant"]
     done = runs.train(*tiny, *SHORT, *more, f"train.resume={used / source}", cwd=tmp_path)
-    assert (done.status, done.err) == (0, "")
+    assert done.status == 0, done.err
+    assert done.err.startswith("the learning rate goes on at"), "another schedule is taken, and said"
     assert "going on after step 4" in done.out
     assert contents(used) == before
     run_dir = tmp_path / "run"
