@@ -8,8 +8,9 @@
 
 Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
 notes (``comm/side_channel.py``), never through the process group, which belongs to the training thread. On Linux it has
-the lowest priority: it works while the training thread waits for the network. When training has found that a rank is
-gone, the thread waits no longer either.
+the lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor time,
+and that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no longer
+either.
 
 A save that fails is removed, the checkpoint before it stays what it was, and every rank raises: at once, or for an
 asynchronous save at the next one or in :meth:`Saver.wait`.

@@ -10,13 +10,14 @@ Source: the format is eight bytes of length, a JSON header, the data without hol
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ from typing import BinaryIO
 
 import torch
 
-from deepzero.checkpoint.format import HEAD_ALIGN, ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
+from deepzero.checkpoint.format import ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
+from deepzero.checkpoint.headers import make_header
 from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
 
 WRITE_BYTES = 1 << 20
@@ -79,26 +81,19 @@ def plan_shard(entries: Iterable[Entry], metadata: dict[str, str]) -> ShardPlan:
         metadata: strings for safetensors' ``__metadata__``.
     """
     ordered = sorted(entries, key=lambda entry: -entry.tensor.element_size())
-    header: dict[str, object] = {"__metadata__": metadata}
     relative: list[Row] = []
     cursor = 0
     for entry in ordered:
         if entry.tensor.dtype not in DTYPES:
             raise CheckpointError(f"{entry.key}/{entry.name} is {entry.tensor.dtype}, which a checkpoint cannot hold")
         row = Row(entry.key, entry.name, DTYPES[entry.tensor.dtype], entry.start, entry.tensor.numel(), cursor)
-        if row.tensor_name in header:
-            raise CheckpointError(f"two tensors of one shard are called {row.tensor_name!r}")
-        header[row.tensor_name] = {
-            "dtype": row.dtype,
-            "shape": [row.numel],
-            "data_offsets": [cursor, cursor + row.nbytes],
-        }
         relative.append(row)
         cursor += row.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % HEAD_ALIGN)
-    head = len(text).to_bytes(8, "little") + text
-    rows = [Row(r.key, r.name, r.dtype, r.start, r.numel, r.offset + len(head)) for r in relative]
+    names = Counter(row.tensor_name for row in relative)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise CheckpointError(f"two tensors of one shard are called {twice[0]!r}")
+    head = make_header([(row.tensor_name, row.dtype, (row.numel,)) for row in relative], metadata)
+    rows = [dataclasses.replace(row, offset=row.offset + len(head)) for row in relative]
     return ShardPlan(tuple(ordered), tuple(rows), head)
 
 
