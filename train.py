@@ -401,7 +401,7 @@ def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bo
     if path is not None:
         manifest = manifest_of(path, run.train.steps)
         run = dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
-    elif run.train.init_from is not None and not Path(run.train.init_from).exists():
+    elif run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
         raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
     preflight(run, world_size, device)
     return run

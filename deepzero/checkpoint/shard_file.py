@@ -159,9 +159,10 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
         with _new_file(path, behind) as file:
             for part in _portions_of(plan):
                 digest.update(part)
-                if len(part) % PAGE_BYTES and behind:
-                    _use_page_cache(file)  # the rest of less than a page
-                put(file, part)
+                if behind:
+                    _put_direct(file, part, written)
+                else:
+                    put(file, part)
                 written += len(part)
                 if time.monotonic() - said > 1.0:
                     said = time.monotonic()
@@ -174,18 +175,20 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
 
 
 def _portions_of(plan: ShardPlan) -> Iterator[memoryview]:
-    views = [plan.image] if plan.image is not None else [memoryview(plan.header), *map(bytes_of, _tensors(plan))]
-    for view in views:
-        whole_pages = len(view) // PAGE_BYTES * PAGE_BYTES if plan.image is not None else len(view)
-        for start in range(0, whole_pages, WRITE_BYTES):
-            yield view[start : min(start + WRITE_BYTES, whole_pages)]
-        if whole_pages < len(view):
-            yield view[whole_pages:]
-
-
-def _tensors(plan: ShardPlan) -> Iterator[torch.Tensor]:
+    """The file's bytes in order. Live tensors are looked at one by one: from a GPU each is a copy."""
+    if plan.image is not None:
+        whole_pages = len(plan.image) // PAGE_BYTES * PAGE_BYTES
+        yield from _cut(plan.image[:whole_pages])
+        yield from _cut(plan.image[whole_pages:])
+        return
+    yield memoryview(plan.header)
     for entry in plan.entries:
-        yield entry.tensor
+        yield from _cut(bytes_of(entry.tensor))
+
+
+def _cut(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), WRITE_BYTES):
+        yield view[start : start + WRITE_BYTES]
 
 
 def _new_file(path: Path, direct: bool) -> BinaryIO:
@@ -203,6 +206,20 @@ def _new_file(path: Path, direct: bool) -> BinaryIO:
             raise
         handle = os.open(path, flags, 0o644)  # a file system that has no other way
     return os.fdopen(handle, "wb", buffering=0 if direct else WRITE_BYTES)
+
+
+def _put_direct(file: BinaryIO, part: memoryview, offset: int) -> None:
+    """Past the page cache but for the last bytes, which are less than a page, and where the disk asks for more."""
+    if len(part) % PAGE_BYTES == 0:
+        try:
+            put(file, part)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            file.seek(offset)
+    _use_page_cache(file)
+    put(file, part)
 
 
 def _use_page_cache(file: BinaryIO) -> None:

@@ -272,6 +272,7 @@ class EngineCheckpoints(EngineFacts):
         Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
         """
         self.wait_for_checkpoint()
+        load_dir = Path(load_dir).expanduser()
         arguments = {
             "load_dir": str(load_dir), "tag": tag, "load_module_strict": load_module_strict,
             "load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states,

@@ -328,3 +328,31 @@ def test_ranks_that_pass_other_arguments(ranks, tmp_path):
         assert "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False" in saved
         assert "load_checkpoint: this rank passes load_optimizer_states=False, but rank 0 True" in loaded
         assert "load_checkpoint: this rank passes load_dir=" in elsewhere
+
+
+def want_more(rank, world, folder):
+    """A disk that refuses what goes past the page cache, after it has taken a part of it."""
+    engine = engine_for(world, 2)
+    steps(engine, rank, world, 1)
+    put, refused = shard_file.put, []
+
+    def particular(file, view):
+        if not refused:
+            refused.append(file)
+            file.write(view[: shard_file.PAGE_BYTES])
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        put(file, view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "put", particular)
+        engine.save_checkpoint(folder, asynchronous=True)
+        engine.wait_for_checkpoint()
+    kept = fingerprints(engine)
+    steps(engine, rank, world, 2)
+    engine.load_checkpoint(folder)
+    assert refused and fingerprints(engine) == kept
+    engine.destroy()
+
+
+def test_a_disk_that_wants_the_page_cache(ranks, tmp_path):
+    ranks.run(want_more, tmp_path, world_size=2)
