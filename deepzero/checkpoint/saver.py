@@ -303,6 +303,8 @@ class _Job:
         problem, files = self._gather(mine)
         if problem is None:
             with _FOLDERS:
+                # What kills before their own removals have left: never more than one checkpoint too many lies there.
+                self._prune(besides=1)
                 problem = self._install(files)
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -320,11 +322,11 @@ class _Job:
             return reason(error)
         return None
 
-    def _prune(self) -> None:
-        """The new checkpoint is complete, whatever becomes of the old ones."""
+    def _prune(self, besides: int = 0) -> None:
+        """Remove old checkpoints but for ``keep_last`` with the new one, and ``besides``; a failure is only said."""
         if self.target.keep_last is not None:
             try:
-                folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
+                folders.prune(self.target.folder, self.target.tag, self.target.keep_last + besides)
             except OSError as error:
                 log.warning("%s: old checkpoints could not be removed (%s)", self.target.folder, reason(error))
 

@@ -330,6 +330,32 @@ def test_ranks_that_pass_other_arguments(ranks, tmp_path):
         assert "load_checkpoint: this rank passes load_dir=" in elsewhere
 
 
+def leave_surplus(rank, world, folder):
+    """Kills between a commit and the removal of old checkpoints leave one more each; the next save takes them along."""
+    engine = engine_for(world, 2)
+    steps(engine, rank, world, 1)
+    for number in range(1, 6):
+        engine.save_checkpoint(folder, tag=f"step_{number}")
+    seen = []
+    commit = folders.commit
+
+    def counting(*arguments):
+        seen.append(len(folders.complete_tags(folder)))
+        commit(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "commit", counting)
+        engine.save_checkpoint(folder, tag="step_6", keep_last=2)
+    assert seen == ([2] if rank == 0 else [])
+    engine.barrier()
+    assert folders.complete_tags(folder) == ["step_5", "step_6"]
+    engine.destroy()
+
+
+def test_what_kills_have_left_is_removed_before_more_is_added(ranks, tmp_path):
+    ranks.run(leave_surplus, tmp_path, world_size=2)
+
+
 def want_more(rank, world, folder):
     """A disk that refuses what goes past the page cache, after it has taken a part of it."""
     engine = engine_for(world, 2)
