@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.models", 4),
     ("deepzero.data", 4),
     ("deepzero.utils", 5),
+    ("deepzero.ops", 5),
     ("deepzero.zero", 5),
 )
 """Module or package → floor; the longest name that fits counts. The package ``deepzero`` itself stands above all."""

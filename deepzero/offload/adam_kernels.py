@@ -1,0 +1,414 @@
+"""Adam's arithmetic on the CPU in one pass over memory: in chunks that stay in cache, or compiled.
+
+A step reads the gradient and reads and writes the parameter and two moments; nothing is computed that a processor would
+call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new parameter, 28 bytes an element must move::
+
+    read  grad 2   param 4   exp_avg 4   exp_avg_sq 4        write  param 4   exp_avg 4   exp_avg_sq 4   out 2
+
+Casting the whole gradient to fp32 first and the whole parameter to bf16 afterwards moves 40, and that is what a fused
+Adam with casts around it does. Two ways to move 28:
+
+``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between a cast of the gradient into a
+               scratch and a cast of the parameter out of the cache. Needs no compiler.
+``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors.
+
+**What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition
+into one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64
+elements, as its threads' shares are, so that the same elements fall into the scalar loop for every chunk size and
+thread count.
+``compiled`` rounds after each operation (contraction is off), so that an element's bits depend on its own numbers
+alone, and are those of :func:`adam_lines` run line by line in plain torch; each compiled function is compared with that
+once, before it is used.
+
+Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's
+``csrc/adam/cpu_adam_impl.cpp`` does it with hand-written vector intrinsics. Left out: AMSGrad, maximization.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import shutil
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+CHUNK = 1 << 17
+"""Elements, a multiple of 64. Two cores share a chunk, and the half that each touches stays in its L2 cache."""
+
+SAMPLE = 1003
+"""Elements of the tensors that a kernel is compiled and checked with: full vectors, and a rest."""
+
+Variant: TypeAlias = "tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]"
+"""What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``."""
+
+Lines: TypeAlias = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tensors of one parameter: all contiguous, of one shape, on one device."""
+
+    param: torch.Tensor
+    """fp32; bf16 or fp16 are widened for the arithmetic and rounded back."""
+    exp_avg: torch.Tensor
+    """fp32, the mean of gradients."""
+    exp_avg_sq: torch.Tensor
+    """fp32, the mean of squared gradients."""
+    grad: torch.Tensor
+    """bf16, fp16, fp32 or fp64. Only read."""
+    out: torch.Tensor | None
+    """Where the new parameter is written once more, in bf16, fp16 or fp32."""
+
+    @property
+    def variant(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
+        """Dtypes of parameter, gradient and output."""
+        return self.param.dtype, self.grad.dtype, None if self.out is None else self.out.dtype
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The hyper-parameters of one parameter in one step."""
+
+    step: float
+    """This step's number, from 1."""
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """AdamW's decay of the parameter; otherwise Adam's, which adds to the gradient."""
+    bias_correction: bool
+    scale: float
+    """Gradients are divided by it; a number that fp32 can hold."""
+
+    def tensor(self) -> torch.Tensor:
+        """fp32 ``[9]`` for :func:`adam_lines`, each number computed in float64 and rounded once, as torch does it."""
+        correction1 = 1.0 - self.beta1**self.step if self.bias_correction else 1.0
+        correction2 = 1.0 - self.beta2**self.step if self.bias_correction else 1.0
+        l2, decay = (0.0, 1.0 - self.lr * self.weight_decay) if self.decoupled else (self.weight_decay, 1.0)
+        numbers = [self.scale, l2, decay, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2]
+        return torch.tensor([*numbers, self.lr / correction1, math.sqrt(correction2), self.eps], dtype=torch.float32)
+
+
+class Kernel(Protocol):
+    """One way of doing a step's arithmetic on CPU tensors."""
+
+    name: str
+
+    def ready(self, variants: Iterable[Variant]) -> None:
+        """Make what these need. Called before anything is written."""
+
+    def update(self, segment: Segment, numbers: Numbers) -> None:
+        """One step on one parameter."""
+
+
+# ---- chunked ---------------------------------------------------------------------------------------------------------
+
+
+class ChunkedAdam:
+    """Torch's fused kernel on one chunk after the other.
+
+    Args:
+        chunk: elements, a multiple of 64. No result depends on it.
+    """
+
+    name = "chunked"
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        if chunk <= 0 or chunk % 64:
+            raise ValueError(f"chunk={chunk} must be a positive multiple of 64, as the shares of torch's threads are")
+        self.chunk = chunk
+        # Kept: fresh memory costs more than the casts. Two optimizers have two; one does not step in two threads.
+        self._grad = torch.empty(0, dtype=torch.float32)
+        self._param = torch.empty(0, dtype=torch.float32)
+
+    def ready(self, variants: Iterable[Variant]) -> None:
+        """Nothing to make."""
+
+    def update(self, segment: Segment, numbers: Numbers) -> None:
+        """One step on one parameter."""
+        if self._grad.numel() == 0:
+            self._grad, self._param = (torch.empty(self.chunk, dtype=torch.float32) for _ in range(2))
+        # The fused kernel writes the divided gradient back, and the gradient is the caller's: it divides a copy.
+        scale = None if numbers.scale == 1.0 else torch.tensor(numbers.scale, dtype=torch.float32)
+        copies_grad = segment.grad.dtype != torch.float32 or scale is not None
+        copies_param = segment.param.dtype != torch.float32
+        fused = _fused(numbers, torch.tensor(_counted(numbers), dtype=torch.float32), scale)
+        tensors = [segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad, segment.out]
+        pieces = [None if t is None else t.detach().view(-1).split(self.chunk) for t in tensors]
+        params, exp_avgs, exp_avg_sqs, grads, outs = pieces
+        if params is None or exp_avgs is None or exp_avg_sqs is None or grads is None:
+            raise TypeError("only the output of a segment may be None")
+        for i, param in enumerate(params):
+            grad, wide = grads[i], param
+            if copies_grad:
+                grad = self._grad[: grad.numel()].copy_(grad)
+            if copies_param:
+                wide = self._param[: param.numel()].copy_(param)
+            fused(wide, grad, exp_avgs[i], exp_avg_sqs[i])
+            if copies_param:
+                param.copy_(wide)
+            if outs is not None:
+                outs[i].copy_(param)
+
+
+def _counted(numbers: Numbers) -> float:
+    """The step number for the fused kernel. Both corrections are ``1 - beta**step``, which is exactly 1 at infinity."""
+    return numbers.step if numbers.bias_correction else math.inf
+
+
+def _fused(
+    numbers: Numbers, step: torch.Tensor, scale: torch.Tensor | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """Torch's fused kernel with everything but the tensors filled in."""
+    kernel = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
+    steps = [step]
+
+    def fused(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        kernel(
+            [param],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            steps,
+            lr=numbers.lr,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            weight_decay=numbers.weight_decay,
+            eps=numbers.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=scale,
+        )
+
+    return fused
+
+
+def update_on_device(segment: Segment, numbers: Numbers) -> None:
+    """One step where the tensors lie on a GPU: torch's fused kernel on the whole tensor, casts around it."""
+    device = segment.param.device
+    scale = None if numbers.scale == 1.0 else torch.full((), numbers.scale, dtype=torch.float32, device=device)
+    step = torch.full((), _counted(numbers), dtype=torch.float32, device=device)
+    param, grad = segment.param.detach(), segment.grad.detach()
+    # As on the CPU, the kernel writes the divided gradient back, so it gets a copy.
+    grad = grad.to(torch.float32, copy=scale is not None)
+    wide = param.to(torch.float32)
+    _fused(numbers, step, scale)(wide, grad, segment.exp_avg, segment.exp_avg_sq)
+    if wide is not param:
+        param.copy_(wide)
+    if segment.out is not None:
+        segment.out.detach().copy_(param)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def adam_lines(
+    root: Callable[[torch.Tensor], torch.Tensor],
+    small_weight: bool,
+    param: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor,
+    out: torch.Tensor | None,
+    numbers: torch.Tensor,
+) -> None:
+    """Adam and AdamW, written down once: what is compiled, and what the compiled is compared with.
+
+    Dividing by a scale of 1, adding 0 times the parameter and multiplying it by a decay of 1 change no bit, so one
+    compiled function serves both modes with and without a scale.
+
+    Args:
+        root: the square root, ``torch.sqrt`` for the compiler and :func:`exact_root` for plain torch.
+        small_weight: ``1 - beta1 < 0.5``; the two forms of the same line lose nothing near a weight of 0, or of 1.
+        param: fp32, or narrower and widened here.
+        exp_avg: fp32.
+        exp_avg_sq: fp32.
+        grad: any float dtype.
+        out: receives the new parameter too; None with a narrow ``param``, which is rounded before it is passed on.
+        numbers: :meth:`Numbers.tensor`. Numbers in a tensor change without a recompilation.
+    """
+    scale, l2, decay, weight, beta2, weight2, step_size, correction2, eps = numbers.unbind()
+    wide = param.to(torch.float32)
+    g = grad.to(torch.float32) / scale + wide * l2
+    m = exp_avg + weight * (g - exp_avg) if small_weight else g - (1.0 - weight) * (g - exp_avg)
+    v = exp_avg_sq * beta2 + weight2 * g * g
+    wide = wide * decay - step_size * m / (root(v) / correction2 + eps)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)
+    param.copy_(wide)
+    if out is not None:
+        out.copy_(wide)
+
+
+def exact_root(v: torch.Tensor) -> torch.Tensor:
+    """The square root, rounded once, as a processor's instruction has it. MKL's, in ``torch.sqrt``, is not always."""
+    return v.to(torch.float64).sqrt().to(torch.float32)
+
+
+class CompilationError(RuntimeError):
+    """There is no compiled kernel, and why."""
+
+
+class CompiledAdam:
+    """:func:`adam_lines`, compiled once for each :data:`Variant` in the process.
+
+    Args:
+        strict: what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
+            cannot be compiled runs line by line, with a warning: slower, the same bits.
+    """
+
+    name = "compiled"
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+
+    def ready(self, variants: Iterable[Variant]) -> None:
+        """Compile.
+
+        Raises:
+            CompilationError: only with ``strict``.
+        """
+        for variant in variants:
+            try:
+                compiled(_without_narrow_out(variant))
+            except CompilationError as error:
+                if self.strict:
+                    raise
+                warn(f"{error}. This step and later ones run uncompiled for these dtypes: slower, with the same bits")
+                _COMPILED[_without_narrow_out(variant)] = _line_by_line(variant[3])
+
+    def update(self, segment: Segment, numbers: Numbers) -> None:
+        """One step on one parameter."""
+        variant = _without_narrow_out((*segment.variant, numbers.beta1 > 0.5))
+        # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
+        torch.get_num_threads()
+        flat = [t.detach().view(-1) for t in (segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad)]
+        out = None if segment.out is None else segment.out.detach().view(-1)
+        # torch.compile treats sizes 0 and 1 as constants of the program. The lines are quick enough for them.
+        lines = compiled(variant) if flat[0].numel() > 1 else _line_by_line(variant[3])
+        lines(*flat, None if variant[2] is None else out, numbers.tensor())
+        if out is not None and variant[2] is None:
+            out.copy_(flat[0])
+
+
+def _without_narrow_out(variant: Variant) -> Variant:
+    """A narrow parameter is rounded before it is passed on, and inductor may leave out a rounding on the way."""
+    return variant if variant[0] == torch.float32 else (variant[0], variant[1], None, variant[3])
+
+
+_COMPILED: dict[Variant, Lines] = {}
+_COMPILING = threading.Lock()
+
+
+def compiled(variant: Variant) -> Lines:
+    """The compiled :func:`adam_lines` for some dtypes, without its first two arguments. The first call takes seconds.
+
+    Raises:
+        CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
+    """
+    found = _COMPILED.get(variant)
+    if found is None:
+        with _COMPILING:
+            found = _COMPILED.get(variant)
+            if found is None:
+                found = _COMPILED[variant] = _compile_and_check(variant)
+    return found
+
+
+def _compile_and_check(variant: Variant) -> Lines:
+    missing = why_not_compiled()
+    if missing:
+        raise CompilationError(missing)
+    from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
+
+    small_weight = variant[3]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside torch._dynamo are not the user's
+            lines = _compile(variant)
+            got, expected = _sample(variant), _sample(variant)
+            for tensor in got[:5]:
+                if tensor is not None:
+                    mark_dynamic(tensor, 0)
+            lines(*got)
+    except Exception as error:  # whatever a compiler, a linker or dynamo raises
+        text = str(error).strip().splitlines() or [""]
+        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
+    adam_lines(exact_root, small_weight, *expected)
+    for one, other in zip(got, expected, strict=True):
+        if one is not None and other is not None and not torch.equal(one, other):
+            raise CompilationError(
+                "the C++ compiler's code gives other bits than the same lines in torch, so they would depend on where "
+                "an element lies; is a flag like -ffast-math set?"
+            )
+    return lines
+
+
+def _compile(variant: Variant) -> Lines:
+    """``torch.compile``, so that one function serves all lengths, numbers and thread counts, and never recompiles."""
+    small_weight = variant[3]
+    # Compiled code hangs on the code object, which each variant needs for itself because no guard tells them apart.
+    names = "_".join(str(dtype).removeprefix("torch.") for dtype in variant[:3])
+    code = adam_lines.__code__.replace(co_name=f"adam_{names}{'' if small_weight else '_large_weight'}")
+    own = types.FunctionType(code, adam_lines.__globals__, code.co_name)
+    options: dict[str, Any] = {
+        # What the guards would ask (dtypes, contiguity, more than one element) has been asked by then; their other
+        # questions (thread count, gradient mode, views) would only recompile, eight times, and then not any more.
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        "cpp.dynamic_threads": True,
+        "cpp.enable_floating_point_contract_flag": "off",
+    }
+    call = torch.compile(own, fullgraph=True, options=options)
+
+    def lines(*tensors: torch.Tensor | None) -> None:
+        call(torch.sqrt, small_weight, *tensors)
+
+    return lines
+
+
+def _sample(variant: Variant) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    param, m, v, grad = (torch.randn(SAMPLE, generator=generator, dtype=torch.float32) for _ in range(4))
+    numbers = Numbers(3.0, 0.01, 0.9 if variant[3] else 0.3, 0.99, 1e-8, 0.1, True, True, 3.0)
+    out = None if variant[2] is None else torch.zeros(SAMPLE, dtype=variant[2])
+    return [param.to(variant[0]), m, v.square_(), grad.to(variant[1]), out, numbers.tensor()]
+
+
+def _line_by_line(small_weight: bool) -> Lines:
+    """The same lines in plain torch, chunk by chunk because each of their temporaries is fresh memory."""
+
+    def lines(*tensors: Any) -> None:
+        *flat, numbers = tensors
+        pieces = [None if t is None else t.split(CHUNK) for t in flat]
+        for i in range(len(pieces[0] or ())):
+            chunk: list[Any] = [None if piece is None else piece[i] for piece in pieces]
+            adam_lines(exact_root, small_weight, *[*chunk, numbers])
+
+    return lines
+
+
+def why_not_compiled() -> str:
+    """Why nothing can be compiled here, as far as can be told without trying; empty when it seems possible."""
+    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    words = shlex.split(name)
+    if not words or shutil.which(words[0]) is None:
+        return f"no C++ compiler ({name} is not there; the environment variable CXX can name another)"
+    if any(os.environ.get(switch) == "1" for switch in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
+        return "torch.compile is switched off by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+    return ""
+
+
+def warn(message: str) -> None:
+    """Say it as a Python warning."""
+    warnings.warn(f"CPUAdam: {message}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,423 @@
+"""CPUAdam: Adam and AdamW for parameters and state in the CPU's memory, one pass over it for each step.
+
+ZeRO-Offload keeps the fp32 masters and both moments on the CPU: 12 bytes an element that the GPU does not hold. What
+remains to be done there is one Adam step, and what enters and leaves is narrow: the reduced gradient comes in bf16,
+the new parameter goes back in bf16. ``step(grads, out, scale)`` takes and gives them so; both casts and the division
+by loss scale, ranks and clipping happen on the way through the cache::
+
+    grad (bf16) --widen--> / scale --> exp_avg, exp_avg_sq, param (fp32, in place) --round--> out (bf16)
+
+Everything else is torch's: state and its names, hooks, schedulers, GradScaler's attributes, state dicts that
+``torch.optim.AdamW`` loads and writes. The arithmetic and what decides its bits are in
+:mod:`deepzero.offload.adam_kernels`.
+
+Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's ``ops/adam/cpu_adam.py`` for
+the arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepzero.offload.adam_choice import choose_kernel
+from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, update_on_device
+
+KERNELS = ("auto", "chunked", "compiled")
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters, and of what is written into ``out``."""
+
+GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A parameter that this step updates, and how an error names it."""
+
+    name: str
+    group: dict[str, Any]
+    param: torch.Tensor
+    grad: torch.Tensor
+    out: torch.Tensor | None
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """Adam or AdamW over CPU tensors; a drop-in for ``torch.optim.AdamW`` and for ``DeepSpeedCPUAdam``.
+
+    Args:
+        params: contiguous tensors or parameter groups; fp32, or bf16 and fp16 standing alone, which are widened for the
+            arithmetic and rounded back. Tensors on a GPU are stepped by torch's fused kernel.
+        lr: learning rate.
+        betas: decay of the running means of the gradient and of its square, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decay rate.
+        adamw_mode: AdamW's decay of the parameters; False: Adam's, added to the gradient.
+        bias_correction: divide the means by what they lack in their first steps.
+        amsgrad: only False, as DeepSpeed has it.
+        fp32_optimizer_states: only True; both moments are fp32.
+        kernel: ``compiled``, ``chunked`` or ``auto``: compiled where a C++ compiler exists and there is enough to do,
+            otherwise chunked. Their bits differ in the last place, so a choice lasts as long as the optimizer; name one
+            to have the same bits on another machine.
+
+    Raises:
+        ValueError: a number out of range, an option that is not there, a parameter that is not contiguous.
+        RuntimeError: from the first step, when ``kernel="compiled"`` cannot be had.
+
+    Example:
+        >>> weight = torch.ones(3, requires_grad=True)
+        >>> optimizer = CPUAdam([weight], lr=0.5)
+        >>> copy = torch.empty(3, dtype=torch.bfloat16)
+        >>> optimizer.step([torch.full((3,), 8.0, dtype=torch.bfloat16)], [copy], scale=4.0)
+        >>> copy.tolist(), optimizer.kernel
+        ([0.5, 0.5, 0.5], 'chunked')
+    """
+
+    # torch's contract with GradScaler, and ShardedStep's: around a step they set the attributes grad_scale and
+    # found_inf, and delete them. **They must not exist in between**, because GradScaler multiplies what it finds.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        bias_correction: bool = True,
+        *,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        kernel: str = "auto",
+    ) -> None:
+        if kernel not in KERNELS:
+            raise ValueError(f"CPUAdam(kernel={kernel!r}) must be one of {', '.join(KERNELS)}")
+        if not fp32_optimizer_states:
+            raise ValueError("CPUAdam(fp32_optimizer_states=False) is not implemented: both moments are kept in fp32")
+        self._request, self._kernel, self._reason = kernel, None, ""
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bool(bias_correction),
+            "amsgrad": amsgrad,
+            # torch's name, so that AdamW's state dicts say the same thing in the same word.
+            "decoupled_weight_decay": bool(adamw_mode),
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's, and everything that is wrong with the group's numbers and parameters is said at once."""
+        if "adamw_mode" in param_group:
+            param_group = {**param_group, "decoupled_weight_decay": bool(param_group["adamw_mode"])}
+            del param_group["adamw_mode"]
+        _check_numbers({**self.defaults, **param_group}, f"param_groups[{len(self.param_groups)}]")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for i, param in enumerate(group["params"]):
+                _check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]")
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    # ---- which kernel ------------------------------------------------------------------------------------------------
+
+    _request: str
+    _kernel: Kernel | None
+    _reason: str
+
+    @property
+    def kernel(self) -> str:
+        """``chunked`` or ``compiled``; ``auto`` until :meth:`prepare` or the first step has chosen."""
+        return self._kernel.name if self._kernel is not None else self._request
+
+    def prepare(self, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None) -> None:
+        """Choose the kernel and compile it now, which takes some seconds, and not in the first step.
+
+        Args:
+            grad_dtype: of the gradients that are to come.
+            out_dtype: of ``out``, None if there will be none.
+
+        Raises:
+            RuntimeError: ``kernel="compiled"`` was asked for and cannot be had.
+        """
+        kinds = {
+            (param.dtype, grad_dtype, out_dtype, group["betas"][0] > 0.5)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.device.type == "cpu"
+        }
+        self._ready(kinds)
+
+    def describe(self) -> str:
+        """One line: the kernel, and why this one."""
+        if self._kernel is None:
+            return f"CPUAdam: kernel {self._request}, chosen at the first step"
+        return f"CPUAdam: {self._kernel.name} kernel, {self._reason}"
+
+    def _ready(self, kinds: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]]) -> Kernel:
+        wanted = sorted(kinds, key=str)
+        if self._kernel is None:
+            params = [p for group in self.param_groups for p in group["params"] if p.device.type == "cpu"]
+            numel = sum(param.numel() for param in params)
+            self._kernel, self._reason = choose_kernel(self._request, numel, wanted)
+        self._kernel.ready(wanted)
+        return self._kernel
+
+    # ---- a step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        grads: Sequence[torch.Tensor | None] | Callable[[], Any] | None = None,
+        out: Sequence[torch.Tensor | None] | None = None,
+        scale: float | torch.Tensor = 1.0,
+        *,
+        closure: Callable[[], Any] | None = None,
+        only: Sequence[torch.Tensor] | None = None,
+    ) -> Any:
+        """Update parameters and moments. Whatever is wrong with the arguments is found before anything is written.
+
+        Args:
+            grads: one for each parameter, in the order of the groups, of its shape and on its device, in bf16, fp16,
+                fp32 or fp64; None entries are passed over. They are only read. None: each parameter's ``.grad``. A
+                callable is a closure, as in torch.
+            out: like ``grads``: what each new parameter is also written to, in bf16, fp16 or fp32. ``out`` may be wider
+                or narrower than the parameter; it gets ``param.to(dtype)``.
+            scale: gradients are divided by it, in fp32. A number or a one-element tensor. Instead of it torch's
+                attribute ``grad_scale`` may be set, which gives the same bits; when ``found_inf`` is set and not 0,
+                nothing happens.
+            closure: called first, with gradients enabled.
+            only: the parameters that this step is about, and that ``grads`` and ``out`` are parallel to. None: all.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            TypeError, ValueError: what, where, and what to do.
+            RuntimeError: from the first step, when ``kernel="compiled"`` cannot be had.
+        """
+        if callable(grads):
+            if closure is not None:
+                raise TypeError("CPUAdam.step() got two closures: as first argument and by name")
+            grads, closure = None, grads
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        divisor = self._divisor(scale)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item() != 0:
+            return loss
+        targets = self._targets(grads, out, only)
+        kinds = {
+            (t.param.dtype, t.grad.dtype, None if t.out is None else t.out.dtype, t.group["betas"][0] > 0.5)
+            for t in targets
+            if t.param.device.type == "cpu"
+        }
+        kernel = self._ready(kinds) if kinds else None
+        states = [self._state_of(target) for target in targets]
+        for target, state in zip(targets, states, strict=True):
+            state["step"] += 1
+            segment = Segment(target.param, state["exp_avg"], state["exp_avg_sq"], target.grad, target.out)
+            numbers = _numbers(target.group, float(state["step"]), divisor)
+            if kernel is None or target.param.device.type != "cpu":
+                update_on_device(segment, numbers)
+            else:
+                kernel.update(segment, numbers)
+        return loss
+
+    def _divisor(self, scale: float | torch.Tensor) -> float:
+        value = _one_number(scale, "scale")
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            if value != 1.0:
+                raise ValueError(f"CPUAdam.step(scale={value}): the attribute grad_scale is set too; use one of them")
+            value = _one_number(grad_scale, "grad_scale")
+        return value
+
+    def _targets(
+        self,
+        grads: Sequence[torch.Tensor | None] | None,
+        out: Sequence[torch.Tensor | None] | None,
+        only: Sequence[torch.Tensor] | None,
+    ) -> list[_Target]:
+        """The parameters that have a gradient, with all that belongs to them, checked."""
+        places = {
+            id(param): (f"param_groups[{g}]['params'][{i}]", group, param)
+            for g, group in enumerate(self.param_groups)
+            for i, param in enumerate(group["params"])
+        }
+        chosen = list(places.values()) if only is None else _subset(only, places)
+        whose = "of the optimizer" if only is None else "in only="
+        for name, given in (("grads", grads), ("out", out)):
+            if given is not None and not isinstance(given, (list, tuple)):
+                raise TypeError(f"CPUAdam.step({name}=...) must be a list of tensors, not {type(given).__name__}")
+            if given is not None and len(given) != len(chosen):
+                text = f"CPUAdam.step({name}=...) has {len(given)} entries for the {len(chosen)} parameters {whose}"
+                raise ValueError(f"{text}; give one entry for each, None for a parameter without")
+        targets = []
+        for i, (name, group, param) in enumerate(chosen):
+            grad = param.grad if grads is None else grads[i]
+            if grad is None:
+                continue
+            target = _Target(name, group, param, grad, None if out is None else out[i])
+            _check_param(param, name)
+            _check_tensor(grad, f"the gradient of {name}", param, GRAD_DTYPES)
+            if target.out is not None:
+                _check_tensor(target.out, f"the output for {name}", param, PARAM_DTYPES)
+            targets.append(target)
+        for g, group in enumerate(self.param_groups):
+            _check_numbers(group, f"param_groups[{g}]")
+        return targets
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def initial_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What the first step starts from, under torch's names: ``step`` on the CPU, both moments fp32 zeros."""
+        exp_avg, exp_avg_sq = (
+            torch.zeros(param.shape, dtype=torch.float32, device=param.device, requires_grad=False) for _ in range(2)
+        )
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _state_of(self, target: _Target) -> dict[str, Any]:
+        state = self.state[target.param]
+        if not state:
+            state.update(self.initial_state(target.param))
+        for key in ("exp_avg", "exp_avg_sq"):
+            if key not in state or "step" not in state:
+                raise ValueError(f"the state of {target.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")
+            _check_tensor(state[key], f"the state {key} of {target.name}", target.param, (torch.float32,))
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's, for state dicts of this class and of ``torch.optim.Adam`` and ``AdamW``.
+
+        Torch casts moments to their parameter's dtype. Those of bf16 and fp16 parameters stay fp32 here.
+        """
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params, strict=True):
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = state_dict["state"].get(number, {}).get(key)
+                if value is not None and param.dtype != torch.float32:
+                    self.state[param][key] = value.to(dtype=torch.float32, device=param.device, copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy of the optimizer keeps: torch's three attributes, and which kernel was asked for."""
+        return {**super().__getstate__(), "_request": self._request}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called by torch's ``load_state_dict``, with groups that another class may have written."""
+        super().__setstate__(state)
+        for name, value in (("_request", "auto"), ("_kernel", None), ("_reason", "")):
+            self.__dict__.setdefault(name, value)
+        for g, group in enumerate(self.param_groups):
+            for name in ("bias_correction", "amsgrad", "decoupled_weight_decay"):
+                group.setdefault(name, self.defaults[name])
+            if group.get("maximize"):
+                raise ValueError(f"param_groups[{g}]: maximize=True is not implemented by CPUAdam; negate the loss")
+            _check_numbers(group, f"param_groups[{g}]")
+            for param in group["params"]:
+                own = self.state.get(param)
+                if own and "step" in own:
+                    own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _numbers(group: Mapping[str, Any], step: float, scale: float) -> Numbers:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    return Numbers(
+        step,
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=group["decoupled_weight_decay"],
+        bias_correction=group["bias_correction"],
+        scale=scale,
+    )
+
+
+def _one_number(value: float | torch.Tensor, name: str) -> float:
+    """As fp32 holds it."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"CPUAdam.step(): {name} has shape {list(value.shape)}; give a number or a one-element tensor")
+    try:
+        number = torch.tensor(float(value), dtype=torch.float32).item()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"CPUAdam.step(): {name}={value!r} is not a number") from error
+    if not 0.0 < number < math.inf:
+        raise ValueError(
+            f"CPUAdam.step(): {name}={float(value)}, but gradients are divided by it: it must be positive "
+            "and finite in fp32"
+        )
+    return number
+
+
+def _check_numbers(group: Mapping[str, Any], where: str) -> None:
+    if group.get("amsgrad"):
+        raise ValueError(f"{where}: amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{where}: betas={betas!r} must be two numbers")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{where}: betas[{i}]={float(beta)} must be at least 0 and below 1")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= float(group[name]) < math.inf:
+            raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
+
+
+def _check_param(param: torch.Tensor, name: str) -> None:
+    if param.dtype not in PARAM_DTYPES:
+        raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {_listed(PARAM_DTYPES)}")
+    if param.layout != torch.strided or not param.is_contiguous():
+        raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
+    if param.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")
+
+
+def _check_tensor(tensor: Any, what: str, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} is {type(tensor).__name__}, not a tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is sparse ({tensor.layout}); CPUAdam needs it dense: to_dense()")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{what} has dtype {tensor.dtype}; CPUAdam takes {_listed(dtypes)}")
+    if tensor.shape != param.shape:
+        raise ValueError(f"{what} has shape {list(tensor.shape)}, the parameter has {list(param.shape)}")
+    if tensor.device != param.device:
+        raise ValueError(f"{what} lies on {tensor.device}, the parameter on {param.device}; copy it there first")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} of shape {list(tensor.shape)} is not contiguous; pass a contiguous tensor")
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _subset(
+    only: Sequence[torch.Tensor], places: Mapping[int, tuple[str, dict[str, Any], torch.Tensor]]
+) -> list[tuple[str, dict[str, Any], torch.Tensor]]:
+    chosen = []
+    for i, param in enumerate(only):
+        if id(param) not in places:
+            raise ValueError(f"CPUAdam.step(only=...): only[{i}] is not a parameter of this optimizer")
+        chosen.append(places[id(param)])
+    if len({id(param) for param in only}) != len(chosen):
+        raise ValueError("CPUAdam.step(only=...) names a parameter twice, which would be stepped twice")
+    return chosen
