@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.optimizer_trial import borrowed, settings_of
 
 
@@ -83,6 +84,10 @@ def _adam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     return state
 
 
+def _cpu_adam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    return CPUAdam.initial_state(param)
+
+
 def _radam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     return {"step": _step_count(group, param), "exp_avg": _zeros(param), "exp_avg_sq": _zeros(param)}
 
@@ -122,6 +127,7 @@ def _sgd(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any] | None
 _INITIAL: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any], torch.Tensor], dict[str, Any] | None]] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
+    CPUAdam: _cpu_adam,
     torch.optim.RAdam: _radam,
     torch.optim.NAdam: _nadam,
     torch.optim.Adamax: _adamax,

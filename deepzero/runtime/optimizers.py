@@ -2,8 +2,9 @@
 
 Names are DeepSpeed's: ``Adam`` means decoupled weight decay, that is AdamW, unless ``adam_w_mode`` is false, and its
 default weight decay is 0 (torch's AdamW has 0.01; ``torch_adam: true`` or ``torch.optim.AdamW`` take that one). Any
-other class of ``torch.optim`` goes by its name, any class at all by its dotted path. Upper and lower case do not matter
-in names without a dot. All arithmetic is torch's, in its fused kernels where they exist.
+other class of ``torch.optim`` goes by its name, any class at all by its dotted path. ``CPUAdam``, or by DeepSpeed's
+name ``DeepSpeedCPUAdam``, is deepzero's own Adam for tensors in the CPU's memory. Upper and lower case do not matter in
+names without a dot. All other arithmetic is torch's, in its fused kernels where they exist.
 
 What ZeRO needs of an optimizer is found out elsewhere and for any class: :mod:`deepzero.runtime.optimizer_trial` asks
 whether it may be cut up, :mod:`deepzero.runtime.optimizer_state` allocates its state in advance.
@@ -24,6 +25,7 @@ import torch
 
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.parse import ConfigError, convert, unknown_key
+from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.optimizer_state import allocate_state
 from deepzero.runtime.optimizer_trial import check_elementwise
 
@@ -46,7 +48,7 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any]) -> torch.opt
     """The optimizer that a config asks for.
 
     Args:
-        config: ``target`` is ``Adam``, ``AdamW``, the name of any class in ``torch.optim``, or a dotted path.
+        config: ``target`` is ``Adam``, ``AdamW``, ``CPUAdam``, any class of ``torch.optim`` by name, or a dotted path.
             ``params`` are the class's keyword arguments, and for Adam DeepSpeed's ``adam_w_mode`` and ``torch_adam``.
         params: tensors, or parameter groups as torch takes them.
 
@@ -70,6 +72,10 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any]) -> torch.opt
         cls: type[torch.optim.Optimizer] = _deepspeed_adam(config.target, given)
     else:
         cls = _find_class(config.target)
+    if cls is CPUAdam and "adam_w_mode" in given:  # the word that DeepSpeed's JSON has for the argument
+        if "adamw_mode" in given:
+            raise ConfigError(f"{WHERE} has both adam_w_mode and adamw_mode, which are the same; keep one")
+        given["adamw_mode"] = given.pop("adam_w_mode")
     arguments = _read_arguments(cls, given)
     if _fused_by_default(cls, arguments, groups):
         arguments["fused"] = True
@@ -114,6 +120,7 @@ def _find_class(target: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(f"optimizer {target!r} {NOT_HERE[target.lower()]}")
     if "." not in target:
         known = {name.lower(): cls for name, cls in vars(torch.optim).items() if _is_optimizer(cls)}
+        known.update(cpuadam=CPUAdam, deepspeedcpuadam=CPUAdam)
         if target.lower() in known:
             return known[target.lower()]
         near = difflib.get_close_matches(target.lower(), known, n=1)

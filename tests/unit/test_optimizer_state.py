@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepzero.ops import CPUAdam
 from deepzero.runtime.optimizer_state import allocate_state
 
 optim = torch.optim
@@ -53,6 +54,7 @@ KNOWN: dict[str, Maker] = {
     "AdamW-fused": lambda p: optim.AdamW(p, fused=True),
     "AdamW-fused-amsgrad": lambda p: optim.AdamW(p, fused=True, amsgrad=True),
     "AdamW-fused-tensor-lr": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "CPUAdam": lambda p: CPUAdam(p, weight_decay=0.1),
     "RAdam": lambda p: optim.RAdam(p, decoupled_weight_decay=True, weight_decay=0.1),
     "NAdam": lambda p: optim.NAdam(p, momentum_decay=0.1),
     "Adamax": optim.Adamax,
