@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.bench import report, zero
+from tools.bench import cpu_adam, report, zero
 from tools.bench.bars import Floor, Measured, compute_bars, fastest, floor_of, loss_disagreement, summarize
 from tools.bench.contenders import CONTENDERS, FLOOR, Contender, Variant, by_name
 from tools.bench.launch import Outcome, Plan, run_variant
@@ -245,3 +245,16 @@ def test_quick_run_of_deepzero_and_ddp(tmp_path: Path, capsys: pytest.CaptureFix
         assert len(outcome["losses"]) == 5
         assert outcome["parameters"] > 100_000
         assert outcome["build_peak_bytes"] > 2**20 and outcome["step_peak_bytes"] > 2**20
+
+
+def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cpu_adam.main(["--elements", "4096", "--rounds", "2", "--threads", "1", "--only", "torch", "chunked"]) == 0
+    printed = capsys.readouterr().out
+    assert "4,096 elements, 1 threads, 2 rounds" in printed
+    assert {line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")} >= {
+        "torch",
+        "chunked",
+    }
+    seconds = {"deepspeed": [2.0, 2.0], "torch": [2.0, 1.0], "compiled": [1.0, 9.0, 1.0], "copy": [0.5]}
+    bars = cpu_adam.report(seconds, 1000).split("\n\n")[1]
+    assert [line.split("|")[5].strip() for line in bars.splitlines()[2:]] == ["met", "MISSED", "MISSED"]
