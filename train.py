@@ -96,7 +96,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                     loss = loss * math.inf
                 engine.backward(loss)
                 engine.step()
-            monitor.step(vars(engine.last_step), time.perf_counter() - started)
+            monitor.step({**vars(engine.last_step), **engine.offload_metrics()}, time.perf_counter() - started)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:
@@ -202,14 +202,15 @@ def build_monitor(
     )
     if engine.global_rank != 0:
         return Monitor(workload, run_dir)
-    settings, done = dataclasses.asdict(run), engine.global_steps
-    tokens_seen = engine.global_samples * run.model.block_size
-    monitor = make_monitor(workload, run.logger, run_dir, settings, done, tokens_seen, log_every=run.train.log_every)
+    settings, done, seen = dataclasses.asdict(run), engine.global_steps, engine.global_samples * run.model.block_size
+    monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, log_every=run.train.log_every)
     monitor.line(f"data   {corpus.description}")
     shape = f"{engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
     monitor.line(f"model  {run.model.name}: {shape}")
     sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
     monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
+    if offload := engine.describe_offload():
+        monitor.line(offload)
     if done:
         monitor.line(f"going on after step {done}, from the checkpoint that was saved there")
     return monitor

@@ -72,8 +72,7 @@ class Holdings:
         """(name, piece, this rank's elements) of partitioned parameters that are not trained."""
         for group in self.frozen:
             for piece in group.pieces:
-                shard = group.shard_S[piece.shard_start : piece.shard_start + piece.numel]
-                yield plain_name(group.names[piece.slot.index]), piece, shard
+                yield plain_name(group.names[piece.slot.index]), piece, group.share_of(piece)
 
     def moments(self, run: Run) -> dict[str, torch.Tensor]:
         """What the optimizer keeps for each element, of the master's extent."""

@@ -102,6 +102,7 @@ class _InFlight:
     output: torch.Tensor
     accumulate: bool
     measure: Measure | None
+    leave: Callable[[], None] | None
 
 
 class BucketReducer:
@@ -181,7 +182,12 @@ class BucketReducer:
         return bucket.send[: interval.numel]
 
     def launch(
-        self, interval: Interval, output: torch.Tensor, accumulate: bool, measure: Measure | None = None
+        self,
+        interval: Interval,
+        output: torch.Tensor,
+        accumulate: bool,
+        measure: Measure | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
         """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
 
@@ -190,12 +196,16 @@ class BucketReducer:
             output: this rank's part of the sum, ``interval.part_numel`` elements; with ``whole``, all of it.
             accumulate: add to ``output`` instead of replacing it.
             measure: sees all of this rank's part of ``output``, in chunks, when it is written. Not with ``whole``.
+            leave: called in stream order when ``output`` is written, to take it elsewhere. It is added there, so with
+                ``leave`` nothing is added here.
         """
         if self._stays(accumulate):
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
             self.comm.exchange(kind + self.suffix, [output], [output], 0, f"interval {interval.index}").wait()
             if measure is not None:
                 measure(output, 0)
+            if leave is not None:
+                leave()
             return
         bucket = self._buckets.popleft()
         bucket.filled.record()
@@ -211,7 +221,9 @@ class BucketReducer:
             parts = [parts[q] if q == self.comm.rank else recv[q] for q in range(self.comm.world_size)]
         else:
             pending, parts = self._launch_native(bucket, interval, send, padding, where)
-        self._in_flight.append(_InFlight(bucket, interval, parts, pending, output, accumulate, measure))
+        self._in_flight.append(
+            _InFlight(bucket, interval, parts, pending, output, accumulate and leave is None, measure, leave)
+        )
         if self.depth == 1:
             self._finish(self._in_flight.popleft())
 
@@ -248,6 +260,8 @@ class BucketReducer:
             comm.chaos.poison(flight.bucket.send, flight.bucket.recv)
             if self.whole and self.method == "exact":
                 self._gather(flight.output, interval)
+            if flight.leave is not None:
+                flight.leave()
             flight.bucket.free.record()
         self._buckets.append(flight.bucket)
 

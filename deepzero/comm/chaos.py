@@ -29,6 +29,10 @@ class Chaos:
         if self.enabled and self._random.random() < 0.5:
             time.sleep(self._random.random() * self._max_seconds)
 
+    def puts_off(self) -> bool:
+        """Whether a copy between device and host is to be made only when somebody waits for it. See ``wire.py``."""
+        return self.enabled and self._random.random() < 0.5
+
     def poison(self, *buffers: torch.Tensor | None) -> None:
         """Overwrite buffers that nobody may read any more."""
         if self.enabled:

@@ -23,6 +23,8 @@ import torch
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
+HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
+"""In host memory, where something is offloaded."""
 
 
 @dataclass
@@ -119,7 +121,7 @@ class Ledger:
         """Let :meth:`sample` ask ``tensors()`` for what is held under ``category`` at that moment.
 
         Args:
-            category: one of ``MEMORY_CATEGORIES``.
+            category: one of ``MEMORY_CATEGORIES`` or ``HOST_CATEGORIES``.
             tensors: called at every sample.
             padding_bytes: how much of it is the layout's padding; it is counted under ``padding`` instead.
         """
@@ -159,7 +161,7 @@ class Ledger:
         """
         memory = {
             category: {"predicted": self.predicted_memory.get(category, 0), "measured": self.held.get(category, 0)}
-            for category in MEMORY_CATEGORIES
+            for category in (*MEMORY_CATEGORIES, *(host for host in HOST_CATEGORIES if host in self._watched))
         }
         kinds = sorted({*self.predicted_traffic, *self.last_step})
         empty = Traffic()

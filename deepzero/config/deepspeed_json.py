@@ -21,6 +21,8 @@ from typing import Any
 from deepzero.config.engine import (
     CommConfig,
     EngineConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
@@ -46,7 +48,6 @@ _BLOCKS = (
     "scheduler",
     "data_types",
 )
-_OFFLOAD = ("offload_optimizer", "offload_param")
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
@@ -55,7 +56,7 @@ _DTYPE_NAMES = {
 
 SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_allow_untested_optimizer": ((True, False), "deepzero tests every optimizer by experiment"),
-    "zero_force_ds_cpu_optimizer": ((True, False), "it is about offload, and there is none"),
+    "zero_force_ds_cpu_optimizer": ((True, False), "the CPU steps with any elementwise optimizer"),
     "sparse_gradients": ((False,), "a sparse gradient is filled up"),
     "prescale_gradients": ((False,), "deepzero divides after the sum"),
     "gradient_predivide_factor": ((1, 1.0), "deepzero divides after the sum"),
@@ -103,6 +104,17 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
 
+NVME_ALONE = (
+    "buffer_count",
+    "buffer_size",
+    "fast_init",
+    "nvme_path",
+    "pipeline",
+    "pipeline_read",
+    "pipeline_write",
+)
+"""Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
+
 SWITCHED_OFF = (
     "amp",
     "comet",
@@ -133,6 +145,8 @@ NOT_IMPLEMENTED = (
     "sparse_attention",
     "tensor_parallel",
     "zero_optimization.allgather_sequential",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "zero_optimization.offload_optimizer.super_offload",
     "zero_optimization.compute_grad_norm",
     "zero_optimization.cpu_offload_param",
     "zero_optimization.cpu_offload_params",
@@ -262,10 +276,11 @@ def _drop_switched_off(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``zero_optimization``, with offload switched off."""
+    """``zero_optimization``."""
     zero = _block(given, "zero_optimization")
-    for name in _OFFLOAD:
-        _refuse_offload(zero.pop(name, None), f"zero_optimization.{name}")
+    for name, kind in (("offload_optimizer", OffloadOptimizerConfig), ("offload_param", OffloadParamConfig)):
+        if name in zero:
+            zero[name] = _offload_block(zero[name], kind, f"zero_optimization.{name}")
     known = [f.name for f in fields(ZeroConfig)]
     for key in zero:
         if key not in known:
@@ -273,10 +288,21 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     return zero
 
 
-def _refuse_offload(block: Any, where: str) -> None:
-    """Off is all that is implemented: absent, null, or ``{"device": "none"}`` whatever else stands beside it."""
-    if block is not None and not (isinstance(block, Mapping) and block.get("device") in ("none", None)):
-        raise ConfigError(f'{where}={block!r} is not implemented; leave it out, or set "device": "none"')
+def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
+    """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"{where}={block!r} must be an object with settings")
+    given = {key: value for key, value in block.items() if value is not None and value != "auto"}
+    if given.get("device") == "nvme":
+        raise ConfigError(f'{where}.device="nvme" is not implemented; "cpu" keeps the states in host memory')
+    known = [f.name for f in fields(kind)]
+    kept = {key: value for key, value in given.items() if key not in NVME_ALONE}
+    if kept.get("super_offload") is False:
+        del kept["super_offload"]
+    for key in kept:
+        if key not in known:
+            raise _refused(key, known, where)
+    return kept
 
 
 def _drop_satisfied(mapping: Mapping[str, Any], where: str) -> dict[str, Any]:

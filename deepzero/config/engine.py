@@ -24,6 +24,66 @@ def require(ok: bool, path: str, value: object, rule: str) -> None:
 
 
 @dataclass(frozen=True)
+class OffloadOptimizerConfig:
+    """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
+
+    pin_memory: bool = True
+    """Lock the pages, without which no copy runs in the background. DeepSpeed's default is false, as its allocator
+    rounds up to powers of two; the arena is exact."""
+
+    ratio: float = 1.0
+    """Part of the states that goes to the host, in whole intervals; the device steps on the rest."""
+
+    delayed_update: bool = False
+    """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
+    use the parameters from before. Needs CPUAdam."""
+
+    delay_after_steps: int = 40
+    """The first so many steps are not delayed: early in training parameters change fast."""
+
+    threads: int | None = None
+    """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
+
+    def __post_init__(self) -> None:
+        where = "zero.offload_optimizer"
+        require(0.0 <= self.ratio <= 1.0, f"{where}.ratio", self.ratio, "must be between 0 and 1")
+        require(self.delay_after_steps >= 0, f"{where}.delay_after_steps", self.delay_after_steps, "is negative")
+        require(self.threads is None or self.threads >= 1, f"{where}.threads", self.threads, "must be at least 1")
+        require(
+            not self.delayed_update or self.device == "cpu",
+            f"{where}.delayed_update",
+            self.delayed_update,
+            f"needs {where}.device=cpu",
+        )
+
+
+@dataclass(frozen=True)
+class OffloadParamConfig:
+    """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
+
+    pin_memory: bool = True
+    """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
+
+    max_in_cpu: int | None = None
+    """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
+    DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_in_cpu is None or self.max_in_cpu >= 0,
+            "zero.offload_param.max_in_cpu",
+            self.max_in_cpu,
+            "must not be negative",
+        )
+
+
+@dataclass(frozen=True)
 class ZeroConfig:
     """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
 
@@ -58,7 +118,14 @@ class ZeroConfig:
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
 
     sub_group_size: int = 1_000_000_000
-    """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time."""
+    """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
+    cut into the layout's intervals instead."""
+
+    offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
+    """Optimizer states in host memory."""
+
+    offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
+    """Parameters in host memory."""
 
     def __post_init__(self) -> None:
         require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
@@ -72,6 +139,42 @@ class ZeroConfig:
             "zero.reduce_scatter",
             self.reduce_scatter,
             f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}",
+        )
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        optimizer, param = self.offload_optimizer, self.offload_param
+        where = "zero.offload_optimizer.device"
+        require(
+            optimizer.device == "none" or self.stage >= 1,
+            where,
+            optimizer.device,
+            f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={self.stage}",
+        )
+        require(
+            optimizer.device == "none" or self.reduce_scatter,
+            where,
+            optimizer.device,
+            "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device",
+        )
+        where = "zero.offload_param.device"
+        require(
+            param.device == "none" or self.stage == 3,
+            where,
+            param.device,
+            f"parameters are partitioned in stage 3 alone, and zero.stage={self.stage}",
+        )
+        require(
+            param.device == "none" or optimizer.device == "cpu",
+            where,
+            param.device,
+            "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves",
+        )
+        require(
+            param.device == "none" or not optimizer.delayed_update,
+            where,
+            param.device,
+            "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches",
         )
 
 

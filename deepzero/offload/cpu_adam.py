@@ -171,6 +171,24 @@ class CPUAdam(torch.optim.Optimizer):
         self._kernel.ready(wanted)
         return self._kernel
 
+    def use(self, kernel: str, why: str) -> None:
+        """Step with this kernel from now on: before the first step, where others have decided.
+
+        Args:
+            kernel: ``chunked`` or ``compiled``.
+            why: for :meth:`describe`.
+        """
+        self._kernel = None
+        self._request, request = kernel, self._request
+        self._ready(())
+        self._request, self._reason = request, why
+
+    def twin(self) -> CPUAdam:
+        """Another CPUAdam over the same parameters and the same state, with the settings of this moment."""
+        made = CPUAdam([dict(group) for group in self.param_groups], kernel=self._request)
+        made.state, made._kernel, made._reason = self.state, self._kernel, self._reason
+        return made
+
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -9,52 +9,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepzero.comm import process_group
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
-from deepzero.layout import FlatLayout, interval_limit, plan_layout
-from deepzero.runtime.closed_forms import (
-    Counts,
-    StateSizes,
-    moment_bytes_per_element,
-    padding_memory,
-    predicted_memory,
-    predicted_traffic,
-)
+from deepzero.layout import interval_limit, plan_layout
+from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.offload.placement import Placement
+from deepzero.runtime.built import Built, Dtypes
+from deepzero.runtime.closed_forms import moment_bytes_per_element
+from deepzero.runtime.open_ledger import open_ledger
 from deepzero.runtime.optimizers import allocate_state
-from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers
+from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers, plan_partitioning
+from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
+from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
+from deepzero.runtime.zero.offloading import Offload, PlannedGroup, open_host, place
+from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 
 log = logging.getLogger(__name__)
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """Three settings, not one: what the model computes in, what travels, what gradients are summed in."""
-
-    compute: torch.dtype
-    wire: torch.dtype
-    accumulation: torch.dtype
-
-    @classmethod
-    def of(cls, config: EngineConfig) -> Dtypes:
-        """The compute dtype is also the wire dtype unless ``communication_data_type`` says otherwise."""
-        compute = TORCH_DTYPES[config.precision.dtype]
-        wire = TORCH_DTYPES[config.communication_data_type or config.precision.dtype]
-        return cls(compute, wire, TORCH_DTYPES[config.grad_accum_dtype])
 
 
 def place_model(model: nn.Module, comm: Communicator) -> None:
@@ -109,24 +92,55 @@ def choose_parameters(
     return chosen
 
 
+def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[PlannedGroup]:
+    """Stages 0-2: the layout of the trainable parameters, one group per optimizer group."""
+    total = sum(param.numel() for params in chosen for param in params)
+    limit = interval_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
+    return [
+        PlannedGroup(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned=False)
+        for index, params in enumerate(chosen)
+        if params
+    ]
+
+
 def build_groups(
     names: dict[nn.Parameter, str],
-    chosen: Sequence[Sequence[nn.Parameter]],
+    planned: Sequence[PlannedGroup],
+    placements: Sequence[Placement],
     config: EngineConfig,
     comm: Communicator,
     dtype: torch.dtype,
+    offload: Offload | None,
 ) -> list[FlatGroup]:
-    """Stages 0-2: plan the layout and move the trainable parameters into it, one group per optimizer group."""
-    total = sum(param.numel() for params in chosen for param in params)
-    limit = interval_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
-    groups = []
-    for index, params in enumerate(chosen):
-        if params:
-            layout = plan_layout([p.numel() for p in params], comm.world_size, limit)
-            whole = config.zero.stage == 0
-            labels = [names[p] for p in params]
-            groups.append(FlatGroup(labels, params, layout, dtype, comm.device, comm.rank, whole, index))
-    return groups
+    """Stages 0-2: move the trainable parameters into flat buffers."""
+    arena, whole = offload.arena if offload is not None else None, config.zero.stage == 0
+    return [
+        FlatGroup(
+            [names[p] for p in group.params], group.params, group.layout, dtype, comm.device, comm.rank, whole,
+            group.optimizer_group or 0, None if whole else placement, arena,
+        )
+        for group, placement in zip(planned, placements, strict=True)
+    ]  # fmt: skip
+
+
+def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Placement]) -> None:
+    """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
+
+    Where a compiler is missing on one host, or compiling fails there, all use the chunks. A collective.
+    """
+    sends = any(placed.optimizer_intervals for placed in placements) and dtypes.compute != torch.float32
+    problem = None
+    try:
+        optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None)
+    except RuntimeError as error:  # kernel="compiled", and there is none
+        problem = str(error)
+    told = process_group.all_gather_object((optimizer.kernel, problem))
+    for rank, (_, text) in enumerate(told):
+        if text is not None:
+            raise ConfigError(f"rank {rank}: {text}")
+    if len({kernel for kernel, _ in told}) > 1 and optimizer.kernel != "chunked":
+        without = next(rank for rank, (kernel, _) in enumerate(told) if kernel == "chunked")
+        optimizer.use("chunked", f"because rank {without} cannot compile")
 
 
 def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
@@ -153,24 +167,10 @@ def _cut_state(optimizer: torch.optim.Optimizer, group: ParameterGroup, states: 
         for key, value in states[piece.slot.index].items():
             if torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.slot.numel:
                 cut = value.reshape(-1)[piece.start : piece.start + piece.numel]
-                value = cut.to(device=group.device, dtype=torch.float32, copy=True)
+                value = cut.to(device=master.device, dtype=torch.float32, copy=True)
             elif torch.is_tensor(value):
                 value = value.clone()
             optimizer.state[master][key] = value
-
-
-@dataclass(frozen=True)
-class Built:
-    """What step 0 leaves behind."""
-
-    groups: list[ParameterGroup]
-    source: GradientSource
-    reducer: BucketReducer
-    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
-    dtypes: Dtypes
-    moment_bytes: int
-    partitioning: Partitioning | None
-    """Stage 3's."""
 
 
 def build_zero(
@@ -186,7 +186,7 @@ def build_zero(
         micro_batches: accumulation steps.
 
     Raises:
-        ConfigError: an optimizer that is not elementwise, or that does not fit the model.
+        ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
     """
     dtypes = Dtypes.of(config)
     stage = config.zero.stage
@@ -195,94 +195,87 @@ def build_zero(
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    moment_bytes = moment_bytes_per_element(optimizer, comm.device)
+    # What is offloaded is stepped on by the CPU.
+    steps_on = torch.device("cpu") if config.zero.offload_optimizer.device == "cpu" else comm.device
+    moment_bytes = [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(chosen))]
+    plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None
+    planned = plan.groups if plan is not None else plan_groups(chosen, config, comm.world_size)
+    placements = place(planned, config.zero, dtypes.compute)
+    depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
+    offload = open_host(
+        planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth
+    )
     partitioning: Partitioning | None = None
     groups: list[ParameterGroup]
-    if stage == 3:
+    if plan is not None:
         place_buffers(model, comm)
-        partitioning = partition_model(model, names, chosen, config.zero, comm, dtypes.compute)
+        side = offload.side if offload is not None else None
+        partitioning = partition_model(names, plan, placements, config.zero, comm, dtypes.compute, side)
         groups = partitioning.groups
     else:
         place_model(model, comm)
         cast_frozen(model, dtypes.compute)
-        groups = list(build_groups(names, chosen, config, comm, dtypes.compute))
+        groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
+    if isinstance(optimizer, CPUAdam):
+        choose_kernel(optimizer, dtypes, placements)
     hand_over_masters(optimizer, groups)
     allocate_state(optimizer)
+    if offload is not None:
+        offload.move_moments(optimizer, groups)
     # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
     source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
-    reducer = _build_reducer(groups, config, comm, dtypes)
-    order, overlap = schedule(groups, arrival), config.zero.overlap_comm
-    engine_stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
-    if partitioning is not None:
-        engine_stage = ZeroStage3(
-            model, groups, partitioning.frozen, order, source, reducer, comm,
-            partitioning.coordinator, dtypes.accumulation,
-        )  # fmt: skip
-    elif stage == 0:
-        engine_stage = ZeroStage0(_flat(groups), order, source, reducer, dtypes.accumulation)
-    else:
-        engine_stage = ZeroStage1And2(
-            _flat(groups), order, source, reducer, comm, stage == 2, overlap, dtypes.accumulation
-        )
-    built = Built(groups, source, reducer, engine_stage, dtypes, moment_bytes, partitioning)
-    _open_ledger(built, optimizer, config, comm, micro_batches)
+    reducer = _build_reducer(groups, config, comm, dtypes, depth)
+    built = Built(
+        groups, source, reducer, _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload),
+        dtypes, next((size for size in moment_bytes if size), 0), partitioning, offload,
+    )  # fmt: skip
+    if offload is not None and not isinstance(built.stage, ZeroStage0):
+        offload.open_ways(groups, comm.rank, built.stage.arrived)
+    open_ledger(built, optimizer, config, comm, micro_batches)
     return built
 
 
-def _flat(groups: Sequence[ParameterGroup]) -> list[FlatGroup]:
-    return [group for group in groups if isinstance(group, FlatGroup)]
+def _build_stage(
+    model: nn.Module,
+    groups: Sequence[ParameterGroup],
+    partitioning: Partitioning | None,
+    arrival: dict[nn.Parameter, int],
+    source: GradientSource,
+    reducer: BucketReducer,
+    config: EngineConfig,
+    offload: Offload | None,
+) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
+    order, comm, accumulation = schedule(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
+    host = offload.open_gradients() if offload is not None else None
+    if partitioning is not None:
+        return ZeroStage3(
+            model, groups, partitioning.frozen, order, source, reducer, comm,
+            partitioning.coordinator, accumulation, host,
+        )  # fmt: skip
+    flat = [group for group in groups if isinstance(group, FlatGroup)]
+    if config.zero.stage == 0:
+        return ZeroStage0(flat, order, source, reducer, accumulation)
+    overlap = config.zero.overlap_comm
+    return ZeroStage1And2(flat, order, source, reducer, comm, config.zero.stage == 2, overlap, accumulation, host)
 
 
 def _build_reducer(
-    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
+    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
 ) -> BucketReducer:
     method = config.comm.reduce or ("native" if comm.backend == "nccl" else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter
     capacity = max(group.layout.largest_interval for group in groups)
-    depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
     return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth)
 
 
-def _open_ledger(
-    built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
-) -> None:
-    """Put the closed forms in, and say which tensors are measured against them."""
-    ledger, dtypes = comm.ledger, built.dtypes
-    sizes = StateSizes(
-        compute=dtypes.compute.itemsize,
-        accumulation=dtypes.accumulation.itemsize,
-        moments=built.moment_bytes,
-        wire=dtypes.wire.itemsize,
-        stage=config.zero.stage,
-        overlap=config.zero.overlap_comm,
-        micro_batches=micro_batches,
-        whole_reduce=built.reducer.whole,
-        exact=built.reducer.method == "exact",
-    )
-    layouts = [group.layout for group in built.groups]
-    persistent, frozen = _layouts_of_stage3(built)
-    counts = Counts.of(layouts, persistent, frozen)
-    padding = padding_memory(counts, comm.world_size, sizes)
-    memory = {**predicted_memory(counts.true, comm.world_size, sizes), "buckets": built.reducer.buffer_bytes()}
-    traffic = predicted_traffic(layouts, comm.world_size, sizes, persistent, frozen)
-    ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
-
-    def moments() -> list[torch.Tensor]:
-        return [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-
-    stores = [*built.groups, *(built.partitioning.frozen if built.partitioning is not None else ())]
-    ledger.watch("parameters", lambda: [group.parameter_storage for group in stores], padding["parameters"])
-    ledger.watch("masters", lambda: [group.master_storage for group in built.groups], padding["masters"])
-    ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
-    ledger.watch("moments", moments, padding["moments"])
-    ledger.watch("buckets", built.reducer.buffers)
-    if built.partitioning is not None:
-        ledger.watch("gathered", built.partitioning.pool.buffers)
-
-
-def _layouts_of_stage3(built: Built) -> tuple[list[FlatLayout], list[FlatLayout]]:
-    """Layouts of persistent and of frozen parameters."""
-    if built.partitioning is None:
-        return [], []
-    frozen = [group.layout for group in built.partitioning.frozen]
-    return [group.layout for group in built.groups if isinstance(group, FlatGroup)], frozen
+def build_step(built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig) -> ShardedStep | DelayedStep:
+    """Step 4's: the optimizer over this rank's masters, on the device, on the host, or on both."""
+    limit = config.zero.sub_group_size if config.zero.stage == 3 else None
+    parts = built.stage.gradients.master_parts()
+    if built.offload is None:
+        return ShardedStep(optimizer, parts, limit)
+    step, settings = ShardedStep(optimizer, parts, limit, built.offload.host_steps(parts)), built.offload.settings
+    gradients = built.stage.gradients
+    if settings.delayed_update and isinstance(gradients, GradientPartition):
+        return DelayedStep(step, gradients, built.groups, settings.delay_after_steps)
+    return step

@@ -31,14 +31,16 @@ Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
 from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.ledger import Traffic
-from deepzero.layout import FlatLayout
+from deepzero.layout import FlatLayout, Interval
+from deepzero.offload.placement import Placement
+from deepzero.offload.wire import TO_DEVICE, TO_HOST
 from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
@@ -69,15 +71,20 @@ class StateSizes:
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 
 
-def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Bytes of state that ``optimizer`` keeps for one element of its first group: one step on a tensor of our own.
+def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> int:
+    """Bytes of state that ``optimizer`` keeps for one element of a group: one step on a tensor of our own.
 
     Args:
         optimizer: still over the model's parameters; nothing of it changes.
         device: where its masters will lie.
+        number: the group's; None: the first that has parameters.
     """
     extent = 64
     group = next(g for g in optimizer.param_groups if g["params"])
+    if number is not None:
+        group = optimizer.param_groups[number]
+        if not group["params"]:
+            return 0
     tensor = torch.zeros(extent, device=device).requires_grad_()
     tensor.grad = torch.zeros_like(tensor)
     settings, first = settings_of(group), group["params"][0]
@@ -144,6 +151,93 @@ def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> 
         "masters": numel * master // share,
         "moments": numel * sizes.moments // share,
     }
+
+
+@dataclass(frozen=True)
+class HostElements:
+    """Elements on each side, over all ranks: of all groups, true or padding."""
+
+    host_optimizer: int
+    device_optimizer: int
+    host_masters: int
+    device_masters: int
+    host_parameters: int
+    device_parameters: int
+    """Of partitioned groups alone."""
+    sent: int
+    """The CPU steps on them, and their parameters are on the device."""
+
+    @classmethod
+    def of(cls, placements: Sequence[tuple[Placement, bool, bool]], count: Callable[[Interval], int]) -> HostElements:
+        """Count.
+
+        Args:
+            placements: of every group, whether it is trained, and whether its parameters are partitioned.
+            count: elements of an interval, the true ones or the others.
+        """
+        sums = dict.fromkeys((f.name for f in fields(cls)), 0)
+        for placed, trained, partitioned in placements:
+            for interval in placed.layout.intervals:
+                numel = count(interval)
+                side = "host" if placed.steps_on_host(interval) else "device"
+                sums[f"{side}_optimizer"] += numel if trained else 0
+                sums[f"{side}_masters"] += numel if trained and not placed.own_masters_at(interval) else 0
+                kept = "host" if placed.keeps_on_host(interval) else "device"
+                sums[f"{kept}_parameters"] += numel if partitioned else 0
+                sums["sent"] += numel if (side, kept) == ("host", "device") else 0
+        return cls(**sums)
+
+
+def offloaded_memory(
+    whole: int, trained: int, elements: HostElements, world_size: int, sizes: StateSizes, copies: int
+) -> dict[str, int]:
+    """Bytes of one rank by category where a part is in host memory; for the device :func:`predicted_memory`'s forms.
+
+    Args:
+        whole: elements of parameters that every rank keeps whole.
+        trained: elements of all trained parameters.
+        elements: on each side.
+        world_size: W.
+        sizes: bytes per element.
+        copies: of the reduced gradients on the host.
+    """
+    forms = {
+        "parameters": whole * sizes.compute * world_size + elements.device_parameters * sizes.compute,
+        "gradients": trained * sizes.unreduced * world_size + elements.device_optimizer * sizes.accumulation,
+        "masters": 4 * elements.device_masters,
+        "moments": sizes.moments * elements.device_optimizer,
+        "host_parameters": sizes.compute * elements.host_parameters,
+        "host_gradients": copies * sizes.accumulation * elements.host_optimizer,
+        "host_masters": 4 * elements.host_masters,
+        "host_moments": sizes.moments * elements.host_optimizer,
+    }
+    return {category: total // world_size for category, total in forms.items()}
+
+
+def predicted_wire(
+    elements: HostElements, padding: HostElements, world_size: int, sizes: StateSizes, calls: tuple[int, int]
+) -> dict[str, Traffic]:
+    """One step's copies between device and host, mean over ranks: gradients down, new parameters up.
+
+    The first micro-batch's gradients travel in the accumulation dtype; later ones, which are added on the host, in
+    fp32. Parameters that live in host memory travel when they are fetched, which stage 3's plan knows.
+
+    Args:
+        elements: true ones.
+        padding: the others.
+        world_size: W.
+        sizes: bytes per element.
+        calls: intervals that the CPU steps on, and how many of them have their parameters on the device.
+    """
+    down, up = Traffic(), Traffic()
+    true, rest = elements.host_optimizer / world_size, padding.host_optimizer / world_size
+    times = sizes.micro_batches if sizes.stage >= 2 else 1
+    for number in range(times):
+        itemsize = sizes.accumulation if number == 0 else 4
+        down.add(Traffic(calls[0], true, rest, (true + rest) * itemsize))
+    true, rest = elements.sent / world_size, padding.sent / world_size
+    up.add(Traffic(calls[1], true, rest, (true + rest) * sizes.compute))
+    return {kind: traffic for kind, traffic in ((TO_HOST, down), (TO_DEVICE, up)) if traffic.calls}
 
 
 def padding_memory(counts: Counts, world_size: int, sizes: StateSizes) -> dict[str, int]:

@@ -40,7 +40,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
-from deepzero.runtime.build import build_zero
+from deepzero.runtime.build import build_step, build_zero
 from deepzero.runtime.engine_checkpoints import EngineCheckpoints
 from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.loss_scaler import build_loss_scaler
@@ -48,7 +48,7 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
-from deepzero.runtime.zero.sharded_step import ShardedStep, clip_divisor
+from deepzero.runtime.zero.sharded_step import clip_divisor
 
 log = logging.getLogger(__name__)
 
@@ -116,14 +116,14 @@ class Engine(EngineCheckpoints):
         self.module = model
         self.optimizer = optimizer
         self.stage = self._zero.stage
-        sub_group_size = config.zero.sub_group_size if config.zero.stage == 3 else None
-        self._sharded_step = ShardedStep(optimizer, self.stage.gradients.master_parts(), sub_group_size)
+        self._sharded_step = build_step(self._zero, optimizer, config)
         trained = [param for group in self._zero.groups for param in group.params]
         self._late_scaling = [param.register_hook(self._scale_late) for param in trained if self._scaled]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
         self._fragments = TensorFragments(
-            model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now
-        )
+            model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now,
+            self.finish_delayed_update,
+        )  # fmt: skip
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
@@ -291,8 +291,7 @@ class Engine(EngineCheckpoints):
                 self._backward_passes = 0
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
-        for group in self._zero.groups:
-            group.take_over_writes()
+        self._sharded_step.before_step(self._zero.groups)
         # 3 boundary: flush, wait.
         self.stage.finish_gradients()
         self.ledger.note("boundary")
@@ -320,7 +319,7 @@ class Engine(EngineCheckpoints):
         self.last_step = StepRecord(
             self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
         )
-        self.ledger.close_step()
+        self._zero.close_step(self.ledger)
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         self._print_progress(self.last_step)
@@ -430,6 +429,7 @@ class Engine(EngineCheckpoints):
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
         if self._destroyed:
             return
+        self.finish_delayed_update()
         self._destroyed = True
         self._hooks.remove()
         for handle in self._late_scaling:

@@ -30,9 +30,11 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ending import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
-from deepzero.runtime.build import Built
+from deepzero.runtime.built import Built
 from deepzero.runtime.engine_facts import EngineFacts
 from deepzero.runtime.loss_scaler import LossScaler
+from deepzero.runtime.zero.delayed_step import DelayedStep
+from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -76,11 +78,24 @@ class EngineCheckpoints(EngineFacts):
     global_samples: int
     _zero: Built
     _scaler: LossScaler
+    _sharded_step: ShardedStep | DelayedStep
     _saver: Saver | None = None
     _backward_passes: int
     _destroyed: bool
     _half_loaded: str | None = None
     """Set while model state is a mixture of two states, with the reason."""
+
+    # ---- delayed update (zero.offload_optimizer) ---------------------------------------------------------------------
+
+    def finish_delayed_update(self) -> None:
+        """Let the parameters be those of the masters now, if an update is on its way. A collective.
+
+        Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
+        training as if this step had not been delayed; a run that is continued takes the same course.
+        """
+        if self._sharded_step.finish():
+            with self.comm.ledger.aside():
+                self.stage.publish()
 
     # ---- save --------------------------------------------------------------------------------------------------------
 
@@ -116,6 +131,7 @@ class EngineCheckpoints(EngineFacts):
 
         Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
         """
+        self.finish_delayed_update()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         save_dir = Path(save_dir).expanduser().absolute()  # the program may change its folder while a thread writes
         arguments = {
@@ -324,12 +340,15 @@ class EngineCheckpoints(EngineFacts):
 
     def _fill(self, loader: Loader) -> None:
         """Values into tensors, and from masters into the parameters. The caller says when all is loaded."""
+        self._sharded_step.forget()
         self.stage.before_writes()
         self.zero_grad()
         self._backward_passes = 0
         self._half_loaded = f"{loader.reader.path} was loaded in part only"
         with self.comm.ledger.aside(), torch.no_grad():
             loader.read()
+            if self._zero.offload is not None:
+                self._zero.offload.lay()
             self.stage.publish()
         for group in loader.holdings.frozen:
             for interval in group.intervals:

@@ -12,6 +12,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.config.engine import BatchSizes, EngineConfig
+from deepzero.runtime.built import Built
 
 
 class EngineFacts(nn.Module):
@@ -22,6 +23,7 @@ class EngineFacts(nn.Module):
     optimizer: torch.optim.Optimizer
     global_rank: int
     _asked_to_stop: bool
+    _zero: Built
     world_size: int
 
     # ---- batch -------------------------------------------------------------------------------------------------------
@@ -103,6 +105,28 @@ class EngineFacts(nn.Module):
         step's agreement, at no cost, so that all leave the loop at the same place.
         """
         self._asked_to_stop = True
+
+    # ---- offload -----------------------------------------------------------------------------------------------------
+
+    def offload_report(self) -> dict[str, dict[str, float]]:
+        """This rank's pipeline between device and host in the last step, part by part; empty without offload.
+
+        Returns:
+            For ``gradients_to_host``, ``optimizer_step``, ``parameters_to_device`` and ``parameters_fetch``, as far as
+            there are such: ``bytes``, ``seconds`` under way, ``gb_per_second``, and ``hidden``, the part of those
+            seconds (0 to 1) in which neither the program nor the compute stream stood still for it. Without a GPU
+            copies are made in line, and nothing is hidden but a delayed update.
+        """
+        return self._zero.offload_report()
+
+    def describe_offload(self) -> str | None:
+        """One line for rank 0's log: what is in host memory, how many threads step on it and with which kernel."""
+        return self._zero.offload.describe(self.optimizer) if self._zero.offload is not None else None
+
+    def offload_metrics(self) -> dict[str, float]:
+        """:meth:`offload_report` in flat words, for a log: ``offload/optimizer_step/gb_per_second`` and so on."""
+        found = self.offload_report().items()
+        return {f"offload/{part}/{name}": value for part, leg in found for name, value in leg.items()}
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ def _optimizer(
         return made
     if settings.optimizer is None:
         raise ConfigError('no optimizer: pass optimizer= to initialize, or set "optimizer": {"type": …} in the config')
-    return build_optimizer(settings.optimizer, parameters)
+    return build_optimizer(settings.optimizer, parameters, settings.zero.offload_optimizer.device == "cpu")
 
 
 def _scheduler(lr_scheduler: Any, optimizer: torch.optim.Optimizer, settings: EngineConfig) -> Any:

@@ -33,6 +33,9 @@ __all__ = ["allocate_state", "build_optimizer", "check_elementwise"]
 
 WHERE = "optimizer.params"
 
+TORCH_ALONE = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+"""Arguments of torch's Adam that CPUAdam has not: who gives one of them means torch's."""
+
 NOT_HERE = {
     "lamb": "is not elementwise: it needs the norm of each whole layer, and ZeRO gives a rank slices",
     "muon": "is not elementwise: it needs whole matrices, and ZeRO gives a rank slices",
@@ -44,13 +47,15 @@ NOT_HERE = {
 """Optimizers that DeepSpeed has by name and deepzero has not."""
 
 
-def build_optimizer(config: OptimizerConfig, params: Iterable[Any]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: bool = False) -> torch.optim.Optimizer:
     """The optimizer that a config asks for.
 
     Args:
         config: ``target`` is ``Adam``, ``AdamW``, ``CPUAdam``, any class of ``torch.optim`` by name, or a dotted path.
             ``params`` are the class's keyword arguments, and for Adam DeepSpeed's ``adam_w_mode`` and ``torch_adam``.
         params: tensors, or parameter groups as torch takes them.
+        on_host: optimizer states are offloaded: ``Adam`` and ``AdamW`` without ``torch_adam`` are CPUAdam then, as they
+            are DeepSpeedCPUAdam in DeepSpeed; ``torch.optim.AdamW`` stays what it is.
 
     Returns:
         The optimizer; with ``fused=True`` where the class and the parameters' device can and the config is silent.
@@ -69,7 +74,7 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any]) -> torch.opt
     if "max_grad_norm" in given:
         raise ConfigError(f"{WHERE}.max_grad_norm={given['max_grad_norm']!r}: set gradient_clipping instead")
     if config.target.lower() in ("adam", "adamw"):
-        cls: type[torch.optim.Optimizer] = _deepspeed_adam(config.target, given)
+        cls: type[torch.optim.Optimizer] = _deepspeed_adam(config.target, given, on_host)
     else:
         cls = _find_class(config.target)
     if cls is CPUAdam and "adam_w_mode" in given:  # the word that DeepSpeed's JSON has for the argument
@@ -93,14 +98,19 @@ def _with_listed_params(group: Any) -> Any:
     return group
 
 
-def _deepspeed_adam(target: str, given: dict[str, Any]) -> type[torch.optim.Optimizer]:
+def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[torch.optim.Optimizer]:
     """DeepSpeed's reading of ``Adam`` and ``AdamW``; takes the arguments that only it knows out of ``given``."""
     decoupled = _flag(given, "adam_w_mode", True)
     if target.lower() == "adamw" and not decoupled:
         # DeepSpeed drops the switch without a word here.
         raise ConfigError(f"{WHERE}.adam_w_mode=False contradicts optimizer {target!r}; use Adam for Adam's L2 decay")
-    if not _flag(given, "torch_adam", False):
+    torchs = _flag(given, "torch_adam", False)
+    if not torchs:
         given.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels
+    if on_host and not torchs and not any(given.get(name) for name in TORCH_ALONE):
+        given["adamw_mode"] = decoupled
+        _flag(given, "set_grad_none", True)
+        return CPUAdam
     for name, meaning in (
         ("bias_correction", "torch's Adam always corrects the bias"),
         ("fp32_optimizer_states", "deepzero keeps optimizer states in fp32"),

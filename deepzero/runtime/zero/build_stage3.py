@@ -11,12 +11,14 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import ZeroConfig
 from deepzero.layout import interval_limit, plan_layout
+from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.offloading import PlannedGroup
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
-from deepzero.runtime.zero.partitioned_group import PartitionedGroup, make_whole
+from deepzero.runtime.zero.partitioned_group import HostSide, PartitionedGroup, make_whole
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -46,64 +48,96 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
     )
 
 
-def partition_model(
-    model: nn.Module,
-    names: Mapping[nn.Parameter, str],
-    chosen: Sequence[Sequence[nn.Parameter]],
-    config: ZeroConfig,
-    comm: Communicator,
-    dtype: torch.dtype,
-) -> Partitioning:
-    """Cut the parameters, group by group.
+@dataclass(frozen=True)
+class PartitioningPlan:
+    """What will be partitioned, before anything is."""
+
+    groups: list[PlannedGroup]
+    """Of trained parameters, then of frozen ones."""
+    limit: int
+    """Elements of an interval."""
+
+
+def plan_partitioning(
+    names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
+) -> PartitioningPlan:
+    """Which parameters are cut, over which intervals. Pure numbers.
 
     Args:
-        model: on any device, in part or as a whole partitioned already by ``zero.Init``.
         names: every parameter's.
         chosen: the trainable parameters of each optimizer group, in the order in which their gradients arrive.
         config: thresholds and limits.
-        comm: the ranks.
-        dtype: compute dtype.
+        world_size: W.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
-    frozen_params = [
-        p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold
-    ]
-    large = [[p for p in params if p.numel() > threshold] for params in chosen]
-    small = [[p for p in params if p.numel() <= threshold] for params in chosen]
-    partitioned = {param for params in (*large, frozen_params) for param in params}
-    place_whole(names, partitioned, trained, comm, dtype)
-
-    total = sum(param.numel() for params in (*large, *small, frozen_params) for param in params)
+    frozen = [p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold]
+    total = sum(param.numel() for params in (*chosen, frozen) for param in params)
     limit = interval_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
+
+    def planned(params: Sequence[nn.Parameter], optimizer_group: int | None, partitioned: bool) -> PlannedGroup:
+        layout = plan_layout([p.numel() for p in params], world_size, limit)
+        return PlannedGroup(params, layout, optimizer_group, partitioned)
+
+    groups = []
+    for index, params in enumerate(chosen):
+        for partitioned in (True, False):
+            some = [p for p in params if (p.numel() > threshold) is partitioned]
+            if some:
+                groups.append(planned(some, index, partitioned))
+    if frozen:
+        groups.append(planned(frozen, None, True))
+    return PartitioningPlan(groups, limit)
+
+
+def partition_model(
+    names: Mapping[nn.Parameter, str],
+    plan: PartitioningPlan,
+    placements: Sequence[Placement],
+    config: ZeroConfig,
+    comm: Communicator,
+    dtype: torch.dtype,
+    offload: HostSide | None,
+) -> Partitioning:
+    """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
+
+    Args:
+        names: every parameter's.
+        plan: from :func:`plan_partitioning`.
+        placements: of its groups.
+        config: thresholds and limits.
+        comm: the ranks.
+        dtype: compute dtype.
+        offload: where host memory is; None: nothing is offloaded.
+    """
+    partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
+    trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
+    place_whole(names, partitioned, trained, comm, dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
     groups: list[ParameterGroup] = []
     frozen: list[PartitionedGroup] = []
     intervals: list[PartitionedInterval] = []
-
-    def partition(params: Sequence[nn.Parameter], optimizer_group: int | None) -> PartitionedGroup:
-        layout = plan_layout([p.numel() for p in params], comm.world_size, limit)
-        labels = [names[p] for p in params]
-        made = PartitionedGroup(labels, params, layout, dtype, comm, pool, len(intervals), optimizer_group)
-        intervals.extend(made.intervals)
-        return made
-
-    for index in range(len(chosen)):
-        if large[index]:
-            groups.append(partition(large[index], index))
-        if small[index]:
-            layout = plan_layout([p.numel() for p in small[index]], comm.world_size, limit)
-            labels = [names[p] for p in small[index]]
+    for group, placement in zip(plan.groups, placements, strict=True):
+        labels, index = [names[p] for p in group.params], group.optimizer_group
+        if group.partitioned:
+            made = PartitionedGroup(
+                labels, group.params, group.layout, dtype, comm, pool, len(intervals), index, placement, offload
+            )
+            intervals.extend(made.intervals)
+            if index is None:
+                frozen.append(made)
+            else:
+                groups.append(made)
+        elif index is not None:
+            arena = offload.arena if offload is not None else None
             groups.append(
                 FlatGroup(
-                    labels, small[index], layout, dtype, comm.device, comm.rank, whole=False, optimizer_group=index
+                    labels, group.params, group.layout, dtype, comm.device, comm.rank, False, index, placement, arena
                 )
             )
-    if frozen_params:
-        frozen.append(partition(frozen_params, None))
     largest = max((interval.numel for interval in intervals), default=0)
-    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, limit), 2 * largest, comm)
+    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, plan.limit), 2 * largest, comm)
     return Partitioning(groups, frozen, coordinator, pool)
 
 

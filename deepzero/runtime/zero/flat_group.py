@@ -19,14 +19,18 @@ every W.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
+from deepzero.offload.arena import HostArena
+from deepzero.offload.placement import Placement
+from deepzero.runtime.zero.masters import Masters
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
@@ -70,6 +74,7 @@ def follow(master: torch.Tensor, values: torch.Tensor) -> None:
 
     Where they are the master's own, rounded, nothing was written, and the master keeps the bits that rounding loses.
     """
+    values = values.to(master.device)
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
@@ -85,6 +90,8 @@ class FlatGroup:
         rank: this rank.
         whole: hold masters of all parameters (stage 0) instead of this rank's part (stages 1 and 2).
         optimizer_group: index of the optimizer's param group that these parameters came from.
+        placement: which masters live in host memory; None: none. Not with ``whole``.
+        arena: where those are.
     """
 
     def __init__(
@@ -97,31 +104,34 @@ class FlatGroup:
         rank: int,
         whole: bool,
         optimizer_group: int,
+        placement: Placement | None = None,
+        arena: HostArena | None = None,
     ) -> None:
         self.names, self.params, self.layout = list(names), list(params), layout
         self.dtype, self.device, self.rank, self.whole = dtype, device, rank, whole
         self.optimizer_group = optimizer_group
+        self.before_write: Callable[[], None] | None = None
         self.flat_P = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
         self.partitions = [get_data_parallel_partitions(self.flat_P, interval) for interval in layout.intervals]
-        self.master_storage: torch.Tensor | None = None
-        if dtype != torch.float32:
-            extent = layout.padded_numel if whole else layout.shard_numel
-            self.master_storage = torch.zeros(extent, dtype=torch.float32, device=device)
+        own = dtype == torch.float32
+        # A whole group is one rank's share of a layout over one rank.
+        everything = dataclasses.replace(layout, world_size=1) if whole else layout
+        self.placement = placement or Placement.on_device(everything, own)
+        self.master_store = Masters(self.placement, device, arena)
         self.pieces = layout.whole_pieces() if whole else layout.pieces(rank)
         self.masters = [self._master_of(piece) for piece in self.pieces]
-        mine: dict[int, tuple[Piece, torch.Tensor]] = {
+        self._mine: dict[int, tuple[Piece, torch.Tensor]] = {
             piece.slot.index: (piece, master) for piece, master in zip(self.pieces, self.masters, strict=True)
         }
         for index, param in enumerate(self.params):
-            self._move_in(index, param, mine.get(index))
-        self._mine = mine
+            self._move_in(index, param)
         self._places = [param.data_ptr() for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @property
-    def parameter_storage(self) -> torch.Tensor:
-        """What this rank keeps of the parameters: all of them."""
-        return self.flat_P
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: all of them."""
+        return [self.flat_P]
 
     def target_of(self, interval: Interval) -> torch.Tensor:
         """What this rank's optimizer step writes of ``interval`` in the compute dtype: its part, or all of it."""
@@ -129,20 +139,36 @@ class FlatGroup:
             return self.flat_P[interval.offset : interval.offset + interval.numel]
         return self.partitions[interval.index][self.rank]
 
+    def share_of(self, piece: Piece) -> torch.Tensor:
+        """A piece of one parameter in the compute dtype."""
+        return self.flat_P[piece.slot.offset + piece.start :][: piece.numel]
+
     def master_of(self, interval: Interval) -> torch.Tensor:
         """The masters of what :meth:`target_of` names, padding included, as one tensor to cast from."""
-        if self.master_storage is None:
-            return self.target_of(interval)
-        start = interval.offset if self.whole else interval.shard_offset
-        return self.master_storage[start : start + (interval.numel if self.whole else interval.part_numel)]
+        start, numel = interval.shard_offset, interval.part_numel
+        if self.whole:
+            start, numel = interval.offset, interval.numel
+        found = self.master_store.at(start, numel)
+        return self.target_of(interval) if found is None else found
 
     def _master_of(self, piece: Piece) -> torch.Tensor:
         """A leaf that the optimizer may update: fp32, one-dimensional."""
-        if self.master_storage is None:
-            view = self.flat_P[piece.slot.offset + piece.start :][: piece.numel]
-        else:
-            view = self.master_storage[piece.shard_start : piece.shard_start + piece.numel]
+        view = self.master_store.at(piece.shard_start, piece.numel)
+        if view is None:
+            view = self.share_of(piece)
         return view.detach().requires_grad_()
+
+    def _separate(self, index: int) -> tuple[Piece, torch.Tensor] | None:
+        """This rank's piece of a parameter, and its master; None where it has none, or one that is the parameter."""
+        piece, master = self._mine.get(index, (None, None))
+        if piece is None or master is None or self.master_store.at(piece.shard_start, piece.numel) is None:
+            return None
+        return piece, master
+
+    def written(self) -> list[str]:
+        """Names of parameters that were written since the last step."""
+        pairs = zip(self.names, self.params, self._versions, strict=True)
+        return [name for name, param, version in pairs if param._version != version]
 
     @torch.no_grad()
     def take_over_writes(self) -> None:
@@ -163,8 +189,9 @@ class FlatGroup:
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                if self.master_storage is not None and index in self._mine:
-                    piece, master = self._mine[index]
+                separate = self._separate(index)
+                if separate is not None:
+                    piece, master = separate
                     values = param.reshape(-1)[piece.start : piece.start + piece.numel]
                     follow(master, values)
 
@@ -176,10 +203,13 @@ class FlatGroup:
             index: position in :attr:`params`.
             values: 1-D, whole, fp32, the same on every rank.
         """
+        if self.before_write is not None:
+            self.before_write()
         slot, param = self.layout.slots[index], self.params[index]
         self.flat_P[slot.offset : slot.end].copy_(values)
-        if self.master_storage is not None and index in self._mine:
-            piece, master = self._mine[index]
+        separate = self._separate(index)
+        if separate is not None:
+            piece, master = separate
             master.copy_(values[piece.start : piece.start + piece.numel])
         # Autograd must know, should a backward pass still need the old values; the master has followed already.
         torch.autograd.graph.increment_version(param)
@@ -191,14 +221,15 @@ class FlatGroup:
             disclaim(param)
 
     @torch.no_grad()
-    def _move_in(self, index: int, param: nn.Parameter, mine: tuple[Piece, torch.Tensor] | None) -> None:
+    def _move_in(self, index: int, param: nn.Parameter) -> None:
         """Copy one parameter into flat buffer and master, then let it be a view. Its old memory is freed here."""
         claim(param, self.names[index])
         slot = self.layout.slots[index]
         values = param.data.reshape(-1)
         view = self.flat_P[slot.offset : slot.end]
         view.copy_(values)
-        if self.master_storage is not None and mine is not None:
-            piece, master = mine
+        separate = self._separate(index)
+        if separate is not None:
+            piece, master = separate
             master.copy_(values[piece.start : piece.start + piece.numel])
         param.data = view.view(param.shape)

@@ -20,6 +20,7 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Interval, Piece, Slot, plan_layout
+from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup
 from deepzero.runtime.zero.sharded_step import MasterPart, ShardedStep
@@ -40,6 +41,9 @@ class ReducedGradients(Protocol):
 
     def reduce_now(self) -> None:
         """Reduce what waits for the boundary. A collective."""
+
+    def drain(self) -> None:
+        """Everything that is under way has arrived."""
 
     def written(self, group: int, interval: Interval) -> None:
         """Sums of this interval have been changed."""
@@ -83,17 +87,20 @@ class TensorFragments:
         gradients: where they are.
         mean_divisor: what the sum of gradients is divided by for their mean, without loss scale.
         last_pass: whether the micro-batch under way is the last of its optimizer step.
+        finish_delayed_update: called before anything is written.
     """
 
     def __init__(
         self,
         model: nn.Module,
         groups: Sequence[ParameterGroup],
-        step: ShardedStep,
+        step: ShardedStep | DelayedStep,
         gradients: ReducedGradients,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
+        finish_delayed_update: Callable[[], None],
     ) -> None:
+        self.step, self.finish_delayed_update = step, finish_delayed_update
         self.optimizer, self.gradients = step.optimizer, gradients
         self.mean_divisor, self.last_pass = mean_divisor, last_pass
         self.comm = gradients.reducer.comm
@@ -159,7 +166,8 @@ class Fragment:
         """A copy of this rank's piece of something, 1-D, fp32; without elements for None."""
         if tensor is None:
             return torch.zeros(0, dtype=torch.float32, device=self.group.device)
-        return tensor.detach().to(torch.float32, copy=True)
+        # On the device, also when it is kept in host memory: pieces are put together there.
+        return tensor.detach().to(device=self.group.device, dtype=torch.float32, copy=True)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a whole parameter's extent, 1-D."""
@@ -191,6 +199,7 @@ class Fragment:
 
     def master(self) -> torch.Tensor:
         """This rank's piece, with what was written into a whole parameter since the last step."""
+        self.engine.step.join()
         if isinstance(self.group, FlatGroup):
             self.group.take_over_writes()
         return self.copy_of(self.part.master if self.part is not None else None)
@@ -228,6 +237,7 @@ class Fragment:
 
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's piece of one state, as the optimizer holds it."""
+        self.engine.step.join()
         return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -241,7 +251,7 @@ class Fragment:
         gradients = self.engine.gradients
         if not gradients.reduced:
             return self.copy_of(self.cut(self._reduce_aside()))
-        gradients.reducer.drain()
+        gradients.drain()
         return self.copy_of(self.part.grad if self.part is not None else None)
 
     def _reduce_aside(self) -> torch.Tensor:

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepzero.comm.bucket import BucketReducer
-from deepzero.layout import Interval
+from deepzero.comm.bucket import BucketReducer, Measure
+from deepzero.layout import Interval, Piece
+from deepzero.offload.host_gradients import HostGradients
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -34,6 +35,7 @@ class GradientPartition:
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
         grad_dtype: dtype of ``grad_S``.
         launched: called with each interval whose gradients are complete and have been sent.
+        host: has the sums that live in host memory; None: none do.
     """
 
     def __init__(
@@ -46,15 +48,20 @@ class GradientPartition:
         overlap: bool,
         grad_dtype: torch.dtype,
         launched: Callable[[Scheduled], None] | None = None,
+        host: HostGradients | None = None,
     ) -> None:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
         self.every_pass, self.overlap, self.grad_dtype = every_pass, overlap, grad_dtype
-        self._launched = launched
+        self._launched, self._host = launched, host
+        self._host_parts: list[tuple[MasterPart, int, Interval, Piece]] = []
         self.together: set[nn.Parameter] = set()
         """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
         they count as complete all at once, at a moment that is the same on all ranks."""
         # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
-        extents = [g.layout.padded_numel if reducer.whole else g.layout.shard_numel for g in groups]
+        extents = [
+            g.layout.padded_numel if reducer.whole else g.layout.shard_numel - g.placement.optimizer_numel
+            for g in groups
+        ]
         self.grad_S = [
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for extent, group in zip(extents, groups, strict=True)
@@ -153,16 +160,31 @@ class GradientPartition:
         """
         key = (entry.group, entry.interval.index)
         self._measured.discard(key)
-        measure = None
+        measure: Measure | None = None
         if boundary and not self.reducer.whole:
             measure = partial(self._norms[entry.group].measure, entry.interval.shard_offset)
             self._measured.add(key)
-        output, accumulate = self._sum_of(entry.group, entry.interval), self.reduced or again
+        accumulate = self.reduced or again
+        output, measure, leave = self._destination(entry, accumulate, measure)
         bucket = self.reducer.acquire(entry.interval, output, accumulate)
         self.source.fill(entry, bucket, name_unused=not again)
-        self.reducer.launch(entry.interval, output, accumulate, measure)
+        self.reducer.launch(entry.interval, output, accumulate, measure, leave)
         if self._launched is not None:
             self._launched(entry)
+
+    def _destination(
+        self, entry: Scheduled, accumulate: bool, measure: Measure | None
+    ) -> tuple[torch.Tensor, Measure | None, Callable[[], None] | None]:
+        """Where the sum is written, who measures it there, and what happens to it then."""
+        group, interval = entry.group, entry.interval
+        if self._host is None or not self._host.holds(group, interval):
+            return self._sum_of(group, interval), measure, None
+        slot, output = self._host.stage(interval, accumulate)
+        padding = interval.part_numel - interval.true_numel_of(self.reducer.comm.rank)
+        # What is added on the host is measured there.
+        there = measure if accumulate else None
+        leave = partial(self._host.leave, slot, group, interval, accumulate, padding, there)
+        return output, None if accumulate else measure, leave
 
     # ---- 3: boundary -------------------------------------------------------------------------------------------------
 
@@ -177,8 +199,14 @@ class GradientPartition:
             # Stage 1 without overlap; or no gradient at all since the last step: zeros, as every rank would send.
             for entry in self.order:
                 self._reduce(entry, boundary=True)
-        self.reducer.drain()
+        self.drain()
         self.reduced = True
+
+    def drain(self) -> None:
+        """Everything that is under way has arrived."""
+        self.reducer.drain()
+        if self._host is not None:
+            self._host.drain()
 
     def written(self, group: int, interval: Interval) -> None:
         """Somebody has changed sums of this interval: its norms have to be taken anew."""
@@ -188,26 +216,41 @@ class GradientPartition:
         """Where the reducer writes: this rank's part of the interval, or all of it with ``reduce_scatter=False``."""
         if self.reducer.whole:
             return self.grad_S[group][interval.offset : interval.offset + interval.numel]
-        return self.grad_S[group][interval.shard_offset : interval.shard_offset + interval.part_numel]
+        start = interval.shard_offset - self.groups[group].placement.optimizer_numel
+        return self.grad_S[group][start : start + interval.part_numel]
 
     # ---- 4: step -----------------------------------------------------------------------------------------------------
 
     def _my_sum(self, group: int, interval: Interval) -> torch.Tensor:
         """This rank's part of an interval's reduced gradients."""
+        if self._host is not None and self._host.holds(group, interval):
+            return self._host.sum_of(group, interval)
         grad = self._sum_of(group, interval)
         return grad.split(interval.part_numel)[self.reducer.comm.rank] if self.reducer.whole else grad
 
     def master_parts(self) -> list[MasterPart]:
         """This rank's piece of every parameter."""
         parts = []
+        self._host_parts = []
         for g, group in enumerate(self.groups):
-            sums = {interval.shard_offset: self._my_sum(g, interval) for interval in group.layout.intervals}
-            starts = sorted(sums)
+            starts = [interval.shard_offset for interval in group.layout.intervals]
             for piece, master in zip(group.pieces, group.masters, strict=True):
-                start = starts[bisect.bisect_right(starts, piece.shard_start) - 1]
-                grad = sums[start][piece.shard_start - start :][: piece.numel]
-                parts.append(MasterPart(master, grad))
+                interval = group.layout.intervals[bisect.bisect_right(starts, piece.shard_start) - 1]
+                part = MasterPart(master, self._piece_of_sum(g, interval, piece))
+                parts.append(part)
+                if self._host is not None and self._host.holds(g, interval):
+                    self._host_parts.append((part, g, interval, piece))
         return parts
+
+    def _piece_of_sum(self, group: int, interval: Interval, piece: Piece) -> torch.Tensor:
+        return self._my_sum(group, interval)[piece.shard_start - interval.shard_offset :][: piece.numel]
+
+    def swap_host_sums(self) -> None:
+        """The optimizer still reads this step's sums on the host: the next step's go to their other copy."""
+        if self._host is not None:
+            self._host.swap()
+            for part, group, interval, piece in self._host_parts:
+                part.grad.set_(self._piece_of_sum(group, interval, piece))  # type: ignore[call-overload]
 
     def square_words(self) -> torch.Tensor:
         """This rank's share of the global norm, see ``grad_norm.py``: its own part of every interval."""
@@ -222,7 +265,7 @@ class GradientPartition:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
-        self.reducer.drain()
+        self.drain()
         self.source.discard()
         self._end_of_pass()
         self._measured.clear()

@@ -22,6 +22,8 @@ from torch.autograd import Variable
 
 from deepzero.comm import process_group
 from deepzero.layout import FlatLayout, Interval, Piece
+from deepzero.offload.placement import Placement
+from deepzero.runtime.zero.masters import Masters
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +38,26 @@ class ParameterGroup(Protocol):
     masters: list[torch.Tensor]
     pieces: list[Piece]
     optimizer_group: Any
-    master_storage: torch.Tensor | None
+    before_write: Callable[[], None] | None
+    """Asked before parameters are written from outside; raises while they must not be."""
+    placement: Placement
+    master_store: Masters
 
     @property
-    def parameter_storage(self) -> torch.Tensor:
-        """What this rank keeps of the parameters: all of them, or its share."""
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: all of them, or its share."""
+
+    def master_of(self, interval: Interval) -> torch.Tensor:
+        """The masters of this rank's part of ``interval``, padding included."""
+
+    def target_of(self, interval: Interval) -> torch.Tensor:
+        """This rank's part of ``interval`` in the compute dtype, padding included."""
+
+    def share_of(self, piece: Piece) -> torch.Tensor:
+        """This rank's piece of one parameter in the compute dtype."""
+
+    def written(self) -> list[str]:
+        """Names of parameters that were written since the last step."""
 
     def take_over_writes(self) -> None:
         """Before a step: what was written into parameters is kept, or refused."""

@@ -9,7 +9,8 @@ Frozen parameters are partitioned too, in groups of their own that no optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,8 +18,12 @@ from torch import nn
 from deepzero.comm.collectives import Communicator
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
+from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.placement import Placement
+from deepzero.offload.wire import Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.flat_group import claim, disclaim, follow
+from deepzero.runtime.zero.masters import Masters
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -29,6 +34,21 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
 SETUP = "setup.gather"
+HOST_PARAMETERS = "host_parameters"
+
+
+@dataclass(frozen=True)
+class HostSide:
+    """Where offloaded tensors live, and the way there."""
+
+    arena: HostArena
+    wire: Wire
+
+
+def parameter_regions(placement: Placement, dtype: torch.dtype) -> list[Region]:
+    """What the arena has to hold for one group's partitioned parameters."""
+    numel = placement.parameter_numel
+    return [Region(HOST_PARAMETERS, numel, dtype)] if numel else []
 
 
 class PartitionedGroup:
@@ -43,6 +63,8 @@ class PartitionedGroup:
         pool: buffers of that dtype.
         first_key: the coordinator's number of the first interval.
         optimizer_group: index of the optimizer's param group, or None for frozen parameters, which have no masters.
+        placement: what of it lives in host memory; None: nothing.
+        offload: the arena where that is, and the wire to it.
     """
 
     def __init__(
@@ -55,13 +77,21 @@ class PartitionedGroup:
         pool: BufferPool,
         first_key: int,
         optimizer_group: int | None,
+        placement: Placement | None = None,
+        offload: HostSide | None = None,
     ) -> None:
         self.names, self.layout, self.dtype = list(names), layout, dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, optimizer_group
-        self.shard_S = torch.zeros(layout.shard_numel, dtype=dtype, device=comm.device)
-        self.master_storage: torch.Tensor | None = None
-        if dtype != torch.float32 and optimizer_group is not None:
-            self.master_storage = torch.zeros(layout.shard_numel, dtype=torch.float32, device=comm.device)
+        self.before_write: Callable[[], None] | None = None
+        # What is not trained is, as what is fp32, its own master: there is no separate one.
+        own = dtype == torch.float32 or optimizer_group is None
+        self.placement = placement or Placement.on_device(layout, own)
+        cut = self.placement.parameter_numel
+        self.shard_on_host: torch.Tensor | None = None
+        if cut and offload is not None:
+            self.shard_on_host = offload.arena.carve(HOST_PARAMETERS, cut, dtype)
+        self.shard_on_device = torch.zeros(layout.shard_numel - cut, dtype=dtype, device=comm.device)
+        self.master_store = Masters(self.placement, comm.device, offload.arena if offload is not None else None)
         self.pieces = layout.pieces(comm.rank)
         self.masters = [self._master_of(piece) for piece in self.pieces] if optimizer_group is not None else []
         self._mine = {piece.slot.index: number for number, piece in enumerate(self.pieces)}
@@ -69,26 +99,49 @@ class PartitionedGroup:
         self.intervals: list[PartitionedInterval] = []
         for interval in layout.intervals:
             inside = [self.params[slot.index] for slot in interval.slots]
-            shard = self.shard_S[interval.shard_offset : interval.shard_offset + interval.part_numel]
-            made = PartitionedInterval(first_key + interval.index, interval, inside, shard, comm, pool)
-            made.on_write = self._accept_write
+            shard = self.share(interval.shard_offset, interval.part_numel)
+            wire = offload.wire if offload is not None else None
+            on_host = self.placement.keeps_on_host(interval)
+            key = first_key + interval.index
+            made = PartitionedInterval(key, interval, inside, shard, comm, pool, wire, on_host)
+            made.on_write, made.before_write = self._accept_write, self._may_write
             self.intervals.append(made)
         self._index = {param: index for index, param in enumerate(self.params)}
 
     @property
-    def parameter_storage(self) -> torch.Tensor:
-        """What this rank keeps of the parameters: its share."""
-        return self.shard_S
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: its share, or what of it is not in host memory."""
+        return [self.shard_on_device]
+
+    def share(self, start: int, numel: int) -> torch.Tensor:
+        """``shard_S[start : start + numel]``, wherever it lies; no run crosses from host to device."""
+        cut = self.placement.parameter_numel
+        if self.shard_on_host is not None and start < cut:
+            return self.shard_on_host[start : start + numel]
+        return self.shard_on_device[start - cut : start - cut + numel]
+
+    def target_of(self, interval: Interval) -> torch.Tensor:
+        """This rank's part of ``interval`` in the compute dtype, padding included."""
+        return self.share(interval.shard_offset, interval.part_numel)
+
+    def share_of(self, piece: Piece) -> torch.Tensor:
+        """This rank's elements of one parameter, 1-D, in the compute dtype."""
+        return self.share(piece.shard_start, piece.numel)
 
     def _master_of(self, piece: Piece) -> torch.Tensor:
         """A leaf that the optimizer may update; in fp32 the share is its own master."""
-        storage = self.shard_S if self.master_storage is None else self.master_storage
-        return storage[piece.shard_start : piece.shard_start + piece.numel].detach().requires_grad_()
+        found = self.master_store.at(piece.shard_start, piece.numel)
+        return (self.share_of(piece) if found is None else found).detach().requires_grad_()
 
     def master_of(self, interval: Interval) -> torch.Tensor:
         """The masters of this rank's part of ``interval``, padding included."""
-        storage = self.shard_S if self.master_storage is None else self.master_storage
-        return storage[interval.shard_offset : interval.shard_offset + interval.part_numel]
+        found = self.master_store.at(interval.shard_offset, interval.part_numel)
+        return self.share(interval.shard_offset, interval.part_numel) if found is None else found
+
+    def _separate(self, number: int) -> torch.Tensor | None:
+        """The master of a piece, unless the piece is its own."""
+        piece = self.pieces[number]
+        return self.masters[number] if self.master_store.at(piece.shard_start, piece.numel) is not None else None
 
     @torch.no_grad()
     def _move_in(self, index: int, param: nn.Parameter) -> ZeroParameter:
@@ -99,9 +152,10 @@ class PartitionedGroup:
         if number is not None:
             piece = self.pieces[number]
             mine = values[piece.start : piece.start + piece.numel]
-            self.shard_S[piece.shard_start : piece.shard_start + piece.numel].copy_(mine)
-            if self.master_storage is not None:
-                self.masters[number].copy_(mine)
+            self.share_of(piece).copy_(mine)
+            master = self._separate(number)
+            if master is not None:
+                master.copy_(mine)
         made = as_zero_parameter(param, self.names[index])
         made._zero.home = made._zero.slot = None
         set_placeholder(made, self.dtype, self.device)
@@ -125,11 +179,10 @@ class PartitionedGroup:
     @torch.no_grad()
     def _accept_write(self, interval: PartitionedInterval, param: ZeroParameter) -> None:
         """The part of ``param`` is new: its master follows."""
-        number = self._mine.get(self._index[param]) if self.master_storage is not None else None
-        if number is None:
-            return
-        piece = self.pieces[number]
-        follow(self.masters[number], self.shard_S[piece.shard_start : piece.shard_start + piece.numel])
+        number = self._mine.get(self._index[param])
+        master = self._separate(number) if number is not None else None
+        if number is not None and master is not None:
+            follow(master, self.share_of(self.pieces[number]))
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -146,6 +199,14 @@ class PartitionedGroup:
             piece = self.pieces[number]
             self.masters[number].copy_(values[piece.start : piece.start + piece.numel])
 
+    def written(self) -> list[str]:
+        """None: a write to a gathered parameter is refused where it happens."""
+        return []
+
+    def _may_write(self) -> None:
+        if self.before_write is not None:
+            self.before_write()
+
     def take_over_writes(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for interval in self.intervals:
@@ -154,11 +215,17 @@ class PartitionedGroup:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Step 7: cast the masters into the share. Nothing is sent."""
+        """Step 7: cast the masters into the share, but for those that the CPU has stepped on. Nothing is sent."""
         for interval in self.intervals:
-            if self.master_storage is not None:
-                interval.shard.copy_(self.master_of(interval.interval))
-            interval.generation += 1
+            if not self.placement.steps_on_host(interval.interval):
+                found = self.master_store.at(interval.interval.shard_offset, interval.interval.part_numel)
+                if found is not None:
+                    interval.shard.copy_(found)
+                interval.generation += 1
+
+    def arrived(self, interval: Interval, copy: Copy | None) -> None:
+        """The CPU has stepped on an interval, and what it wrote is here, or on its way in ``copy``."""
+        self.intervals[interval.index].renewed(copy)
 
     @torch.no_grad()
     def release(self) -> None:

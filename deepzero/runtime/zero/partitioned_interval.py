@@ -14,6 +14,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Interval, Slot
+from deepzero.offload.wire import FETCH, Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.partition_parameters import (
     PartitionedUseError,
@@ -38,6 +39,8 @@ class PartitionedInterval:
         shard: 1-D, this rank's part, ``interval.part_numel`` elements, in the compute dtype.
         comm: the ranks.
         pool: where buffers come from.
+        wire: between host and device, where something is offloaded.
+        shard_on_host: ``shard`` is in host memory.
     """
 
     def __init__(
@@ -48,8 +51,16 @@ class PartitionedInterval:
         shard: torch.Tensor,
         comm: Communicator,
         pool: BufferPool,
+        wire: Wire | None = None,
+        shard_on_host: bool = False,
     ) -> None:
-        self.key, self.interval, self.params, self.shard = key, interval, list(params), shard
+        self.key, self.interval, self.params, self._shard = key, interval, list(params), shard
+        self._wire = wire
+        self.shard_on_host = shard_on_host
+        # With one rank the part is the whole, and is used where it is, if that is the device.
+        self._in_place = comm.world_size == 1 and not self.shard_on_host
+        self._arrival: Copy | None = None
+        self._fetch: Copy | None = None
         self.number = next(_NUMBERS)
         """Of this process, and the same on all ranks; keys are one engine's."""
         self.comm, self.pool = comm, pool
@@ -63,6 +74,8 @@ class PartitionedInterval:
         """Nobody but those contexts needs the values: the last one to end releases them."""
         self.on_demand: Callable[[list[PartitionedInterval], str], bool] | None = None
         """Asked when values are used that are not here: gathers these intervals and returns True, or returns False."""
+        self.before_write: Callable[[], None] | None = None
+        """Raises while the values must not be written."""
         self.on_write: Callable[[PartitionedInterval, ZeroParameter], None] | None = None
         self._pending: Pending | None = None
         self._whole: torch.Tensor | None = None
@@ -70,6 +83,19 @@ class PartitionedInterval:
         self._padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
         for param, slot in zip(self.params, interval.slots, strict=True):
             param._zero.home, param._zero.slot = self, slot
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """1-D, this rank's part; what the CPU's step has sent has arrived."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
+        return self._shard
+
+    def renewed(self, copy: Copy | None) -> None:
+        """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
+        self._arrival = copy
+        self.generation += 1
 
     @property
     def numel(self) -> int:
@@ -97,13 +123,21 @@ class PartitionedInterval:
         """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
-        self.buffer = self.pool.take(self.numel) if self.comm.world_size > 1 else self._shard_as_buffer()
+        self.buffer = self._shard_as_buffer() if self._in_place else self.pool.take(self.numel)
         self._whole = self.buffer[: self.numel]
         self.pool.owners[self.buffer.data_ptr()] = (self, self.generation)
         parts = self._whole.split(self.interval.part_numel)
-        if self.comm.world_size > 1:
-            parts[self.comm.rank].copy_(self.shard)
-        self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, f"interval {self.key}")
+        mine, where = parts[self.comm.rank], f"interval {self.key}"
+        if self._wire is not None and self.shard_on_host:
+            padding = self.interval.part_numel - self.interval.true_numel_of(self.comm.rank)
+            self._fetch = self._wire.to_device(FETCH, mine, self.shard, padding, where)
+            # Behind the copy on its own stream: the model goes on computing, as it does while others send.
+            with self._fetch.afterwards():
+                self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)
+        else:
+            if not self._in_place:
+                mine.copy_(self.shard)
+            self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)
         self.status = ZeroParamStatus.INFLIGHT
 
     def _shard_as_buffer(self) -> torch.Tensor:
@@ -112,7 +146,7 @@ class PartitionedInterval:
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         """The end of a gathered interval's buffer."""
-        if self.comm.world_size > 1:
+        if not self._in_place:
             if self.comm.chaos.enabled and self.pool.is_alone(buffer):
                 self.comm.chaos.poison(buffer)
             self.pool.give(buffer)
@@ -124,7 +158,9 @@ class PartitionedInterval:
         if self.status is not ZeroParamStatus.INFLIGHT or self._pending is None or self._whole is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name}: there is nothing to wait for")
         self._pending.wait()
-        self._pending = None
+        if self._fetch is not None:
+            self._fetch.wait()
+        self._pending = self._fetch = None
         first = self.interval.offset
         for param, slot in zip(self.params, self.interval.slots, strict=True):
             record = param._zero
@@ -153,7 +189,7 @@ class PartitionedInterval:
             start = self.whole.data_ptr() + (slot.offset - self.interval.offset) * self.whole.itemsize
             if param._version != version or (slot.numel and param.data_ptr() != start):
                 return param
-        if self.shard.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
+        if self.whole.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
             mine = self.whole.split(self.interval.part_numel)[self.comm.rank]
             step = max(1, self.interval.part_numel // SAMPLES)
             bits = torch.int32 if mine.itemsize == 4 else torch.int16
@@ -197,7 +233,7 @@ class PartitionedInterval:
 
     def _let_go(self, buffer: torch.Tensor) -> None:
         for param in self.params:
-            set_placeholder(param, self.shard.dtype, self.shard.device)
+            set_placeholder(param, self._shard.dtype, self.comm.device)
         self.buffer = self._whole = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
         self._give_back(buffer)
@@ -233,6 +269,8 @@ class PartitionedInterval:
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its part."""
+        if self.before_write is not None:
+            self.before_write()
         slot = param._zero.placed()[1]
         start, stop, first = self.range_of(slot)
         self.shard[first : first + stop - start].copy_(values[start:stop])

@@ -33,6 +33,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Traffic
+from deepzero.offload.wire import FETCH
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
@@ -265,6 +266,7 @@ class PartitionedParameterCoordinator:
         """The plan says what every later step will send and hold: replace the closed forms, which know no savings."""
         world = self._comm.world_size
         forms = {FORWARD: Traffic(), BACKWARD: Traffic()}
+        fetched = Traffic()
         live: set[int] = set()
         most = 0
         for use, action in zip(uses, plan, strict=True):
@@ -276,9 +278,14 @@ class PartitionedParameterCoordinator:
                 true, share = interval.interval.true_numel(), (world - 1) / world
                 padding, sent_bytes = interval.numel - true, interval.numel * share * interval.shard.itemsize
                 forms[BACKWARD if backward else FORWARD].add(Traffic(1, true * share, padding * share, sent_bytes))
+                if interval.shard_on_host:
+                    part_bytes = interval.numel / world * interval.shard.itemsize
+                    fetched.add(Traffic(1, true / world, padding / world, part_bytes))
         self.ledger.predicted_traffic.update(forms)
+        if fetched.calls:
+            self.ledger.predicted_traffic[FETCH] = fetched
         # One rank computes with its share itself.
-        self.ledger.predicted_memory["gathered"] = most if world > 1 else 0
+        self.ledger.predicted_memory["gathered"] = most if world > 1 or fetched.calls else 0
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""

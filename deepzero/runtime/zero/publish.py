@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
+from deepzero.layout import Interval
+from deepzero.offload.wire import Copy
 from deepzero.runtime.zero.flat_group import FlatGroup
 
 ALL_GATHER = "parameters.all_gather"
@@ -15,6 +17,8 @@ ALL_GATHER = "parameters.all_gather"
 @torch.no_grad()
 def all_gather_dp_groups(groups: Sequence[FlatGroup], comm: Communicator) -> list[Pending]:
     """Cast each master into my part of its interval and launch the interval's all-gather at once, in place.
+
+    Intervals that the CPU has stepped on are not among them: :func:`all_gather_arrived` launches those.
 
     Args:
         groups: built with ``whole=False``.
@@ -25,11 +29,24 @@ def all_gather_dp_groups(groups: Sequence[FlatGroup], comm: Communicator) -> lis
     gathers = []
     for group in groups:
         for interval in group.layout.intervals:
-            partitions = group.partitions[interval.index]
-            if group.dtype != torch.float32:
-                partitions[comm.rank].copy_(group.master_of(interval))
-            whole = group.flat_P[interval.offset : interval.offset + interval.numel]
-            padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
-            where = f"interval {interval.index}"
-            gathers.append(comm.all_gather(ALL_GATHER, partitions, whole, padding, where))
+            if not group.placement.steps_on_host(interval):
+                mine = group.target_of(interval)
+                if group.dtype != torch.float32:
+                    mine.copy_(group.master_of(interval))
+                gathers.append(_all_gather(group, interval, comm))
     return gathers
+
+
+def all_gather_arrived(group: FlatGroup, interval: Interval, copy: Copy | None, comm: Communicator) -> Pending:
+    """My part of ``interval`` is on its way from the host: launch the interval's all-gather behind it."""
+    if copy is None:
+        return _all_gather(group, interval, comm)
+    with copy.afterwards():
+        return _all_gather(group, interval, comm)
+
+
+def _all_gather(group: FlatGroup, interval: Interval, comm: Communicator) -> Pending:
+    whole = group.flat_P[interval.offset : interval.offset + interval.numel]
+    padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
+    where = f"interval {interval.index}"
+    return comm.all_gather(ALL_GATHER, group.partitions[interval.index], whole, padding, where)

@@ -12,14 +12,24 @@ torch's fused optimizers divide while they step (``grad_scale``), which saves a 
 
 The scale that is divided out is the one that multiplied this step's loss. DeepSpeed updates the scale first, and halves
 the gradient of every step on which the scale doubles.
+
+With ``zero.offload_optimizer`` the step goes sub-group by sub-group: first what is left on the device, which a GPU does
+while the CPU goes on; then, in host memory, one interval of the layout after the other (``way_back.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+
+from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.offload.wire import ADAM, PipelineMeter
+from deepzero.runtime.zero.gradients import ParameterGroup
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,42 @@ class MasterPart:
     """fp32 leaf that the optimizer holds."""
     grad: torch.Tensor
     """Reduced gradient, the master's extent, in the accumulation dtype."""
+
+
+class Back(Protocol):
+    """The way from a step in host memory to the parameters; see ``way_back.py``."""
+
+    parts: list[MasterPart]
+
+    def outs(self) -> list[torch.Tensor | None]:
+        """Where the new parameters are written in the compute dtype, part by part."""
+
+    def send(self) -> None:
+        """They are written."""
+
+
+@dataclass(frozen=True)
+class HostSteps:
+    """What the CPU steps on, how, and who counts."""
+
+    ways: Sequence[Back]
+    threads: int
+    meter: PipelineMeter
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """Parts that are stepped on together."""
+
+    parts: Sequence[MasterPart]
+    back: Back | None = None
+    """Of a sub-group in host memory."""
+    masters: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parts: Sequence[MasterPart], back: Back | None = None) -> SubGroup:
+        """With its masters."""
+        return cls(parts, back, [part.master for part in parts])
 
 
 def clip_divisor(norm: float, max_norm: float) -> float:
@@ -50,6 +96,19 @@ def unscale_and_clip_grads(grads: Sequence[torch.Tensor], divisor: torch.Tensor)
         grad.div_(divisor)
 
 
+@contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """So many threads for the CPU's kernels inside, as before afterwards."""
+    before = torch.get_num_threads()
+    try:
+        if count != before:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        if count != before:
+            torch.set_num_threads(before)
+
+
 class ShardedStep:
     """Runs the user's optimizer over this rank's masters.
 
@@ -58,13 +117,22 @@ class ShardedStep:
         parts: one for each master.
         sub_group_size: step on at most this many elements at a time (one part is never cut); None: on all. What the
             optimizer makes besides its state, and gradients that have to be widened, then exist for one sub-group only.
+        host: the parts that are in host memory; None: there are none.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parts: Sequence[MasterPart], sub_group_size: int | None = None
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[MasterPart],
+        sub_group_size: int | None = None,
+        host: HostSteps | None = None,
     ) -> None:
-        self.optimizer, self.parts = optimizer, list(parts)
-        self.sub_groups = _sub_groups(self.parts, sub_group_size)
+        self.optimizer, self.parts, self.host = optimizer, list(parts), host
+        ways = host.ways if host is not None else ()
+        there = {id(part.master) for way in ways for part in way.parts}
+        here = [part for part in self.parts if id(part.master) not in there]
+        self.on_device = [SubGroup.of(some) for some in _sub_groups(here, sub_group_size) if some]
+        self.on_host = [SubGroup.of(way.parts, way) for way in ways]
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._allowed = False
@@ -78,23 +146,81 @@ class ShardedStep:
                 "parameters and its gradients are not reduced yet. Call engine.step() instead"
             )
 
-    @torch.no_grad()
+    def before_step(self, groups: Sequence[ParameterGroup]) -> None:
+        """What was written into parameters since the last step is taken over into the masters."""
+        for group in groups:
+            group.take_over_writes()
+
+    def join(self) -> None:
+        """Masters and moments may be read: nothing runs behind anybody's back here; see ``delayed_step.py``."""
+
+    def finish(self) -> bool:
+        """Nothing is late."""
+        return False
+
+    def forget(self) -> None:
+        """Nothing is on its way."""
+
     def step(self, divisor: float) -> None:
         """Unscale and clip, then step. The masters are new afterwards; the model is not, until they are published.
 
         Args:
             divisor: the number by which the reduced sums are divided; see the module's text.
         """
+        self.check_masters()
+        for group in self.on_device:
+            self.step_sub_group(group, divisor, None)
+        self.step_on_host(divisor)
+
+    def check_masters(self) -> None:
+        """Raise when the optimizer's parameters are no longer the masters."""
         held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
         if len(held) != len(self._masters) or not self._masters.issuperset(held):
             raise RuntimeError(
                 "the optimizer's parameters have changed since deepzero.initialize (add_param_group, an assignment to "
                 "param_groups): ZeRO has no gradients for the new ones. Build the optimizer with all groups first"
             )
-        for parts in self.sub_groups:
-            self._step_sub_group(parts, divisor)
 
-    def _step_sub_group(self, parts: Sequence[MasterPart], divisor: float) -> None:
+    def step_on_host(self, divisor: float) -> None:
+        """The sub-groups in host memory; each one's parameters leave while the next one is updated."""
+        if self.host is None:
+            return
+        leg = self.host.meter.leg(ADAM)
+        with cpu_threads(self.host.threads):
+            for group in self.on_host:
+                if group.back is None:
+                    continue
+                outs = group.back.outs()
+                began = time.perf_counter()
+                self.step_sub_group(group, divisor, outs)
+                took = time.perf_counter() - began
+                leg.add(bytes_of_step(self.optimizer, group, outs), took, took)
+                group.back.send()
+
+    @torch.no_grad()
+    def step_sub_group(self, group: SubGroup, divisor: float, outs: list[torch.Tensor | None] | None) -> None:
+        """One sub-group.
+
+        Args:
+            group: which.
+            divisor: as for :meth:`step`.
+            outs: where the new parameters are written, cast; None: nowhere.
+        """
+        try:
+            self._allowed = True
+            if isinstance(self.optimizer, CPUAdam):
+                # One pass: it widens, divides, steps and casts chunk by chunk.
+                grads = [part.grad for part in group.parts]
+                self.optimizer.step(grads=grads, out=outs, scale=divisor, only=group.masters)
+            else:
+                self._step_any(group.parts, divisor)
+                for part, out in zip(group.parts, outs or [], strict=outs is not None):
+                    if out is not None:
+                        out.copy_(part.master)
+        finally:
+            self._allowed = False
+
+    def _step_any(self, parts: Sequence[MasterPart], divisor: float) -> None:
         """Torch's optimizers pass over parameters without gradient: those of the other sub-groups."""
         for part in parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
@@ -104,17 +230,22 @@ class ShardedStep:
         if divisor != 1.0 and not fused_division and scale is not None:
             unscale_and_clip_grads(grads, scale)
         try:
-            self._allowed = True
             if fused_division:
                 self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()
         finally:
-            self._allowed = False
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         for part in parts:
             part.master.grad = None
+
+
+def bytes_of_step(optimizer: torch.optim.Optimizer, group: SubGroup, outs: Sequence[torch.Tensor | None]) -> int:
+    """Bytes that a one-pass step reads and writes: masters and moments twice, gradients and new parameters once."""
+    states = [t for m in group.masters for t in optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
+    kept = sum(t.nbytes for t in [*group.masters, *states])
+    return 2 * kept + sum(part.grad.nbytes for part in group.parts) + sum(o.nbytes for o in outs if o is not None)
 
 
 def _sub_groups(parts: Sequence[MasterPart], limit: int | None) -> list[list[MasterPart]]:

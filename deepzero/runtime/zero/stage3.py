@@ -25,8 +25,10 @@ import torch
 from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
-from deepzero.comm.collectives import Communicator
-from deepzero.layout import Slot
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.layout import Interval, Slot
+from deepzero.offload.host_gradients import HostGradients
+from deepzero.offload.wire import Copy
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
@@ -39,7 +41,7 @@ from deepzero.runtime.zero.partition_parameters import (
 )
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.publish import all_gather_dp_groups
+from deepzero.runtime.zero.publish import all_gather_arrived, all_gather_dp_groups
 
 
 class PersistentHome:
@@ -82,6 +84,7 @@ class ZeroStage3:
         comm: the ranks.
         coordinator: over the intervals of all partitioned groups.
         grad_dtype: dtype of ``grad_S``.
+        host: has the gradients that live in host memory; None: none do.
     """
 
     def __init__(
@@ -95,8 +98,10 @@ class ZeroStage3:
         comm: Communicator,
         coordinator: PartitionedParameterCoordinator,
         grad_dtype: torch.dtype,
+        host: HostGradients | None = None,
     ) -> None:
-        self.comm, self.coordinator = comm, coordinator
+        self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
+        self._gathers: list[Pending] = []
         self.persistent = [group for group in groups if isinstance(group, FlatGroup)]
         self.partitioned = [group for group in groups if isinstance(group, PartitionedGroup)]
         self.frozen = list(frozen)
@@ -115,6 +120,7 @@ class ZeroStage3:
             overlap=True,
             grad_dtype=grad_dtype,
             launched=self._launched,
+            host=host,
         )
         for persistent in self.persistent:
             keep_whole(persistent)
@@ -156,9 +162,20 @@ class ZeroStage3:
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
+    def arrived(self, group: int, interval: Interval, copy: Copy | None) -> None:
+        """6, on the host: my part of an interval is new. Whoever fetches it next waits for its copy, and nobody else.
+
+        Persistent parameters go to the other ranks while the CPU steps on the next interval.
+        """
+        found = self.groups[group]
+        if isinstance(found, PartitionedGroup):
+            found.arrived(interval, copy)
+        elif isinstance(found, FlatGroup):
+            self._gathers.append(all_gather_arrived(found, interval, copy, self.comm))
+
     def publish(self) -> None:
         """7: cast masters into ``shard_S``; gather persistent parameters only."""
-        gathers = all_gather_dp_groups(self.persistent, self.comm)
+        gathers, self._gathers = [*self._gathers, *all_gather_dp_groups(self.persistent, self.comm)], []
         for group in self.partitioned:
             group.publish()
         for gather in gathers:

@@ -106,6 +106,10 @@ class ZeroStage0:
             self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced)
         self.reducer.drain()
 
+    def drain(self) -> None:
+        """Everything that is under way has arrived."""
+        self.reducer.drain()
+
     def written(self, group: int, interval: Interval) -> None:
         """Somebody has changed sums of this interval: nothing is remembered of them here."""
 

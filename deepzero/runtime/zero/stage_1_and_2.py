@@ -34,11 +34,14 @@ import torch
 from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
-from deepzero.comm.collectives import Communicator
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.layout import Interval
+from deepzero.offload.host_gradients import HostGradients
+from deepzero.offload.wire import Copy
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
-from deepzero.runtime.zero.publish import all_gather_dp_groups
+from deepzero.runtime.zero.publish import all_gather_arrived, all_gather_dp_groups
 
 
 class ZeroStage1And2:
@@ -53,6 +56,7 @@ class ZeroStage1And2:
         partition_gradients: False is stage 1, True is stage 2.
         overlap: stage 1 reduces its last micro-batch during the backward pass.
         grad_dtype: dtype of ``grad_S``.
+        host: has the gradients that live in host memory; None: none do.
     """
 
     def __init__(
@@ -65,9 +69,13 @@ class ZeroStage1And2:
         partition_gradients: bool,
         overlap: bool,
         grad_dtype: torch.dtype,
+        host: HostGradients | None = None,
     ) -> None:
         self.groups, self.comm = list(groups), comm
-        self.gradients = GradientPartition(groups, order, source, reducer, partition_gradients, overlap, grad_dtype)
+        self.gradients = GradientPartition(
+            groups, order, source, reducer, partition_gradients, overlap, grad_dtype, host=host
+        )
+        self._gathers: list[Pending] = []
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
         self.parallel_partitioned_bit16_groups = [group.partitions for group in groups]
@@ -85,9 +93,14 @@ class ZeroStage1And2:
         """3 boundary."""
         self.gradients.finish_gradients()
 
+    def arrived(self, group: int, interval: Interval, copy: Copy | None) -> None:
+        """4, on the host: my part of an interval is new; it goes to the others while the CPU steps on the next."""
+        self._gathers.append(all_gather_arrived(self.groups[group], interval, copy, self.comm))
+
     def publish(self) -> None:
         """5: every rank gets every part of every interval. Parameters are views of the flat buffers: that is all."""
-        for gather in all_gather_dp_groups(self.groups, self.comm):
+        gathers, self._gathers = [*self._gathers, *all_gather_dp_groups(self.groups, self.comm)], []
+        for gather in gathers:
             gather.wait()
 
     def discard_gradients(self) -> None:

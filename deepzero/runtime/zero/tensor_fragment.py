@@ -259,6 +259,7 @@ def _trained(param: nn.Parameter) -> Fragment:
             f"parameter {address.name!r} is not trained (requires_grad=False, or in no optimizer group): it has no "
             "master, gradient or optimizer state to set; write it under deepzero.zero.GatheredParameters"
         )
+    address.fragment.engine.finish_delayed_update()
     return address.fragment
 
 

@@ -1,0 +1,214 @@
+"""The arena: all that one rank keeps in host memory, in one exact, page-locked allocation.
+
+A copy between a GPU and the host runs in the background only when the host's pages are locked. torch's own pinned
+allocator rounds every request up to a power of two, so that 65 GiB of masters would lock 128; many separate requests
+waste a part of each. The arena is planned first (:class:`Region`, pure numbers), then taken from the system in one
+piece of exactly that size, locked by registration (``cudaHostRegister``), and carved. Every carved tensor has a storage
+of its own, so that whoever counts storages counts each once.
+
+On a machine without a GPU nothing is locked, and everything else is the same: what is in the arena is "host", what is
+outside of it is "device", and copies go between the two.
+
+Source: section 4 of the ZeRO-Offload paper for what lives there; ``contiguous_memory_allocator`` and ``pin_memory`` in
+DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ALIGN_BYTES = 256
+"""Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor of the arena, before there is memory for it."""
+
+    category: str
+    """The ledger's word for it, for example ``host_masters``."""
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensor itself."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def stride_bytes(self) -> int:
+        """With what follows it up to the next region."""
+        return -(-self.bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class HostMemoryError(RuntimeError):
+    """The host cannot hold what offloading needs. Nothing was allocated."""
+
+
+def required_bytes(regions: Iterable[Region]) -> int:
+    """The exact size of an arena.
+
+    Example:
+        >>> required_bytes([Region("host_masters", 100, torch.float32), Region("host_moments", 1, torch.float32)])
+        768
+    """
+    return sum(region.stride_bytes for region in regions)
+
+
+def describe_bytes(regions: Iterable[Region]) -> str:
+    """Sizes by category, in words."""
+    sums: dict[str, int] = {}
+    for region in regions:
+        sums[region.category] = sums.get(region.category, 0) + region.bytes
+    listed = ", ".join(f"{name.removeprefix('host_')} {size / 2**30:.2f}" for name, size in sums.items())
+    return f"{required_bytes(regions) / 2**30:.2f} GiB ({listed})" if sums else "0 GiB"
+
+
+def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
+    """Whether this host can hold the arenas of all of its ranks.
+
+    Args:
+        regions: of one rank.
+        ranks_of_host: ranks that share the host's memory, each with such an arena.
+        available: bytes; None asks the system.
+
+    Raises:
+        HostMemoryError: it cannot. Says what is needed, by part, and what there is.
+    """
+    available = available_host_bytes() if available is None else available
+    needed = required_bytes(regions) * ranks_of_host
+    if available is not None and needed > available:
+        raise HostMemoryError(
+            f"offloading needs {needed / 2**30:.2f} GiB of host memory, {describe_bytes(regions)} for each of the "
+            f"{ranks_of_host} ranks of this host, and {available / 2**30:.2f} GiB are available; use more hosts, lower "
+            "zero.offload_optimizer.ratio, set grad_accum_dtype to bf16, or free memory"
+        )
+
+
+def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the system, and the container that this process runs in, can still give; None where neither says."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
+        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+        found.append(max(0, limit - used + _reclaimable(cgroup)))
+    return min(found) if found else None
+
+
+def _reclaimable(cgroup: Path) -> int:
+    """Bytes of page cache, which count as used and are given up when memory is asked for."""
+    with contextlib.suppress(OSError, ValueError):
+        rows = (line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+        return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+    return 0
+
+
+class HostArena:
+    """One allocation, carved in order.
+
+    Args:
+        regions: all that will ever be carved, in order.
+        device: whose copies the memory is locked for; a CPU needs no locking.
+        pin: lock the pages.
+
+    Raises:
+        HostMemoryError: the system refuses the memory, or refuses to lock it.
+    """
+
+    def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
+        self.regions = list(regions)
+        self.nbytes = required_bytes(self.regions)
+        self.pinned = False
+        self._offset = 0
+        self._next = 0
+        self._carved: list[tuple[str, torch.Tensor]] = []
+        try:
+            self._memory = _anonymous(max(self.nbytes, 1))
+        except (OSError, ValueError, OverflowError) as error:
+            raise HostMemoryError(
+                f"the system refuses {describe_bytes(self.regions)} of host memory: {error}"
+            ) from None
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        if pin and device.type == "cuda" and self.nbytes:
+            self._lock(device)
+
+    def carve(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next region, zero: a 1-D tensor of ``numel`` elements with a storage of its own.
+
+        Raises:
+            RuntimeError: the plan has something else here.
+        """
+        wanted = Region(category, numel, dtype)
+        if self._next >= len(self.regions) or self.regions[self._next] != wanted:
+            planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
+            raise RuntimeError(f"the arena's plan has {planned} next, not {wanted}")
+        self._next += 1
+        start, self._offset = self._offset, self._offset + wanted.stride_bytes
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+        self._carved.append((category, made))
+        return made
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is the arena's."""
+        first = self._address
+        return tensor.device.type == "cpu" and first <= tensor.data_ptr() < first + max(self.nbytes, 1)
+
+    def tensors(self, category: str) -> list[torch.Tensor]:
+        """What was carved under ``category``, for the ledger."""
+        return [tensor for name, tensor in self._carved if name == category]
+
+    def close(self) -> None:
+        """Unlock the pages. The memory goes back to the system when the last carved tensor is gone."""
+        if self.pinned:
+            self.pinned = False
+            torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._carved = []
+
+    def _lock(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            result = torch.cuda.cudart().cudaHostRegister(self._address, self.nbytes, 0)
+        if int(result) != 0:
+            raise HostMemoryError(
+                f"the system refuses to lock {describe_bytes(self.regions)} of host memory (CUDA error {int(result)}); "
+                "raise the limit of locked memory (ulimit -l), or set zero.offload_optimizer.pin_memory=false"
+            )
+        self.pinned = True
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    """Zero pages of this process alone, as large ones where the system has them: a step reads all of them in order."""
+    if not hasattr(mmap, "MAP_ANONYMOUS"):
+        return mmap.mmap(-1, nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):
+                memory.madvise(getattr(mmap, advice))
+    return memory
+
+
+def threads_per_rank(ranks_of_host: int, cores: int | None = None) -> int:
+    """Threads for a rank's step on the CPU: the cores that this process may use, shared by the host's ranks.
+
+    Example:
+        >>> threads_per_rank(ranks_of_host=8, cores=128), threads_per_rank(ranks_of_host=4, cores=2)
+        (16, 1)
+    """
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.floor(cores / max(ranks_of_host, 1)))

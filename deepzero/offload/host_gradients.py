@@ -1,0 +1,171 @@
+"""Reduced gradients that live in host memory: how a bucket's sum leaves the device while the backward pass goes on.
+
+The sum of a bucket is written into a *slot* on the device and leaves for the host at once. The first micro-batch of a
+step lands where the optimizer will read it. Later ones land in the slot's host half and are added there by the CPU, in
+the accumulation dtype and in the order of the micro-batches, which gives the bits that adding on the device gives::
+
+    acquire slot        launch                    settle (before the slot is used again, or at the boundary)
+    reduce into it      copy down, on its stream  the copy is there; add it to the sum, take its norm
+    ---- free ----> filled ------- in flight -------> landed ------> free
+
+There is one slot more than there are buckets, so that no reduction waits for the copy of the one before it.
+
+Source: section 4.1 of the ZeRO-Offload paper ("transferred to the CPU memory … as soon as they become available").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepzero.layout import Interval
+from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.wire import TO_HOST, Copy, Wire
+
+GRADIENTS, LANDING = "host_gradients", "host_buffers"
+
+CHUNK = 1 << 17
+"""Elements that are added at a time, and measured while they are in the core's cache."""
+
+Measure = Callable[[torch.Tensor, int], None]
+"""As in ``bucket.py``: called with each finished chunk of a sum, and where in the sum it starts."""
+
+
+@dataclass
+class Slot:
+    """A place for one part's sum on the device, and one on the host for what has to be added."""
+
+    device: torch.Tensor
+    landing: torch.Tensor
+    copy: Copy | None = None
+    then: Callable[[], None] | None = None
+    """What the host does with it when it has landed."""
+    taken: bool = False
+    """A reduction writes into it."""
+
+    def settle(self) -> None:
+        """The slot's copy has arrived, and what it brought is where it belongs."""
+        if self.copy is not None:
+            self.copy.finish()
+        if self.then is not None:
+            self.then()
+        self.copy = self.then = None
+
+
+@dataclass(frozen=True)
+class HostSums:
+    """What the arena holds for gradients: which intervals, and in how many copies."""
+
+    counts: tuple[int, ...]
+    """Of each group: how many intervals, from the first, live on the host."""
+    extents: tuple[int, ...]
+    """Of each group: elements of the share that those intervals have, padding included."""
+    copies: int
+    """2 while the step of the last gradients may still run when the next ones come (delayed update), else 1."""
+    dtype: torch.dtype
+    largest_part: int
+    slots: int
+
+    def regions(self) -> list[Region]:
+        """The plan of the arena's part."""
+        sums = [Region(GRADIENTS, extent, self.dtype) for extent in self.extents for _ in range(self.copies)]
+        return sums + [Region(LANDING, self.largest_part, torch.float32) for _ in range(self.slots)]
+
+
+class HostGradients:
+    """``grad_S`` of the intervals that live on the host.
+
+    Args:
+        plan: sizes.
+        arena: is carved here, as ``plan.regions`` says.
+        wire: to the host.
+    """
+
+    def __init__(self, plan: HostSums, arena: HostArena, wire: Wire) -> None:
+        self.plan, self.wire = plan, wire
+        self.counts = plan.counts
+        self._sums = [[arena.carve(GRADIENTS, n, plan.dtype) for _ in range(plan.copies)] for n in plan.extents]
+        self._current = 0
+        landings = [arena.carve(LANDING, plan.largest_part, torch.float32) for _ in range(plan.slots)]
+        # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
+        self._slots = [
+            Slot(torch.zeros(plan.largest_part, dtype=torch.float32, device=wire.device), landing)
+            for landing in landings
+        ]
+        self._next = 0
+
+    def holds(self, group: int, interval: Interval) -> bool:
+        """Whether the host has this interval's sums."""
+        return interval.index < self.counts[group]
+
+    def sum_of(self, group: int, interval: Interval) -> torch.Tensor:
+        """This rank's part of the interval's sum, on the host; complete after :meth:`drain`."""
+        return self._sums[group][self._current][interval.shard_offset : interval.shard_offset + interval.part_numel]
+
+    def swap(self) -> None:
+        """The sums of this step are in use; the next ones go to the other copy."""
+        self._current = (self._current + 1) % self.plan.copies
+
+    def stage(self, interval: Interval, accumulate: bool) -> tuple[Slot, torch.Tensor]:
+        """The oldest slot, free, and where in it the interval's sum is to be written.
+
+        Args:
+            interval: what will be reduced.
+            accumulate: it will be added to a sum that is on the host; then it travels in fp32.
+        """
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        if slot.taken:
+            raise RuntimeError("more reductions are under way than there are slots for their sums")
+        slot.settle()
+        slot.taken = True
+        dtype = torch.float32 if accumulate else self.plan.dtype
+        return slot, slot.device.view(dtype)[: interval.part_numel]
+
+    def leave(
+        self, slot: Slot, group: int, interval: Interval, accumulate: bool, padding: int, measure: Measure | None
+    ) -> None:
+        """The slot's sum is written: launch its copy. Called where it was written, in stream order.
+
+        Args:
+            slot: from :meth:`stage`.
+            group: the interval's.
+            interval: what was reduced.
+            accumulate: as for :meth:`stage`.
+            padding: elements of the part that belong to no parameter.
+            measure: sees the sum on the host when something was added to it.
+        """
+        target, where = self.sum_of(group, interval), f"interval {interval.index}"
+        if accumulate:
+            landing = slot.landing[: interval.part_numel]
+            slot.copy = self.wire.to_host(TO_HOST, landing, slot.device[: interval.part_numel], padding, where)
+            slot.then = lambda: _add(target, landing, measure)
+        else:
+            source = slot.device.view(self.plan.dtype)[: interval.part_numel]
+            slot.copy = self.wire.to_host(TO_HOST, target, source, padding, where)
+        slot.taken = False
+
+    def drain(self) -> None:
+        """Everything that has left has arrived. Afterwards the sums may be read."""
+        for step in range(len(self._slots)):
+            self._slots[(self._next + step) % len(self._slots)].settle()
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Kept on the device, for the ledger."""
+        return [slot.device for slot in self._slots]
+
+    def sums(self) -> list[torch.Tensor]:
+        """Everything that is kept on the host for gradients."""
+        return [tensor for copies in self._sums for tensor in copies]
+
+
+@torch.no_grad()
+def _add(target: torch.Tensor, landed: torch.Tensor, measure: Measure | None) -> None:
+    """``target += landed``, in chunks that are measured while they are in the core's cache."""
+    for lo in range(0, target.numel(), CHUNK):
+        chunk = target[lo : lo + CHUNK]
+        chunk.add_(landed[lo : lo + CHUNK])
+        if measure is not None:
+            measure(chunk, lo)

@@ -1,0 +1,120 @@
+"""The account of a run: the closed forms put into the ledger, and which tensors are measured against them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import HOST_CATEGORIES, Traffic
+from deepzero.config.engine import EngineConfig
+from deepzero.layout import FlatLayout
+from deepzero.offload.host_gradients import LANDING
+from deepzero.runtime.built import Built
+from deepzero.runtime.closed_forms import (
+    Counts,
+    HostElements,
+    StateSizes,
+    offloaded_memory,
+    padding_memory,
+    predicted_memory,
+    predicted_traffic,
+    predicted_wire,
+)
+from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.partitioned_group import PartitionedGroup
+
+
+def open_ledger(
+    built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
+) -> None:
+    """Put the closed forms in, and say which tensors are measured against them."""
+    ledger, dtypes, world = comm.ledger, built.dtypes, comm.world_size
+    sizes = StateSizes(
+        compute=dtypes.compute.itemsize,
+        accumulation=dtypes.accumulation.itemsize,
+        moments=built.moment_bytes,
+        wire=dtypes.wire.itemsize,
+        stage=config.zero.stage,
+        overlap=config.zero.overlap_comm,
+        micro_batches=micro_batches,
+        whole_reduce=built.reducer.whole,
+        exact=built.reducer.method == "exact",
+    )
+    layouts = [group.layout for group in built.groups]
+    persistent, frozen = _layouts_of_stage3(built)
+    counts = Counts.of(layouts, persistent, frozen)
+    memory = predicted_memory(counts.true, world, sizes)
+    padding = padding_memory(counts, world, sizes)
+    traffic = predicted_traffic(layouts, world, sizes, persistent, frozen)
+    if built.offload is not None:
+        memory, padding = _with_host(built, counts, world, sizes)
+        traffic |= _wire(built, world, sizes)
+
+    def buckets() -> list[torch.Tensor]:
+        return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
+
+    memory["buckets"] = sum(t.nbytes for t in buckets())
+    ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
+
+    def moments() -> list[torch.Tensor]:
+        kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+        if built.offload is None:
+            return kept
+        # Counters of what the CPU steps on are with it.
+        return [t for t in kept if t.dim() and not built.offload.arena.holds(t)]
+
+    ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
+    ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
+    ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
+    ledger.watch("moments", moments, padding["moments"])
+    ledger.watch("buckets", buckets)
+    if built.partitioning is not None:
+        ledger.watch("gathered", built.partitioning.pool.buffers)
+    if built.offload is not None:
+        for category in HOST_CATEGORIES:
+            ledger.watch(category, partial(built.offload.arena.tensors, category), padding.get(category, 0))
+
+
+def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by category, and what of each is padding, where a part is in host memory."""
+    offload = built.offload
+    copies = offload.sums.copies if offload is not None and offload.sums is not None else 1
+    whole = counts.true.persistent if sizes.stage == 3 else counts.true.trained
+    whole_padding = counts.padding.persistent if sizes.stage == 3 else counts.padding.trained
+    true, rest = _elements(built)
+    memory = offloaded_memory(whole, counts.true.trained, true, world, sizes, copies)
+    padding = offloaded_memory(whole_padding, counts.padding.trained, rest, world, sizes, copies)
+    # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
+    padding["moments"] = 0
+    if sizes.unreduced == sizes.compute:
+        padding["gradients"] -= counts.padding.trained * sizes.unreduced
+    memory[LANDING] = 0
+    if offload is not None:
+        memory[LANDING] = sum(region.bytes for region in offload.arena.regions if region.category == LANDING)
+    return memory, padding
+
+
+def _elements(built: Built) -> tuple[HostElements, HostElements]:
+    stores = built.stores
+    placed = [
+        (group.placement, group.optimizer_group is not None, isinstance(group, PartitionedGroup)) for group in stores
+    ]
+    true = HostElements.of(placed, lambda interval: interval.true_numel())
+    return true, HostElements.of(placed, lambda interval: interval.numel - interval.true_numel())
+
+
+def _wire(built: Built, world: int, sizes: StateSizes) -> dict[str, Traffic]:
+    true, rest = _elements(built)
+    inside = [(g.placement, i) for g in built.groups for i in g.layout.intervals if g.placement.steps_on_host(i)]
+    sent = [interval for placement, interval in inside if not placement.keeps_on_host(interval)]
+    return predicted_wire(true, rest, world, sizes, (len(inside), len(sent)))
+
+
+def _layouts_of_stage3(built: Built) -> tuple[list[FlatLayout], list[FlatLayout]]:
+    """Layouts of persistent and of frozen parameters."""
+    if built.partitioning is None:
+        return [], []
+    frozen = [group.layout for group in built.partitioning.frozen]
+    return [group.layout for group in built.groups if isinstance(group, FlatGroup)], frozen

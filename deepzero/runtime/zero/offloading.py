@@ -1,0 +1,241 @@
+"""Step 0 of offloading: what lives in host memory, one arena for all of it, and the parts that work there.
+
+In the order of the run: :func:`place` decides, group by group, from the layouts alone · :func:`open_host` adds up the
+arena to the byte, checks on every rank that its host can hold it, and takes it · groups carve masters and parameters as
+they are built · :meth:`Offload.move_moments` carves the optimizer's state · gradients and staging carve the rest.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
+from deepzero.config.engine import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from deepzero.config.parse import ConfigError
+from deepzero.layout import FlatLayout
+from deepzero.offload.arena import (
+    HostArena,
+    HostMemoryError,
+    Region,
+    check_host_memory,
+    describe_bytes,
+    threads_per_rank,
+)
+from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.offload.host_gradients import HostGradients, HostSums
+from deepzero.offload.placement import Placement, most_count, nearest_count
+from deepzero.offload.wire import PipelineMeter, Wire
+from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.masters import master_regions
+from deepzero.runtime.zero.partitioned_group import HostSide, parameter_regions
+from deepzero.runtime.zero.sharded_step import HostSteps, MasterPart
+from deepzero.runtime.zero.way_back import Arrived, Staging, WayBack, staged_parts, staging_regions
+
+MOMENTS = "host_moments"
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of parameters with its layout, before it has tensors."""
+
+    params: Sequence[nn.Parameter]
+    layout: FlatLayout
+    optimizer_group: int | None
+    """None: not trained."""
+    partitioned: bool
+    """Stage 3: every rank keeps a part."""
+
+
+def place(planned: Sequence[PlannedGroup], config: ZeroConfig, dtype: torch.dtype) -> list[Placement]:
+    """Where each group's tensors live.
+
+    Args:
+        planned: all groups, in the order in which they will be built.
+        config: ``offload_optimizer`` and ``offload_param``.
+        dtype: compute dtype.
+    """
+    optimizer, param = config.offload_optimizer, config.offload_param
+    left = param.max_in_cpu
+    placements = []
+    for group in planned:
+        trained = group.optimizer_group is not None
+        steps = keeps = 0
+        if trained and optimizer.device == "cpu":
+            steps = nearest_count(group.layout, optimizer.ratio * group.layout.padded_numel)
+        if group.partitioned and param.device == "cpu":
+            keeps = most_count(group.layout, left)
+        placed = Placement(group.layout, steps, keeps, own_masters=dtype == torch.float32 or not trained)
+        left = None if left is None else left - placed.parameter_numel
+        placements.append(placed)
+    return placements
+
+
+@dataclass
+class Offload:
+    """The host's side of one rank."""
+
+    side: HostSide
+    meter: PipelineMeter
+    threads: int
+    settings: OffloadOptimizerConfig
+    rooms: list[Region]
+    """Of each trained group: what its optimizer state takes."""
+    sums: HostSums | None
+    staging: list[Region]
+    gradients: HostGradients | None = None
+    ways: list[WayBack] = field(default_factory=list)
+
+    @property
+    def arena(self) -> HostArena:
+        """What everything lies in."""
+        return self.side.arena
+
+    def move_moments(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
+        """Let the optimizer's state for what the CPU steps on lie in the arena."""
+        for group, plan in zip(groups, self.rooms, strict=True):
+            if not plan.numel:
+                continue
+            room, extent, taken = self.arena.carve(MOMENTS, plan.numel, plan.dtype), group.placement.optimizer_numel, 0
+            columns: dict[str, torch.Tensor] = {}
+            for piece, master in zip(group.pieces, group.masters, strict=True):
+                state = optimizer.state.get(master, {}) if piece.shard_start < extent else {}
+                for key, value in state.items():
+                    if not torch.is_tensor(value) or value.dim() == 0 or value.shape != master.shape:
+                        continue
+                    if key not in columns:
+                        size = extent * value.itemsize
+                        columns[key] = room[taken : taken + size].view(value.dtype)
+                        taken += size
+                    home = columns[key][piece.shard_start : piece.shard_start + piece.numel]
+                    state[key] = home.copy_(value)
+
+    def open_gradients(self) -> HostGradients | None:
+        """Carve what reduced gradients need on the host."""
+        if self.sums is not None:
+            self.gradients = HostGradients(self.sums, self.arena, self.side.wire)
+        return self.gradients
+
+    def open_ways(self, groups: Sequence[ParameterGroup], rank: int, arrived: Arrived) -> None:
+        """Carve staging, and lay a way back for every interval that the CPU steps on, in launching order."""
+        staging = Staging(self.staging, self.arena) if self.staging else None
+        self.ways = [
+            WayBack(g, group, interval, rank, self.side.wire, staging, arrived)
+            for g, group in enumerate(groups)
+            for interval in group.layout.intervals
+            if group.placement.steps_on_host(interval)
+        ]
+
+    def host_steps(self, parts: Sequence[MasterPart]) -> HostSteps:
+        """For the step: each way with the parts it is for."""
+        by_master = {id(part.master): part for part in parts}
+        for way in self.ways:
+            way.parts = [by_master[id(master)] for master in way.masters]
+        return HostSteps(self.ways, self.threads, self.meter)
+
+    def lay(self) -> None:
+        """The masters on the host have been loaded: the parameters follow."""
+        for way in self.ways:
+            way.lay()
+
+    def buffers_on_device(self) -> list[torch.Tensor]:
+        """Kept on the device for the wire, for the ledger."""
+        return self.gradients.buffers() if self.gradients is not None else []
+
+    def describe(self, optimizer: torch.optim.Optimizer) -> str:
+        """One line: sizes, whether locked, threads, kernel."""
+        locked = "page-locked" if self.arena.pinned else "not page-locked"
+        how = f"{type(optimizer).__name__} of torch; CPUAdam would take one pass over memory"
+        if isinstance(optimizer, CPUAdam):
+            how = optimizer.describe()
+        elif "Adam" not in type(optimizer).__name__:
+            how = type(optimizer).__name__
+        sizes = describe_bytes(self.arena.regions)
+        return f"offload per rank: {sizes} of host memory, {locked}; {self.threads} threads; {how}"
+
+
+def open_host(
+    planned: Sequence[PlannedGroup],
+    placements: Sequence[Placement],
+    config: ZeroConfig,
+    comm: Communicator,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    moment_bytes: Sequence[int],
+    depth: int,
+) -> Offload | None:
+    """Take the arena; None where nothing is offloaded. A collective: all ranks get theirs, or all raise.
+
+    Args:
+        planned: all groups, in the order in which they will be built.
+        placements: of each.
+        config: the settings.
+        comm: the ranks.
+        dtypes: compute dtype, accumulation dtype.
+        moment_bytes: per element, of each optimizer group.
+        depth: buckets of the reducer.
+
+    Raises:
+        ConfigError: a host cannot hold it; says which part takes how much.
+    """
+    settings, param = config.offload_optimizer, config.offload_param
+    if settings.device == "none" and param.device == "none":
+        return None
+    compute, accumulation = dtypes
+    trained = [(g, p) for g, p in zip(planned, placements, strict=True) if g.optimizer_group is not None]
+    regions: list[Region] = []
+    for group, placed in zip(planned, placements, strict=True):
+        regions += parameter_regions(placed, compute) if group.partitioned else []
+        regions += master_regions(placed)
+    rooms = [Region(MOMENTS, p.optimizer_numel * moment_bytes[g.optimizer_group or 0], torch.uint8) for g, p in trained]
+    sums: HostSums | None = None
+    if any(placed.optimizer_intervals for _, placed in trained):
+        largest = max(i.part_numel for _, p in trained for i in p.layout.intervals if p.steps_on_host(i))
+        extents = tuple(placed.optimizer_numel for _, placed in trained)
+        counts = tuple(placed.optimizer_intervals for _, placed in trained)
+        sums = HostSums(counts, extents, 2 if settings.delayed_update else 1, accumulation, largest, depth + 1)
+    parts = [numel for _, placed in trained for numel in staged_parts(placed, compute)]
+    staging = staging_regions(parts, compute, settings.delayed_update)
+    regions += [room for room in rooms if room.numel] + (sums.regions() if sums is not None else []) + staging
+    hosts = process_group.all_gather_object(socket.gethostname())
+    neighbours = hosts.count(hosts[comm.rank])
+    arena = _take_arena(regions, comm.device, settings, param, neighbours)
+    meter = PipelineMeter()
+    wire = Wire(comm.device, comm.ledger, comm.chaos, meter)
+    threads = settings.threads or threads_per_rank(neighbours)
+    return Offload(HostSide(arena, wire), meter, threads, settings, rooms, sums, staging)
+
+
+def _take_arena(
+    regions: Sequence[Region],
+    device: torch.device,
+    optimizer: OffloadOptimizerConfig,
+    param: OffloadParamConfig,
+    neighbours: int,
+) -> HostArena:
+    _agree(lambda: check_host_memory(regions, neighbours))
+    pin = (optimizer.device == "cpu" and optimizer.pin_memory) or (param.device == "cpu" and param.pin_memory)
+    taken: list[HostArena] = []
+    try:
+        _agree(lambda: taken.append(HostArena(regions, device, pin)))
+    except ConfigError:
+        for arena in taken:
+            arena.close()
+        raise
+    return taken[0]
+
+
+def _agree(attempt: Callable[[], None]) -> None:
+    """All ranks succeed, or all raise, with the words of the first that did not."""
+    problem = None
+    try:
+        attempt()
+    except HostMemoryError as error:
+        problem = str(error)
+    for rank, text in enumerate(process_group.all_gather_object(problem)):
+        if text is not None:
+            raise ConfigError(f"rank {rank}: {text}")
