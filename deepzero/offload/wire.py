@@ -18,6 +18,7 @@ DeepSpeed's ``stage_1_and_2.py``, which is anything but asynchronous with pages 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -113,6 +114,7 @@ class Copy:
     ) -> None:
         self._chaos, self._put_off, self._stream, self._timing = chaos, put_off, stream, timing
         self._waited = False
+        self._lock = threading.Lock()
 
     def wait(self) -> None:
         """The current stream goes on when the destination is complete. Waiting twice is harmless."""
@@ -146,10 +148,13 @@ class Copy:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        if self._put_off is not None:
-            self._chaos.delay()
-            copy, self._put_off = self._put_off, None
-            copy()
+        if self._put_off is None:
+            return
+        with self._lock:  # a delayed update's thread and the forward pass may wait for the same copy
+            if self._put_off is not None:
+                self._chaos.delay()
+                self._put_off()
+                self._put_off = None
 
 
 class Wire:

@@ -376,6 +376,7 @@ class EngineCheckpoints(EngineFacts):
         self.skipped_steps = manifest.counters["skipped_steps"]
         self.global_samples = manifest.counters["global_samples"]
         self.micro_steps = self.global_steps * self.batch.accumulation
+        self._sharded_step.goes_on_after(self.global_steps - self.skipped_steps)
         if optimizer:
             loader.restore_rng()
             if manifest.precision == self.config.precision.dtype == "fp16":

@@ -156,6 +156,10 @@ class DelayedStep:
         self.join()
         self._unsent = False
 
+    def goes_on_after(self, steps: int) -> None:
+        """The run goes on from a checkpoint, after so many applied steps."""
+        self.steps = steps
+
     def _refuse_write(self) -> None:
         if self._unsent:
             raise RuntimeError(

@@ -161,6 +161,9 @@ class ShardedStep:
     def forget(self) -> None:
         """Nothing is on its way."""
 
+    def goes_on_after(self, steps: int) -> None:
+        """The run goes on after so many applied steps, which only a delay that begins late has to know."""
+
     def step(self, divisor: float) -> None:
         """Unscale and clip, then step. The masters are new afterwards; the model is not, until they are published.
 
