@@ -49,8 +49,8 @@ def bits(rank, world, settings, kind="plain", steps=STEPS):
     return losses, norms, engine.params_sha256()
 
 
-def many(rank, world, cases):
-    return [bits(rank, world, settings, kind) for settings, kind in cases]
+def many(rank, world, cases, steps=STEPS):
+    return [bits(rank, world, settings, kind, steps) for settings, kind in cases]
 
 
 def cases_of(precision):
@@ -72,10 +72,11 @@ def cases_of(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_same_bits_as_stage_2(ranks, world, precision):
-    results = ranks.run(many, list(cases_of(precision)), world_size=world, timeout=110)
+@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
+def test_same_bits_as_stage_2(ranks, world, precision, steps):
+    results = ranks.run(many, list(cases_of(precision)), steps, world_size=world, timeout=110)
     reference = results[0][0]
-    assert len(set(reference[0])) == STEPS
+    assert len(set(reference[0])) == steps
     for per_rank in results:
         for number, result in enumerate(per_rank):
             assert result == reference, f"variant {number} differs"
@@ -89,7 +90,7 @@ def test_accumulation(ranks):
             config(stage=3, precision="bf16", bucket=1500, overlap=True, gradient_accumulation_steps=3, zero=zero)
         )
     cases = [(one, kind) for one in settings for kind in ("plain", "reentrant")]
-    results = ranks.run(many, cases, world_size=2)
+    results = ranks.run(many, cases, 6, world_size=2)
     assert all(result == results[0][0] for per_rank in results for result in per_rank)
 
 

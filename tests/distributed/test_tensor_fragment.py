@@ -203,8 +203,15 @@ def same(a, b):
     return tensors and a[2:] == b[2:]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("precision", "world"),
+    [
+        pytest.param("bf16", 2),
+        pytest.param("fp32", 3, marks=pytest.mark.slow),
+        pytest.param("fp32", 2, marks=pytest.mark.exhaustive),
+        pytest.param("bf16", 3, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
     reference = ranks.run(set_and_step, 0, precision, False, {}, world_size=world)[0]
     assert reference[2] > 0.5 == pytest.approx(reference[3], rel=1e-4)  # clipped, by the norm of what was set

@@ -235,6 +235,7 @@ def kills(zygote: Zygote, lines: list[Line], count: int, seed: int) -> Tally:
     return tally
 
 
+@pytest.mark.slow
 def test_four_kills(zygote: Zygote) -> None:
     tally = kills(zygote, [make_line(zygote, 2, "bf16", 60)], 4, seed=0)
     assert tally.during_save >= 1
