@@ -85,7 +85,7 @@ def test_resume_to_the_bit(stage, asynchronous, tmp_path):
 
 
 class OnTheCpu(torch.optim.Optimizer):
-    """AdamW by the CPU's kernel for parameters that stay on the GPU: what offloading must equal, without its pipeline."""
+    """AdamW by the CPU's kernel for parameters that stay on the GPU: what offloading must equal, without pipeline."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-2, "weight_decay": 0.1})
