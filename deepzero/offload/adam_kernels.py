@@ -8,8 +8,8 @@ call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new par
 Casting the whole gradient to fp32 first and the whole parameter to bf16 afterwards moves 40, and that is what a fused
 Adam with casts around it does. Two ways to move 28:
 
-``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between a cast of the gradient into a
-               scratch and a cast of the parameter out of the cache. Needs no compiler.
+``chunked``    torch's own fused kernel on :data:`CHUNK` elements a thread at a time, between a cast of the gradient
+               into a scratch and a cast of the parameter out of the cache. Needs no compiler.
 ``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors.
 
 **What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition
@@ -40,8 +40,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-CHUNK = 1 << 17
-"""Elements, a multiple of 64. Two cores share a chunk, and the half that each touches stays in its L2 cache."""
+CHUNK = 1 << 16
+"""Elements for each thread, a multiple of 64. What a thread touches of a chunk (20 bytes an element) stays in its L2
+cache; shorter chunks would cost more in calls, some ten microseconds for each."""
 
 SAMPLE = 1003
 """Elements of the tensors that a kernel is compiled and checked with: full vectors, and a rest."""
@@ -118,7 +119,7 @@ class ChunkedAdam:
     """Torch's fused kernel on one chunk after the other.
 
     Args:
-        chunk: elements, a multiple of 64. No result depends on it.
+        chunk: elements for each of torch's threads, a multiple of 64. No result depends on it.
     """
 
     name = "chunked"
@@ -136,29 +137,32 @@ class ChunkedAdam:
 
     def update(self, segment: Segment, numbers: Numbers) -> None:
         """One step on one parameter."""
-        if self._grad.numel() == 0:
-            self._grad, self._param = (torch.empty(self.chunk, dtype=torch.float32) for _ in range(2))
+        size = self.chunk * torch.get_num_threads()
         # The fused kernel writes the divided gradient back, and the gradient is the caller's: it divides a copy.
         scale = None if numbers.scale == 1.0 else torch.tensor(numbers.scale, dtype=torch.float32)
+        fused = _fused(numbers, torch.tensor(_counted(numbers), dtype=torch.float32), scale)
         copies_grad = segment.grad.dtype != torch.float32 or scale is not None
         copies_param = segment.param.dtype != torch.float32
-        fused = _fused(numbers, torch.tensor(_counted(numbers), dtype=torch.float32), scale)
-        tensors = [segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad, segment.out]
-        pieces = [None if t is None else t.detach().view(-1).split(self.chunk) for t in tensors]
-        params, exp_avgs, exp_avg_sqs, grads, outs = pieces
-        if params is None or exp_avgs is None or exp_avg_sqs is None or grads is None:
-            raise TypeError("only the output of a segment may be None")
-        for i, param in enumerate(params):
-            grad, wide = grads[i], param
+        if copies_grad and self._grad.numel() != size:
+            self._grad = torch.empty(size, dtype=torch.float32)
+        if copies_param and self._param.numel() != size:
+            self._param = torch.empty(size, dtype=torch.float32)
+        params, exp_avgs, exp_avg_sqs, grads = (
+            tensor.detach().view(-1).split(size)
+            for tensor in (segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad)
+        )
+        outs = [None] * len(params) if segment.out is None else segment.out.detach().view(-1).split(size)
+        for param, exp_avg, exp_avg_sq, grad, out in zip(params, exp_avgs, exp_avg_sqs, grads, outs, strict=True):
+            wide, n = param, param.numel()
             if copies_grad:
-                grad = self._grad[: grad.numel()].copy_(grad)
+                grad = (self._grad if n == size else self._grad[:n]).copy_(grad)
             if copies_param:
-                wide = self._param[: param.numel()].copy_(param)
-            fused(wide, grad, exp_avgs[i], exp_avg_sqs[i])
+                wide = (self._param if n == size else self._param[:n]).copy_(param)
+            fused(wide, grad, exp_avg, exp_avg_sq)
             if copies_param:
                 param.copy_(wide)
-            if outs is not None:
-                outs[i].copy_(param)
+            if out is not None:
+                out.copy_(param)
 
 
 def _counted(numbers: Numbers) -> float:
