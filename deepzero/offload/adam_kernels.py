@@ -8,14 +8,14 @@ call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new par
 Casting the whole gradient to fp32 first and the whole parameter to bf16 afterwards moves 40, and that is what a fused
 Adam with casts around it does. Two ways to move 28:
 
-``chunked``    torch's own fused kernel on :data:`CHUNK` elements a thread at a time, between a cast of the gradient
-               into a scratch and a cast of the parameter out of the cache. Needs no compiler.
+``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between a cast of the gradient into a
+               scratch and a cast of the parameter out of the cache. Needs no compiler.
 ``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors.
 
 **What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition
 into one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64
-elements, as its threads' shares are, so that the same elements fall into the scalar loop for every chunk size and
-thread count.
+elements, as the shares of torch's threads are, so that the same elements fall into the scalar loop for every chunk size
+and thread count.
 ``compiled`` rounds after each operation (contraction is off), so that an element's bits depend on its own numbers
 alone, and are those of :func:`adam_lines` run line by line in plain torch; each compiled function is compared with that
 once, before it is used.
@@ -26,6 +26,7 @@ Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; D
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shlex
@@ -34,15 +35,21 @@ import sys
 import threading
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
-CHUNK = 1 << 16
-"""Elements for each thread, a multiple of 64. What a thread touches of a chunk (20 bytes an element) stays in its L2
-cache; shorter chunks would cost more in calls, some ten microseconds for each."""
+from deepzero.offload.threads import in_threads
+
+CHUNK = 3 << 16
+"""Elements, a multiple of 64. What is touched twice of a chunk, 8 bytes an element, stays in a core's L2 cache; shorter
+chunks would cost more in calls, some ten microseconds for each."""
+
+BLOCK = 8
+"""Chunks that a thread takes at once from what is left, at most."""
 
 SAMPLE = 1003
 """Elements of the tensors that a kernel is compiled and checked with: full vectors, and a rest."""
@@ -72,6 +79,13 @@ class Segment:
     def variant(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
         """Dtypes of parameter, gradient and output."""
         return self.param.dtype, self.grad.dtype, None if self.out is None else self.out.dtype
+
+    def pieces(self, start: int, end: int, size: int) -> Iterable[tuple[Any, ...]]:
+        """Views of ``size`` elements of all five, side by side, from ``start`` on; the last ones may be shorter."""
+        tensors = (self.param, self.exp_avg, self.exp_avg_sq, self.grad)
+        views = [tensor.detach().view(-1)[start:end].split(size) for tensor in tensors]
+        outs = itertools.repeat(None) if self.out is None else self.out.detach().view(-1)[start:end].split(size)
+        return zip(*views, outs, strict=False)
 
 
 @dataclass(frozen=True)
@@ -116,10 +130,10 @@ class Kernel(Protocol):
 
 
 class ChunkedAdam:
-    """Torch's fused kernel on one chunk after the other.
+    """Torch's fused kernel on one chunk after the other, in as many threads as torch has.
 
     Args:
-        chunk: elements for each of torch's threads, a multiple of 64. No result depends on it.
+        chunk: elements, a multiple of 64. No result depends on it.
     """
 
     name = "chunked"
@@ -128,41 +142,55 @@ class ChunkedAdam:
         if chunk <= 0 or chunk % 64:
             raise ValueError(f"chunk={chunk} must be a positive multiple of 64, as the shares of torch's threads are")
         self.chunk = chunk
-        # Kept: fresh memory costs more than the casts. Two optimizers have two; one does not step in two threads.
-        self._grad = torch.empty(0, dtype=torch.float32)
-        self._param = torch.empty(0, dtype=torch.float32)
+        # For each thread, kept: fresh memory costs more than the casts. One optimizer does not step twice at once.
+        self._scratch: list[_Scratch] = []
 
     def ready(self, variants: Iterable[Variant]) -> None:
         """Nothing to make."""
 
     def update(self, segment: Segment, numbers: Numbers) -> None:
         """One step on one parameter."""
-        size = self.chunk * torch.get_num_threads()
         # The fused kernel writes the divided gradient back, and the gradient is the caller's: it divides a copy.
         scale = None if numbers.scale == 1.0 else torch.tensor(numbers.scale, dtype=torch.float32)
         fused = _fused(numbers, torch.tensor(_counted(numbers), dtype=torch.float32), scale)
         copies_grad = segment.grad.dtype != torch.float32 or scale is not None
         copies_param = segment.param.dtype != torch.float32
-        if copies_grad and self._grad.numel() != size:
-            self._grad = torch.empty(size, dtype=torch.float32)
-        if copies_param and self._param.numel() != size:
-            self._param = torch.empty(size, dtype=torch.float32)
-        params, exp_avgs, exp_avg_sqs, grads = (
-            tensor.detach().view(-1).split(size)
-            for tensor in (segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad)
-        )
-        outs = [None] * len(params) if segment.out is None else segment.out.detach().view(-1).split(size)
-        for param, exp_avg, exp_avg_sq, grad, out in zip(params, exp_avgs, exp_avg_sqs, grads, outs, strict=True):
-            wide, n = param, param.numel()
-            if copies_grad:
-                grad = (self._grad if n == size else self._grad[:n]).copy_(grad)
-            if copies_param:
-                wide = (self._param if n == size else self._param[:n]).copy_(param)
-            fused(wide, grad, exp_avg, exp_avg_sq)
-            if copies_param:
-                param.copy_(wide)
-            if out is not None:
-                out.copy_(param)
+        numel, threads = segment.param.numel(), torch.get_num_threads()
+        # Each thread comes back several times, so that one which lost its core leaves the rest to the others.
+        block = self.chunk * max(1, min(BLOCK, numel // (4 * threads * self.chunk)))
+        starts = deque(range(0, numel, block))
+        threads = max(1, min(threads, len(starts)))
+        while len(self._scratch) < threads:
+            self._scratch.append(_Scratch(self.chunk))
+
+        def work(i: int) -> None:
+            scratch = self._scratch[i]
+            while True:
+                try:
+                    start = starts.popleft()
+                except IndexError:  # nothing is left
+                    return
+                for param, exp_avg, exp_avg_sq, grad, out in segment.pieces(start, start + block, self.chunk):
+                    wide = scratch.widened(param, 0) if copies_param else param
+                    fused(wide, scratch.widened(grad, 1) if copies_grad else grad, exp_avg, exp_avg_sq)
+                    if copies_param:
+                        param.copy_(wide)
+                    if out is not None:
+                        out.copy_(param)
+
+        in_threads(threads, work)
+
+
+class _Scratch:
+    """fp32 room for a chunk of the parameter and one of the gradient; touched when it is first used."""
+
+    def __init__(self, chunk: int) -> None:
+        self.rooms = torch.empty(2, chunk, dtype=torch.float32).unbind()
+
+    def widened(self, narrow: torch.Tensor, which: int) -> torch.Tensor:
+        """A chunk in fp32, good until the next one is widened into the same room."""
+        room, n = self.rooms[which], narrow.numel()
+        return (room if n == room.numel() else room[:n]).copy_(narrow)
 
 
 def _counted(numbers: Numbers) -> float:
