@@ -40,6 +40,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.runtime", 3),
     ("deepzero.checkpoint", 4),
     ("deepzero.runtime.engine_checkpoints", 5),
+    ("deepzero.runtime.engine_offload", 5),
     ("deepzero.runtime.engine", 5),
     ("deepzero.runtime.initialize", 5),
     ("deepzero.evaluation", 6),

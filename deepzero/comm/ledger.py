@@ -22,6 +22,8 @@ import torch
 
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
+UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
+"""Memory that a run may or may not use: measured, and reported where there is some."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
 HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
 """In host memory, where something is offloaded."""
@@ -128,12 +130,22 @@ class Ledger:
         self._watched[category] = (tensors, padding_bytes)
 
     def sample(self) -> None:
-        """Measure what is held now, and keep the maximum by category. A storage that two tensors share counts once."""
+        """Measure what is held now, and keep the maximum by category."""
+        for category, total in self.held_now().items():
+            self.held[category] = total if category == "padding" else max(self.held.get(category, 0), total)
+
+    def held_now(self) -> dict[str, int]:
+        """Bytes that are held at this moment, by category. A storage that two tensors share counts once."""
+        # Tensors whose values are elsewhere answer like any others here.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._measure()
+
+    def _measure(self) -> dict[str, int]:
+        held: dict[str, int] = {}
         seen: set[tuple[torch.device, int]] = set()
         padding = 0
         for category, (tensors, padding_bytes) in self._watched.items():
-            total = -padding_bytes
-            padding += padding_bytes
+            total = 0
             for tensor in tensors():
                 if tensor is None or tensor.numel() == 0:
                     continue
@@ -145,8 +157,11 @@ class Ledger:
                 if key not in seen:
                     seen.add(key)
                     total += storage.nbytes()
-            self.held[category] = max(self.held.get(category, 0), total)
-        self.held["padding"] = padding
+            inside = min(padding_bytes, total)  # a storage that is away has no padding either
+            padding += inside
+            held[category] = total - inside
+        held["padding"] = padding
+        return held
 
     def predict(self, memory: dict[str, int], traffic: dict[str, Traffic]) -> None:
         """Put the closed forms in: bytes by category, and one step's traffic by kind."""

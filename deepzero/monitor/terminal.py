@@ -128,6 +128,7 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     memory = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
     memory.append(("all of these", sum(r[1] for r in memory), sum(r[2] for r in memory), ""))
     notes = {"activations": "residual of the peak", "snapshot": "of asynchronous saves, host memory"}
+    notes |= {"host_states": "of offload_states", "host_activations": "of cpu_checkpointing"}
     memory += [(name, None, v["measured"], notes.get(name, "")) for name, v in held if v["predicted"] is None]
     sent = []
     for kind, values in report["communication"].items():

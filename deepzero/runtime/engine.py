@@ -207,6 +207,7 @@ class Engine(EngineCheckpoints):
 
     def _times(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
         """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
+        self._refuse_away("backward")
         if factor == 1:
             return loss
         scaled = loss * factor
@@ -234,6 +235,7 @@ class Engine(EngineCheckpoints):
 
         A loss that the user put together from several outputs is linear in each: value times gradient is its share.
         """
+        self._refuse_away("backward")
         self._hooks.arm()
         if value is not None:
             share = value * grad.detach().float().reshape(())
@@ -273,6 +275,7 @@ class Engine(EngineCheckpoints):
         if self._inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
         self._refuse_broken_pass()
+        self._refuse_away("engine.step()")
         if self._backward_passes == 0:
             raise RuntimeError(
                 f"engine.step(): no backward pass has run on rank {self.global_rank} since optimizer step "
@@ -422,6 +425,7 @@ class Engine(EngineCheckpoints):
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load values into the model on every rank; the masters follow before the next step."""
+        self._refuse_away("load_module_state_dict")
         self.stage.before_writes()
         self.module.load_state_dict(state_dict, strict=strict)
 
@@ -429,6 +433,7 @@ class Engine(EngineCheckpoints):
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
         if self._destroyed:
             return
+        self.reload_states()
         self.finish_delayed_update()
         self._destroyed = True
         self._hooks.remove()

@@ -31,7 +31,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.ending import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.built import Built
-from deepzero.runtime.engine_facts import EngineFacts
+from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.sharded_step import ShardedStep
@@ -64,7 +64,7 @@ def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     agree(f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None)
 
 
-class EngineCheckpoints(EngineFacts):
+class EngineCheckpoints(EngineOffload):
     """Saving and loading of an engine."""
 
     module: nn.Module
@@ -79,7 +79,6 @@ class EngineCheckpoints(EngineFacts):
     _zero: Built
     _scaler: LossScaler
     _sharded_step: ShardedStep | DelayedStep
-    _saver: Saver | None = None
     _backward_passes: int
     _destroyed: bool
     _half_loaded: str | None = None
@@ -159,6 +158,7 @@ class EngineCheckpoints(EngineFacts):
         problem = None
         try:
             self._refuse_half_loaded()
+            self._refuse_away("save_checkpoint")
             check_tag(arguments["tag"])
             if (keep_last := arguments["keep_last"]) is not None and keep_last is not None and keep_last < 1:
                 raise CheckpointError(f"keep_last={keep_last} must be at least 1")
@@ -217,7 +217,8 @@ class EngineCheckpoints(EngineFacts):
         problem = None
         try:
             self._refuse_half_loaded()
-        except CheckpointError as error:
+            self._refuse_away("save_16bit_model")
+        except RuntimeError as error:
             problem = str(error)
         agree(problem)
         with self.comm.ledger.aside(), torch.no_grad():
@@ -287,6 +288,7 @@ class EngineCheckpoints(EngineFacts):
 
         Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
         """
+        self._refuse_away("load_checkpoint")
         self.wait_for_checkpoint()
         load_dir = Path(load_dir).expanduser()
         arguments = {

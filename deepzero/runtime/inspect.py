@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.ledger import SNAPSHOT, Ledger, Traffic
+from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.zero.gathered_parameters import GatheredParameters
 from deepzero.runtime.zero.gradients import ParameterGroup
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -63,7 +63,8 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     few true elements fewer than the first, and the sum over ranks is exact.
 
     ``activations`` is a residual, without prediction: the peak of memory over what was in use when everything stood.
-    ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory.
+    ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
+    what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
     residuals = process_group.all_gather_object(max(0, _peak_bytes(device) - bytes_at_build))
     reports = process_group.all_gather_object(ledger.report())
@@ -80,13 +81,14 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
         "measured": _whole(sum(residuals) / len(residuals)),
         "largest": max(residuals),
     }
-    copies = process_group.all_gather_object(ledger.held.get(SNAPSHOT, 0))
-    if any(copies):
-        combined["memory"][SNAPSHOT] = {
-            "predicted": None,
-            "measured": _whole(sum(copies) / len(copies)),
-            "largest": max(copies),
-        }
+    everyone = process_group.all_gather_object([ledger.held.get(category, 0) for category in UNPREDICTED])
+    for category, sizes in zip(UNPREDICTED, zip(*everyone, strict=True), strict=True):
+        if any(sizes):
+            combined["memory"][category] = {
+                "predicted": None,
+                "measured": _whole(sum(sizes) / len(sizes)),
+                "largest": max(sizes),
+            }
     kinds = sorted({kind for report in reports for kind in report["communication"]})
     for kind in kinds:
         total = Traffic()

@@ -52,6 +52,11 @@ class BufferPool:
         """Whether nothing but this tensor refers to its memory."""
         return references(buffer) <= self._alone
 
+    def clear(self) -> None:
+        """Let go of all buffers that are free, and of who was where: other memory will lie there."""
+        self._free = []
+        self.owners = {place: owner for place, owner in self.owners.items() if place in self._taken}
+
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
         self._free.sort(key=torch.Tensor.numel)

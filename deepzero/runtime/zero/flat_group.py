@@ -215,6 +215,13 @@ class FlatGroup:
         torch.autograd.graph.increment_version(param)
         self._versions[index] = param._version
 
+    def has_moved(self) -> None:
+        """The flat buffer's memory is another (``offload_states``), and the views of it have followed."""
+        start = self.flat_P.data_ptr()
+        for index, slot in enumerate(self.layout.slots):
+            if slot.numel:  # what has no elements lies nowhere
+                self._places[index] = start + slot.offset * self.flat_P.itemsize
+
     def release(self) -> None:
         """Let the parameters belong to nobody again."""
         for param in self.params:

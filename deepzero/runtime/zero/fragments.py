@@ -56,6 +56,7 @@ class ParameterAddress:
     param: nn.Parameter
     name: str
     fragment: Fragment | None
+    engine: TensorFragments
 
 
 _ADDRESSES: weakref.WeakValueDictionary[int, ParameterAddress] = weakref.WeakValueDictionary()
@@ -67,6 +68,7 @@ def address_of(param: nn.Parameter) -> ParameterAddress:
 
     Raises:
         ValueError: no engine has.
+        RuntimeError: its engine's states are away.
     """
     address = _ADDRESSES.get(id(param))
     if address is None:
@@ -74,6 +76,8 @@ def address_of(param: nn.Parameter) -> ParameterAddress:
             f"a tensor of shape {tuple(param.shape)} is no parameter of an engine: pass one of engine.module's "
             "parameters, itself and not a copy or a view, after deepzero.initialize and before engine.destroy()"
         )
+    if address.engine.away is not None:
+        address.engine.away(f"parameter {address.name!r}")
     return address
 
 
@@ -104,6 +108,8 @@ class TensorFragments:
         self.optimizer, self.gradients = step.optimizer, gradients
         self.mean_divisor, self.last_pass = mean_divisor, last_pass
         self.comm = gradients.reducer.comm
+        self.away: Callable[[str], None] | None = None
+        """Set while model states are away (``offload_states``): raises."""
         self.comm.ledger.no_part_of_a_step |= _NO_PART_OF_A_STEP
         parts = iter(step.parts)
         fragments: dict[nn.Parameter, Fragment] = {}
@@ -111,7 +117,7 @@ class TensorFragments:
             for fragment in self._fragments_of(number, group, parts):
                 fragments[group.params[fragment.slot.index]] = fragment
         self._addresses = [
-            ParameterAddress(param, name, fragments.get(param)) for name, param in model.named_parameters()
+            ParameterAddress(param, name, fragments.get(param), self) for name, param in model.named_parameters()
         ]
         for address in self._addresses:
             _ADDRESSES[id(address.param)] = address

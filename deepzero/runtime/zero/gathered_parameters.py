@@ -75,6 +75,8 @@ class GatheredParameters:
         if not self.enabled:
             return
         for interval in self.intervals:
+            interval.refuse_away()
+        for interval in self.intervals:
             interval.pins += 1
             if interval.status is ZeroParamStatus.NOT_AVAILABLE:
                 interval.launch(ON_REQUEST)

@@ -70,6 +70,8 @@ class PartitionedInterval:
         self.buffer: torch.Tensor | None = None
         self.pins = 0
         """Contexts that need the values here; meanwhile nobody else may release them."""
+        self.away: str | None = None
+        """Set while this rank's part has no memory (``offload_states``), with the reason."""
         self.only_pinned = False
         """Nobody but those contexts needs the values: the last one to end releases them."""
         self.on_demand: Callable[[list[PartitionedInterval], str], bool] | None = None
@@ -87,10 +89,16 @@ class PartitionedInterval:
     @property
     def shard(self) -> torch.Tensor:
         """1-D, this rank's part; what the CPU's step has sent has arrived."""
+        self.refuse_away()
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
         return self._shard
+
+    def refuse_away(self) -> None:
+        """Raise when this rank's part is away."""
+        if self.away is not None:
+            raise PartitionedUseError(f"the values of {self.names} are not on the device: {self.away}")
 
     def renewed(self, copy: Copy | None) -> None:
         """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
@@ -123,6 +131,7 @@ class PartitionedInterval:
         """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
+        self.refuse_away()
         self.buffer = self._shard_as_buffer() if self._in_place else self.pool.take(self.numel)
         self._whole = self.buffer[: self.numel]
         self.pool.owners[self.buffer.data_ptr()] = (self, self.generation)

@@ -1,0 +1,333 @@
+"""``offload_states`` and ``reload_states``: the device's memory is given back, and nothing else changes."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.runtime.away import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesAwayError
+from deepzero.runtime.engine_offload import STATES
+from deepzero.runtime.zero.flat_group import FlatGroup
+from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
+
+PARTITION_ALL = {"stage3_param_persistence_threshold": 0}
+
+
+class DeepSpeedsEnum(str, Enum):
+    optim_states = "optim_states"
+    lp_grads = "lp_grads"
+
+
+def start(stage, precision="fp32", offload=False, **changes):
+    zero = dict(PARTITION_ALL) if stage == 3 and not changes.pop("persistent", False) else {}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+    changes.pop("persistent", None)
+    settings = config(stage=stage, precision=precision, bucket=1500, overlap=True, zero=zero, **changes)
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    return engine
+
+
+def batch(rank, world):
+    ids, labels = make_batch(77, 2 * world)
+    return ids[2 * rank : 2 * rank + 2], labels[2 * rank : 2 * rank + 2]
+
+
+def extents(engine):
+    """Bytes on the device, by category."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {
+            category: {
+                t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+                for t, _ in engine._tensors_of(category)
+                if not engine._in_arena(t) and t.numel()
+            }
+            for category in STATES
+        }
+
+
+def state_of(engine):
+    optimizer = [t.clone() for state in engine.optimizer.state.values() for t in state.values()]
+    masters = [master.detach().clone() for group in engine._zero.groups for master in group.masters]
+    return optimizer + masters
+
+
+def trained(rank, world, stage, precision, options, away):
+    """Two steps, away and back, three more; or all five."""
+    engine = start(stage, precision, **options)
+    seen = []
+    for step in range(2):
+        seen.append(one_step(engine, rank, world, step))
+    if away is not None:
+        include, non_blocking = away
+        with torch.no_grad():
+            before = float(engine(*batch(rank, world)))
+        engine.offload_states(include, non_blocking=non_blocking)
+        if "lp_params" not in engine._away:
+            with torch.no_grad():
+                assert float(engine(*batch(rank, world))) == before
+        left = extents(engine)
+        for category in include or STATES:
+            assert not any(left[category].values()), (category, left[category])
+        engine.reload_states(non_blocking)
+        assert all(size for sizes in extents(engine).values() for size in sizes.values())
+    for step in range(2, 5):
+        seen.append(one_step(engine, rank, world, step))
+    return [(r.loss, r.grad_norm) for r in seen], engine.params_sha256(), [t.tolist() for t in state_of(engine)]
+
+
+def variants(rank, world, stage, precision, options, aways):
+    return [trained(rank, world, stage, precision, options, away) for away in (None, *aways)]
+
+
+def check_same(results):
+    for per_rank in results:
+        reference = per_rank[0]
+        for number, result in enumerate(per_rank[1:]):
+            assert result == reference, f"variant {number}"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_same_bits(ranks, stage, precision):
+    aways = [(None, False), (None, True)] + [([name], False) for name in STATES]
+    check_same(ranks.run(variants, stage, precision, {}, aways, world_size=2))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_fp16(ranks, stage):
+    aways = [(None, False), (["optim_states", "hp_params"], False)]
+    check_same(ranks.run(variants, stage, "fp16", {"fp16": {"initial_scale_power": 8}}, aways, world_size=2))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_chaos_puts_copies_off(ranks, stage):
+    check_same(ranks.run(variants, stage, "bf16", {"chaos": 3}, [(None, False), (None, True)], world_size=2))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_stage_3_alone_and_uneven(ranks, world):
+    for persistent in (False, True):
+        check_same(ranks.run(variants, 3, "bf16", {"persistent": persistent}, [(None, False)], world_size=world))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_in_the_arena_stays(ranks, stage):
+    aways = [(None, False), (["optim_states"], False)]
+    check_same(ranks.run(variants, stage, "bf16", {"offload": True}, aways, world_size=2))
+
+
+def accumulated(rank, world, stage, precision, away):
+    """Away in the middle of an optimizer step, with gradients, at every micro-batch."""
+    engine = start(stage, precision, gradient_accumulation_steps=3)
+    norms = []
+    for step in range(3):
+        for ids, labels in my_micro_batches(step, rank, world, 2, 3):
+            loss = engine(ids, labels)
+            if away:
+                engine.offload_states()
+                engine.reload_states()
+            engine.backward(loss)
+            if away:
+                engine.offload_states(include=["lp_grads", "contiguous_grad_buffer"])
+                engine.reload_states()
+            engine.step()
+        norms.append(engine.last_step.grad_norm)
+    return norms, engine.params_sha256()
+
+
+def accumulations(rank, world, stage, precision):
+    return [accumulated(rank, world, stage, precision, away) for away in (False, True)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_the_middle_of_accumulation(ranks, stage, precision):
+    check_same(ranks.run(accumulations, stage, precision, world_size=2))
+
+
+def refusals(rank, world, stage, precision, folder):
+    engine = start(stage, precision)
+    one_step(engine, rank, world, 0)
+    loss = engine(*batch(rank, world))
+    engine.offload_states()
+    param = next(engine.module.parameters())
+    master = engine._zero.groups[0].masters[0]
+    moment = next(iter(engine.optimizer.state.values()))["exp_avg"]
+    asked = {
+        "forward": lambda: engine(*batch(rank, world)),
+        "module": lambda: engine.module(*batch(rank, world)),
+        "backward": lambda: engine.backward(loss),
+        "plain backward": lambda: loss.backward(),
+        "step": lambda: (setattr(engine, "_backward_passes", 1), engine.step()),
+        "save": lambda: engine.save_checkpoint(folder),
+        "save 16 bit": lambda: engine.save_16bit_model(folder),
+        "load": lambda: engine.load_checkpoint(folder),
+        "hash": lambda: engine.params_sha256(),
+        "load module": lambda: engine.load_module_state_dict({}),
+        "state dict": lambda: engine.module_state_dict(),
+        "fragment": lambda: deepzero.utils.safe_get_full_fp32_param(param),
+        "parameter": lambda: param + 1 if stage < 3 else deepzero.zero.GatheredParameters(param).__enter__(),
+        "master": lambda: master.sum(),
+        "moment": lambda: moment.tolist(),
+        "detach": lambda: moment.detach(),
+    }
+    for name, ask in asked.items():
+        with pytest.raises(RuntimeError, match=r"reload_states\(\)"):
+            ask()
+            raise AssertionError(name)
+    assert "away" in repr(moment) and moment.shape == master.shape
+    engine._backward_passes = 0
+    engine.offload_states()  # it is away already
+    engine.reload_states()
+    engine.reload_states()
+    engine.backward(loss)
+    engine.step()
+    # The optimizer's state alone: the model can be used, and be trained up to the step.
+    engine.offload_states(include=["optim_states"])
+    engine.params_sha256()
+    engine.backward(engine(*batch(rank, world)))
+    with pytest.raises(StatesAwayError, match=r"engine.step\(\): optim_states are away"):
+        engine.step()
+    with pytest.raises(RuntimeError, match="optim_states"):
+        engine.save_checkpoint(folder)
+    engine.reload_states()
+    engine.step()
+    engine.save_checkpoint(folder, asynchronous=True)
+    engine.offload_states()
+    assert engine._saver._thread is None
+    engine.destroy()
+    assert torch.isfinite(next(engine.module.parameters())).all()
+    with pytest.raises(RuntimeError, match="destroy"):
+        engine.offload_states()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_away_is_missed(ranks, tmp_path, stage, precision):
+    ranks.run(refusals, stage, precision, str(tmp_path / "saved"), world_size=2)
+
+
+def arguments(rank, world):
+    engine = start(3, "bf16")
+    with pytest.raises(ValueError, match="optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer"):
+        engine.offload_states(include=["optimizer"])
+    for device in ("nvme", "none", "cuda"):
+        with pytest.raises(ValueError, match=device):
+            engine.offload_states(device=device)
+    with (
+        deepzero.zero.GatheredParameters(engine.module.head.weight),
+        pytest.raises(RuntimeError, match="GatheredParameters"),
+    ):
+        engine.offload_states()
+    engine.offload_states(include=[DeepSpeedsEnum.optim_states, DeepSpeedsEnum.lp_grads], device=torch.device("cpu"))
+    assert engine._away == {"optim_states", "lp_grads"}
+    engine.offload_states(include=("hp_params",))
+    assert engine._away == {"optim_states", "lp_grads", "hp_params"} and len(engine._departures) == 2
+    engine.reload_states()
+    with deepzero.zero.GatheredParameters(engine.module.head.weight):
+        pass
+    engine.offload_states(include="lp_params")
+    with (
+        pytest.raises(RuntimeError, match="lp_params are away"),
+        deepzero.zero.GatheredParameters(engine.module.head.weight),
+    ):
+        pass
+
+
+def test_arguments(ranks):
+    ranks.run(arguments, world_size=2)
+
+
+def own_masters(rank, world):
+    """fp32 parameters are their own masters: whichever is named, both are away."""
+    engine = start(2, "fp32")
+    engine.offload_states(include=["hp_params"])
+    assert engine._away == {"hp_params", "lp_params"}
+    engine.reload_states()
+
+
+def test_own_masters(ranks):
+    ranks.run(own_masters, world_size=2)
+
+
+class Adapter(nn.Module):
+    """Frozen weights of the model's own, and one that somebody else refers to."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other = nn.Parameter(shared.data, requires_grad=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return (self.adapter(self.base(x)) + self.other).square().mean()
+
+
+def frozen(rank, world, stage):
+    shared = nn.Parameter(torch.ones(8))
+    engine, *_ = deepzero.initialize(model=Adapter(shared), config=config(stage=stage))
+    before = engine.module.base.weight.clone()
+    engine.offload_states()
+    assert engine.module.base.weight.untyped_storage().nbytes() == 0
+    assert shared.sum() == 8 and engine.module.other.sum() == 8
+    engine.reload_states()
+    assert torch.equal(engine.module.base.weight, before)
+
+
+def test_frozen_parameters(ranks):
+    ranks.run(frozen, 2, world_size=2)
+
+
+def counted(rank, world, stage):
+    engine = start(stage, "bf16")
+    one_step(engine, rank, world)
+    ledger = engine.ledger
+    before = ledger.held_now()
+    there = extents(engine)
+    engine.offload_states()
+    away = ledger.held_now()
+    host = away.pop(HOST_STATES)
+    counters = sum(t.nbytes for state in engine.optimizer.state.values() for t in state.values() if not t.dim())
+    assert sum(away.values()) == away["moments"] == counters
+    # Between steps gradients and buckets hold nothing that anybody needs: they are freed and not copied.
+    kept = {key: size for name in ("optim_states", "hp_params", "lp_params") for key, size in there[name].items()}
+    assert host == sum(kept.values())
+    engine.reload_states()
+    after = ledger.held_now()
+    assert after.pop(HOST_STATES) == 0 and before.pop("gathered", 0) >= after.pop("gathered", 0) == 0
+    assert after == before
+    moved = ledger.between_steps[STATES_TO_HOST], ledger.between_steps[STATES_TO_DEVICE]
+    assert [traffic.bytes for traffic in moved] == [host, host]
+    assert engine.report()["memory"][HOST_STATES]["largest"] >= host
+    for group in engine._zero.groups:
+        if isinstance(group, FlatGroup):
+            assert group._places == [param.data_ptr() for param in group.params]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_ledger_shows_it(ranks, stage):
+    ranks.run(counted, stage, world_size=2)
+
+
+def too_large(rank, world):
+    engine = start(2, "bf16")
+    one_step(engine, rank, world)
+    from deepzero.runtime import engine_offload
+
+    genuine = engine_offload.available_host_bytes
+    engine_offload.available_host_bytes = lambda: 1000 if rank == 1 else None
+    try:
+        with pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
+            engine.offload_states()
+    finally:
+        engine_offload.available_host_bytes = genuine
+    one_step(engine, rank, world)
+
+
+def test_a_host_without_room(ranks):
+    ranks.run(too_large, world_size=2)
