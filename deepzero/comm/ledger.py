@@ -22,6 +22,8 @@ import torch
 
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
+UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_device")
+"""Copies whose number depends on the model: reported without prediction."""
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
 """Memory that a run may or may not use: measured, and reported where there is some."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
@@ -182,7 +184,9 @@ class Ledger:
         empty = Traffic()
         communication = {
             kind: {
-                "predicted": self.predicted_traffic.get(kind, empty).as_dict(),
+                "predicted": (
+                    None if kind in UNPREDICTED_TRAFFIC else self.predicted_traffic.get(kind, empty).as_dict()
+                ),
                 "measured": self.last_step.get(kind, empty).as_dict(),
             }
             for kind in kinds

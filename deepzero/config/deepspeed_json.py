@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.config.engine import (
+    ActivationCheckpointingConfig,
     CommConfig,
     EngineConfig,
     OffloadOptimizerConfig,
@@ -38,6 +39,7 @@ _SCALARS = (
     "steps_per_print",
 )
 _BLOCKS = (
+    "activation_checkpointing",
     "checkpoint",
     "zero_optimization",
     "fp16",
@@ -230,6 +232,9 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
     settings: dict[str, Any] = {key: given[key] for key in _SCALARS if given.get(key) is not None}
     settings["zero"] = build(ZeroConfig, _zero_block(given), "zero_optimization")
     settings["precision"] = _precision(given)
+    settings["activation_checkpointing"] = build(
+        ActivationCheckpointingConfig, _activation_checkpointing(given), "activation_checkpointing"
+    )
     settings["comm"] = build(CommConfig, _block(given, "comm"), "comm")
     if given.get("optimizer") is not None:
         settings["optimizer"] = OptimizerConfig(*_typed(given, "optimizer"))
@@ -265,14 +270,24 @@ def _drop_switched_off(mapping: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(
                 f'{name!r} is a DeepSpeed key that deepzero does not implement; leave it out, or set "enabled": false'
             )
-    block = kept.pop("activation_checkpointing", None)
-    asks = block.values() if isinstance(block, Mapping) else [block]
-    if any(value not in (False, None) for value in asks):
-        raise ConfigError(
-            f"activation_checkpointing={block!r} is not implemented; leave it out, or let all of it be false: a model "
-            "that checkpoints its activations does so itself, with torch.utils.checkpoint"
-        )
     return kept
+
+
+def _activation_checkpointing(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What deepzero reads of the block; the rest asks for nothing while it is false."""
+    block = given.get("activation_checkpointing")
+    if block in (None, False):
+        return {}
+    known = [f.name for f in fields(ActivationCheckpointingConfig)]
+    read = _block(given, "activation_checkpointing")
+    for key, value in read.items():
+        if key not in known and value is not False:
+            raise ConfigError(
+                f"activation_checkpointing.{key}={value!r} is not implemented; leave it out, or let it be false. "
+                f"deepzero reads {', '.join(known)}; which blocks are checkpointed is the model's choice, with "
+                "torch.utils.checkpoint"
+            )
+    return {key: value for key, value in read.items() if key in known}
 
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:

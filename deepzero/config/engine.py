@@ -249,6 +249,30 @@ class CommConfig:
 
 
 @dataclass(frozen=True)
+class ActivationCheckpointingConfig:
+    """``activation_checkpointing`` of a DeepSpeed config: what is kept for the backward pass, and where.
+
+    Which blocks are run again is the model's choice (``torch.utils.checkpoint``, ``model.activation_checkpointing``).
+    """
+
+    cpu_checkpointing: bool = False
+    """What autograd keeps for the backward pass waits in host memory: with checkpointing the inputs of blocks, without
+    it all activations. Every stage."""
+
+    cpu_checkpointing_min_bytes: int = 1 << 20
+    """Smaller ones stay on the device: a copy costs ten microseconds, whatever its size, in which a GPU moves a quarter
+    of a megabyte."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.cpu_checkpointing_min_bytes >= 0,
+            "activation_checkpointing.cpu_checkpointing_min_bytes",
+            self.cpu_checkpointing_min_bytes,
+            "must not be negative",
+        )
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """Which torch optimizer, with which arguments."""
 
@@ -289,6 +313,7 @@ class EngineConfig:
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
 
     optimizer: OptimizerConfig | None = None
     """None: the caller passes an optimizer object to ``initialize``."""

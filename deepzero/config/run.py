@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from deepzero.config.engine import (
+    ActivationCheckpointingConfig,
     CommConfig,
     EngineConfig,
     OptimizerConfig,
@@ -290,6 +291,7 @@ class RunConfig:
             "zero": ZeroConfig,
             "precision": PrecisionConfig,
             "comm": CommConfig,
+            "activation_checkpointing": ActivationCheckpointingConfig,
             "optimizer": OptimizerConfig,
             "scheduler": SchedulerConfig,
         }

@@ -136,7 +136,7 @@ def ledger_table(report: Mapping[str, Any]) -> str:
         note = f"{measured['calls']:g} calls, {measured['elements']:,.0f} elements"
         if measured["padding_elements"]:
             note += f" + {measured['padding_elements']:,.0f} padding"
-        sent.append((kind, predicted["bytes"], measured["bytes"], note))
+        sent.append((kind, None if predicted is None else predicted["bytes"], measured["bytes"], note))
     sections = [_section("held by one rank", memory), _section("sent by one rank in one step", sent)]
     return "\n".join(line for section in sections for line in section)
 

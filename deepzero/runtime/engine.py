@@ -153,7 +153,8 @@ class Engine(EngineCheckpoints):
         self.comm.step = self.global_steps + 1
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
-        outputs = self.module(*args, **kwargs)
+        with self._watch_activations():
+            outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             loss = scalar_loss(outputs)
             for tensor in output_tensors(outputs):

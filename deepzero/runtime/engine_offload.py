@@ -23,6 +23,7 @@ Sources: ``offload_states`` and ``reload_states`` in DeepSpeed's ``runtime/engin
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterable
 from enum import Enum
@@ -34,6 +35,7 @@ from torch import nn
 from deepzero.checkpoint.saver import Saver
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.offload.activations import HOST_ACTIVATIONS, HostActivations
 from deepzero.offload.arena import HostMemoryError, available_host_bytes, required_bytes
 from deepzero.offload.wire import PipelineMeter, Wire
 from deepzero.runtime.away import (
@@ -85,6 +87,7 @@ class EngineOffload(EngineFacts):
     """Which categories are away, on any rank."""
     _away_hook: Any = None
     _state_wire: Wire | None = None
+    _activations: HostActivations | None = None
 
     def offload_states(
         self,
@@ -310,6 +313,25 @@ class EngineOffload(EngineFacts):
             ledger.no_part_of_a_step |= {STATES_TO_HOST, STATES_TO_DEVICE}
             ledger.watch(HOST_STATES, lambda: [t for departure in self._departures for t in departure.tensors()])
         return self._state_wire
+
+    # ---- activations -------------------------------------------------------------------------------------------------
+
+    def _watch_activations(self) -> contextlib.AbstractContextManager[None]:
+        """Around a forward pass: what autograd keeps goes to host memory, where the configuration says so."""
+        settings = self.config.activation_checkpointing
+        if not settings.cpu_checkpointing:
+            return contextlib.nullcontext()
+        if self._activations is None:
+            ledger = self.comm.ledger
+            wire = Wire(self.device, ledger, self.comm.chaos, PipelineMeter())
+            self._activations = HostActivations(wire, self._lasting, settings.cpu_checkpointing_min_bytes)
+            ledger.watch(HOST_ACTIVATIONS, self._activations.buffers.tensors)
+        return self._activations.watching()
+
+    def _lasting(self) -> list[torch.Tensor]:
+        """Not activations: parameters and buffers. Partitioned parameters are known by their hooks."""
+        whole = [param for param in self.module.parameters() if not isinstance(param, ZeroParameter)]
+        return [*whole, *self.module.buffers()]
 
 
 def _has_extent(value: Any) -> bool:

@@ -81,7 +81,10 @@ def test_defaults_are_deepspeeds():
         ({"gradient_clipping": "auto"}, 'gradient_clipping="auto" is for a trainer'),
         ({"wandb": {"enabled": True}}, "'wandb' is a DeepSpeed key"),
         ({"amp": True}, "'amp' is a DeepSpeed key"),
-        ({"activation_checkpointing": {"profile": False, "cpu_checkpointing": True}}, "cpu_checkpointing.*torch.utils"),
+        (
+            {"activation_checkpointing": {"profile": False, "partition_activations": True}},
+            "partition_activations.*torch.utils",
+        ),
         ({"aio": {"block_size": 1}}, "'aio' is a DeepSpeed key that deepzero does not implement"),
         ({"zero_optimization": {"legacy_stage1": False}}, "'zero_optimization.legacy_stage1' is a DeepSpeed key"),
         ({"checkpoint": {"use_node_local_storage": True}}, "one folder that all ranks see"),

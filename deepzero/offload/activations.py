@@ -1,0 +1,254 @@
+"""Saved activations in host memory: what autograd keeps for the backward pass waits there instead of on the device.
+
+With activation checkpointing a model of L layers keeps L inputs of blocks, and nothing else; at long sequences these
+fill a GPU all the same. They are written once in the forward pass and read once in the backward pass, in reverse order,
+so they can travel while the device computes::
+
+    forward    pack        launch the copy down; two copies later the compute stream waits for it, the tensor is let go
+    backward   unpack      launch the copy up; launch that of the tensor packed before it, which is needed next; wait
+
+torch's non-reentrant checkpoint saves its inputs in a node of autograd's, the reentrant one too, and both save what is
+inside their blocks out of sight of hooks that were there before. So hooks on saved tensors around the whole forward
+pass see exactly what is kept until the backward pass. Without checkpointing that is every activation.
+
+What moves is a *storage*: two tensors on one storage, or one that is saved twice, are copied once and keep their
+strides. It stays where it is when it holds a parameter, when it is small, or when what was saved is a small part of it
+(a batch that is a view of a whole data set).
+
+Autograd notices when a saved tensor was changed in place before it is used. Here a change may also come between pack
+and a copy that is under way; the same look at the tensor's version finds both, and raises.
+
+Sources: ``cpu_checkpointing`` in DeepSpeed's ``runtime/activation_checkpointing/checkpointing.py``, which copies the
+inputs of its own ``checkpoint`` function one by one and waits for each; ``torch.autograd.graph.save_on_cpu``, which
+allocates anew in every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.wire import Copy, Wire
+
+ACTIVATIONS_TO_HOST, ACTIVATIONS_TO_DEVICE = "offload.activations_to_host", "offload.activations_to_device"
+HOST_ACTIVATIONS = "host_activations"
+"""The ledger's word for the buffers."""
+
+LEAVING = 2
+"""Storages that are on their way down and still on the device: one that travels, one that waits."""
+
+SMALLEST_PART = 4
+"""A storage moves when a saved tensor has at least so great a part of it: q, k and v of one projection have a third."""
+
+
+class HostBuffers:
+    """Page-locked buffers, kept and used again by size: a model saves the same sizes in every step.
+
+    Args:
+        device: whose copies they are locked for.
+        pin: lock the pages.
+        poison: overwrite a buffer before it is used again.
+    """
+
+    def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
+        self.device, self.pin, self.poison = device, pin, poison
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._arenas: list[HostArena] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """1-D bytes, that many exactly; contents are whatever was there."""
+        free = self._free.get(nbytes)
+        if free:
+            buffer = free.pop()
+            return buffer.fill_(0xFF) if self.poison else buffer  # NaN in every dtype
+        arena = HostArena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)], self.device, self.pin)
+        self._arenas.append(arena)
+        return arena.carve(HOST_ACTIVATIONS, nbytes, torch.uint8)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Nobody needs what is in it. Copies of it are done, or come before the next one in the streams' order."""
+        self._free.setdefault(buffer.numel(), []).append(buffer)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them, for the ledger."""
+        return [tensor for arena in self._arenas for tensor in arena.tensors(HOST_ACTIVATIONS)]
+
+
+class Parked:
+    """One storage in host memory. When no graph needs it any more, its buffer goes back by itself."""
+
+    def __init__(self, tensor: torch.Tensor, buffers: HostBuffers, serial: int, before: Parked | None) -> None:
+        storage = tensor.untyped_storage()
+        self.serial, self.nbytes, self.version = serial, storage.nbytes(), tensor._version
+        self.host = buffers.take(self.nbytes)
+        # While this refers to it, no other storage gets the same identity.
+        self.source = StorageWeakRef(storage)
+        self.before = weakref.ref(before) if before is not None else None
+        """Packed before this one, needed after it."""
+        self.here: TensorWeakRef | None = None
+        """Its bytes on the device, while somebody uses them."""
+        self.flat: torch.Tensor | None = None
+        """The same, kept until another one is used: what two functions saved, one after the other, is fetched once."""
+        self.asked_by = -1
+        """The backward pass that has used it, or for which it has been fetched ahead."""
+        weakref.finalize(self, buffers.give, self.host).atexit = False
+
+
+class Saved:
+    """What autograd holds in place of a tensor: which storage, and how the tensor lies in it."""
+
+    __slots__ = ("dtype", "offset", "parked", "shape", "stride", "version", "watch")
+
+    def __init__(self, tensor: torch.Tensor, parked: Parked) -> None:
+        self.parked, self.dtype = parked, tensor.dtype
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        # An alias shares the version counter; without the memory.
+        self.watch = tensor.detach()
+        self.watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self.version = tensor._version
+
+
+class HostActivations:
+    """Hooks on saved tensors, and what they moved.
+
+    Args:
+        wire: between device and host, of its own.
+        parameters: asked at every forward pass: what stays on the device.
+        min_bytes: smaller storages stay there too.
+        pin: lock the pages of host buffers.
+    """
+
+    def __init__(
+        self, wire: Wire, parameters: Callable[[], Iterable[torch.Tensor]], min_bytes: int, pin: bool = True
+    ) -> None:
+        self.wire, self._parameters, self.min_bytes = wire, parameters, min_bytes
+        self.buffers = HostBuffers(wire.device, pin, wire.chaos.enabled)
+        self._serials = itertools.count()
+        # By the storage's identity.
+        self._parked: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
+        self._leaving: deque[tuple[torch.Tensor, Parked, Copy]] = deque()
+        # Fetched ahead, by serial: nobody has asked for them yet.
+        self._ahead: dict[int, tuple[torch.Tensor, Copy]] = {}
+        self._last: weakref.ref[Parked] | None = None
+        self._used: weakref.ref[Parked] | None = None
+        self._stays: set[int] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a forward pass. Without gradients nothing is saved, and nothing happens."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        while self._ahead:  # of a backward pass that ended before it came so far
+            self._ahead.popitem()[1][1].wait()
+        self._stays = {tensor.untyped_storage()._cdata for tensor in self._parameters()}
+        self._last = None
+        self.wire.meter.close_step()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            self._settle(0)
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.device != self.wire.device:
+            return False
+        nbytes = tensor.untyped_storage().nbytes()
+        enough = nbytes >= self.min_bytes and tensor.nbytes * SMALLEST_PART >= nbytes > 0
+        return enough and tensor.untyped_storage()._cdata not in self._stays
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Launch the copy down; or what comes back is the tensor itself, which stays."""
+        if not self._moves(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        parked = self._parked.get(key)
+        if parked is None or parked.version != tensor._version:
+            before = self._last() if self._last is not None else None
+            parked = Parked(tensor, self.buffers, next(self._serials), before)
+            self._parked[key] = parked
+            self._last = weakref.ref(parked)
+            copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, _bytes_of(storage, tensor.device))
+            # The tensor lives until its copy has left; the buffer belongs to the copy as long.
+            self._leaving.append((tensor, parked, copy))
+            self._settle(LEAVING)
+        return Saved(tensor, parked)
+
+    def _settle(self, keep: int) -> None:
+        """Let go of what has left, but for the last ``keep``.
+
+        The device waits, the program does not: memory that is free is the next kernel's.
+        """
+        while len(self._leaving) > keep:
+            _, _, copy = self._leaving.popleft()
+            copy.wait()
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        """The tensor again, with the strides it had. May be called more than once."""
+        if not isinstance(saved, Saved):
+            kept: torch.Tensor = saved
+            return kept
+        if saved.watch._version != saved.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"{saved.dtype} tensor of shape {tuple(saved.shape)} is at version {saved.watch._version}, and version "
+                f"{saved.version} was saved"
+            )
+        flat = self._fetch(saved.parked)
+        return _view(flat, saved)
+
+    @torch.no_grad()
+    def _fetch(self, parked: Parked) -> torch.Tensor:
+        """Its bytes on the device: they are there, or are on their way, or are launched now."""
+        self._settle(0)
+        task = torch._C._current_graph_task_id()
+        here = parked.here() if parked.here is not None else None
+        ahead = self._ahead.pop(parked.serial, None)
+        copy: Copy | None = None
+        if here is None:
+            here, copy = ahead if ahead is not None else self._launch(parked)
+            parked.here = TensorWeakRef(here)
+        used = self._used() if self._used is not None else None
+        if used is not None:
+            used.flat = None
+        parked.flat, self._used = here, weakref.ref(parked)
+        parked.asked_by = task
+        before = parked.before() if parked.before is not None else None
+        if before is not None and task != -1 and before.asked_by != task:
+            before.asked_by = task
+            if before.here is None or before.here() is None:
+                self._ahead[before.serial] = self._launch(before)
+        if copy is not None:
+            copy.wait()
+        return here
+
+    def _launch(self, parked: Parked) -> tuple[torch.Tensor, Copy]:
+        flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
+        return flat, self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host)
+
+
+@torch.no_grad()
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+@torch.no_grad()
+def _view(flat: torch.Tensor, saved: Saved) -> torch.Tensor:
+    whole = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+    return whole.as_strided(saved.shape, saved.stride, saved.offset)

@@ -1,0 +1,268 @@
+"""Activation checkpoints in host memory: the bits of a run without, and every byte that moves is known beforehand."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepzero
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.offload.activations import (
+    ACTIVATIONS_TO_DEVICE,
+    ACTIVATIONS_TO_HOST,
+    HOST_ACTIVATIONS,
+    HostActivations,
+    Saved,
+)
+from deepzero.offload.wire import PipelineMeter, Wire
+from tests.distributed.test_stage3_bits import KINDS
+from tests.distributed.training import LENGTH, VOCAB, WIDTH, config, my_micro_batches
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+EVERYTHING = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
+
+
+def settings(stage, keep, **changes):
+    zero = WHOLE if stage == 3 else {}
+    block = EVERYTHING if keep is True else keep or {}
+    return config(stage=stage, bucket=1500, overlap=True, zero=zero, activation_checkpointing=block, **changes)
+
+
+def bits(rank, world, given, kind, steps=6):
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=KINDS[kind](), config=given)
+    seen = []
+    for step in range(steps):
+        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
+            engine.backward(engine(ids, labels))
+            engine.step()
+        seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+    moved = engine.ledger.last_step.get(ACTIVATIONS_TO_HOST)
+    return (seen, engine.params_sha256()), moved.bytes if moved is not None else 0
+
+
+def many(rank, world, cases):
+    return [bits(rank, world, given, kind) for given, kind in cases]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
+def test_same_bits(ranks, kind, precision):
+    cases = []
+    for stage in (0, 2, 3):
+        cases.append((settings(stage, False, precision=precision), kind))
+        cases.append((settings(stage, True, precision=precision), kind))
+        cases.append((settings(stage, True, precision=precision, chaos=4), kind))
+    for per_rank in ranks.run(many, cases, world_size=2, timeout=110):
+        for number in range(0, len(cases), 3):
+            (reference, none), *others = per_rank[number : number + 3]
+            assert none == 0
+            for result, moved in others:
+                assert result == reference and moved > 0
+
+
+def test_accumulation(ranks):
+    for stage in (0, 3):
+        cases = [(settings(stage, on, gradient_accumulation_steps=3), "checkpoint") for on in (False, True)]
+        for per_rank in ranks.run(many, cases, world_size=2):
+            assert per_rank[0][0] == per_rank[1][0]
+
+
+def counted(rank, world, stage, reentrant):
+    """Two inputs of blocks, and nothing else that is as large."""
+    torch.manual_seed(0)
+    block_input = 2 * LENGTH * WIDTH * 4
+    given = settings(stage, {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": block_input})
+    engine, *_ = deepzero.initialize(model=KINDS["reentrant" if reentrant else "checkpoint"](), config=given)
+    held = []
+    for step in range(4):
+        for ids, labels in my_micro_batches(step, rank, world, 2, 1):
+            engine.backward(engine(ids, labels))
+            engine.step()
+        held.append(engine.ledger.held_now()[HOST_ACTIVATIONS])
+    # Outside of the blocks: the last norm's input and output, and the loss's logarithms.
+    tokens = 2 * LENGTH
+    outside = 2 * tokens * WIDTH * 4 + tokens * VOCAB * 4
+    sent, back = engine.ledger.last_step[ACTIVATIONS_TO_HOST], engine.ledger.last_step[ACTIVATIONS_TO_DEVICE]
+    report = engine.report()
+    return sent.bytes, back.bytes, 2 * block_input + outside, held, report
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_counted_bytes(ranks, stage, reentrant):
+    for sent, back, expected, held, report in ranks.run(counted, stage, reentrant, world_size=2):
+        assert sent == back == expected
+        assert set(held) == {sent}, "buffers are used again"
+        assert report["memory"][HOST_ACTIVATIONS]["measured"] == sent
+        assert report["communication"][ACTIVATIONS_TO_HOST]["predicted"] is None
+
+
+def weights_stay(rank, world):
+    """Stage 3: weights are fetched again, not copied; what is on the host is activations."""
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(3, True))
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    loss = engine(ids, labels)
+    numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
+    parked = [p.nbytes // 4 for p in engine._activations._parked.values()]
+    engine.backward(loss)
+    engine.step()
+    return numels.isdisjoint(parked), len(parked)
+
+
+def test_weights_of_stage_3_are_not_copied(ranks):
+    for apart, count in ranks.run(weights_stay, world_size=2):
+        assert apart and count > 5
+
+
+def evaluated(rank, world):
+    engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(2, True))
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    with torch.no_grad():
+        engine(ids, labels)
+    return engine.ledger.held_now()[HOST_ACTIVATIONS]
+
+
+def test_evaluation_keeps_nothing(ranks):
+    assert ranks.run(evaluated, world_size=2) == [0, 0]
+
+
+# ---- the hooks by themselves, without ranks --------------------------------------------------------------------------
+
+
+def hooks(min_bytes=1, chaos=False, keep=()):
+    ledger = Ledger()
+    wire = Wire(torch.device("cpu"), ledger, Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0.1), 0), PipelineMeter())
+    return HostActivations(wire, lambda: keep, min_bytes), ledger
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_two_backward_passes(chaos):
+    """``retain_graph=True``: everything is asked for twice."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.Tanh())
+    x = torch.randn(8, 16)
+    activations, ledger = hooks(chaos=chaos, keep=list(made.parameters()))
+    results = []
+    for on in (False, True):
+        made.zero_grad()
+        if on:
+            with activations.watching():
+                loss = made(x).square().sum()
+        else:
+            loss = made(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad.clone() for p in made.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert ledger.traffic[ACTIVATIONS_TO_DEVICE].bytes == 2 * ledger.traffic[ACTIVATIONS_TO_HOST].bytes
+
+
+def test_a_tensor_saved_twice_is_copied_once():
+    activations, ledger = hooks()
+    x = torch.randn(100, requires_grad=True)
+    with activations.watching():
+        y = x * 2.0
+        z = (y * y).sum() + (y.exp() * y.view(10, 10).reshape(-1)).sum()
+    assert ledger.traffic[ACTIVATIONS_TO_HOST].bytes == 2 * y.nbytes  # y and its exponential
+    z.backward()
+    y = x.detach() * 2.0
+    torch.testing.assert_close(x.grad, 2 * (2 * y + y.exp() * y + y.exp()))
+
+
+def test_views_keep_their_strides():
+    activations, ledger = hooks()
+    seen = []
+    base = torch.arange(60.0).view(4, 15)
+    for view in (base[:, :5], base[:, 5:10], base.t(), base[:, 10:]):
+        saved = activations._pack(view)
+        assert isinstance(saved, Saved)
+        back = activations._unpack(saved)
+        assert back.stride() == view.stride() and torch.equal(back, view)
+        seen.append(saved)
+    assert ledger.traffic[ACTIVATIONS_TO_HOST].calls == 1
+    whole = torch.zeros(1000)
+    assert activations._pack(whole[:3]).numel() == 3  # a small part of a large storage stays where it is
+
+
+def test_small_ones_and_parameters_stay():
+    weight = nn.Parameter(torch.ones(1000))
+    activations, _ = hooks(min_bytes=400, keep=[weight])
+    with activations.watching():
+        for stays in (torch.ones(99), weight, weight[10:900]):
+            assert activations._pack(stays) is stays
+        assert isinstance(activations._pack(torch.ones(100)), Saved)
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_a_change_in_place_is_noticed(chaos):
+    activations, _ = hooks(chaos=chaos)
+    x = torch.randn(50, requires_grad=True)
+    with activations.watching():
+        y = x.exp()
+        loss = y.sum()
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_buffers_come_back(chaos):
+    """Also from graphs that never run backward, and identities that come again are not mistaken."""
+    activations, ledger = hooks(chaos=chaos)
+    for step in range(30):
+        x = torch.full((64,), float(step), requires_grad=True)
+        with activations.watching():
+            loss = (x * 2).exp().sum() if step % 3 else (x * 3).square().sum()
+        if step % 5:
+            loss.backward()
+            y = x.detach()
+            assert torch.equal(x.grad, (y * 2).exp() * 2 if step % 3 else 2 * (y * 3) * 3)
+        del loss
+    gc.collect()
+    assert sum(t.nbytes for t in activations.buffers.tensors()) <= 4 * 256
+    assert ledger.traffic[ACTIVATIONS_TO_HOST].bytes >= 30 * 256
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda y, b=block: torch.tanh(b(y)), x, use_reentrant=False)
+        return x.sum()
+
+
+def test_the_next_one_is_fetched_ahead():
+    """In the backward pass the copy of the tensor that comes next is launched with that of the one that is used."""
+    torch.manual_seed(0)
+    made = Deep()
+    activations, ledger = hooks(keep=list(made.parameters()))
+    ledger.trace = True
+    with activations.watching():
+        loss = made(torch.randn(4, 32, requires_grad=True))
+    order = []
+    fetch = activations._fetch
+
+    def spy(parked):
+        order.append((parked.serial, parked.serial in activations._ahead))
+        return fetch(parked)
+
+    activations._fetch = spy
+    loss.backward()
+    serials = list(dict.fromkeys(serial for serial, _ in order))
+    assert serials == sorted(serials, reverse=True) and len(serials) == 6
+    first_asked = dict(reversed(order))
+    assert [first_asked[serial] for serial in serials] == [False] + [True] * 5
+    assert not activations._ahead
+    assert ledger.traffic[ACTIVATIONS_TO_DEVICE].calls == 6
