@@ -107,7 +107,8 @@ class EngineOffload(EngineFacts):
             device: ``cpu``, the only one.
             pin_memory: lock the host's pages, without which copies are slow and never in the background.
             non_blocking: return while copies are under way. The device is in order: what is issued there afterwards
-                comes after them.
+                comes after them. The memory is then this process's, for whatever it computes; without, it is given back
+                to the system, and other processes have it.
 
         Raises:
             ValueError: an unknown name or device.
@@ -141,6 +142,8 @@ class EngineOffload(EngineFacts):
         self._away |= moved
         self._post_notices()
         self.comm.ledger.sample()
+        if self.device.type == "cuda" and not non_blocking:
+            torch.cuda.empty_cache()  # for other processes: another engine generates, perhaps
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move everything that is away back to the device, to the bits that it had. Nothing to do is no error.
@@ -263,7 +266,7 @@ class EngineOffload(EngineFacts):
     def _reachable(self) -> list[torch.Tensor]:
         """Tensors that a program comes upon."""
         found: list[torch.Tensor] = [p for p in self.module.parameters() if not isinstance(p, ZeroParameter)]
-        found += [p.grad for p in found if p.grad is not None]
+        found += [p.grad for p in self.module.parameters() if p.grad is not None]
         found += [master for group in self._zero.groups for master in group.masters]
         found += [t for state in self.optimizer.state.values() for t in state.values() if _has_extent(t)]
         return found + [part.grad for part in self._sharded_step.parts]

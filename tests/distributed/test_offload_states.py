@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from enum import Enum
 
 import pytest
@@ -25,7 +27,9 @@ class DeepSpeedsEnum(str, Enum):
 def start(stage, precision="fp32", offload=False, **changes):
     zero = dict(PARTITION_ALL) if stage == 3 and not changes.pop("persistent", False) else {}
     if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": 0.5 if offload is True else 1.0}
+    if offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "max_in_cpu": 1500}
     changes.pop("persistent", None)
     settings = config(stage=stage, precision=precision, bucket=1500, overlap=True, zero=zero, **changes)
     engine, *_ = deepzero.initialize(model=make_model(), config=settings)
@@ -121,6 +125,10 @@ def test_what_is_in_the_arena_stays(ranks, stage):
     check_same(ranks.run(variants, stage, "bf16", {"offload": True}, aways, world_size=2))
 
 
+def test_parameters_in_the_arena_stay(ranks):
+    check_same(ranks.run(variants, 3, "bf16", {"offload": "parameters"}, [(None, False), (["lp_params"], False)]))
+
+
 def accumulated(rank, world, stage, precision, away):
     """Away in the middle of an optimizer step, with gradients, at every micro-batch."""
     engine = start(stage, precision, gradient_accumulation_steps=3)
@@ -175,6 +183,10 @@ def refusals(rank, world, stage, precision, folder):
         "master": lambda: master.sum(),
         "moment": lambda: moment.tolist(),
         "detach": lambda: moment.detach(),
+        "numpy": lambda: moment.numpy(),
+        "together": lambda: torch._foreach_add_([moment], 1.0),
+        "copied": lambda: copy.deepcopy(engine.module) if stage < 3 else copy.deepcopy(moment),
+        "pickled": lambda: pickle.dumps(engine.optimizer.state_dict()),
     }
     for name, ask in asked.items():
         with pytest.raises(RuntimeError, match=r"reload_states\(\)"):
@@ -312,6 +324,29 @@ def counted(rank, world, stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_ledger_shows_it(ranks, stage):
     ranks.run(counted, stage, world_size=2)
+
+
+def dropped(rank, world, stage, away):
+    """Gradients may be dropped while they are away."""
+    engine = start(stage, "bf16", gradient_accumulation_steps=2)
+    one_step(engine, rank, world)
+    engine.backward(engine(*batch(rank, world)))
+    if away:
+        engine.offload_states()
+    engine.zero_grad()
+    if away:
+        engine.reload_states()
+    one_step(engine, rank, world, 1)
+    return engine.params_sha256()
+
+
+def both_dropped(rank, world, stage):
+    return [dropped(rank, world, stage, away) for away in (False, True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_while_away(ranks, stage):
+    check_same(ranks.run(both_dropped, stage, world_size=2))
 
 
 def too_large(rank, world):
