@@ -33,8 +33,6 @@ from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.built import Built
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
-from deepzero.runtime.zero.delayed_step import DelayedStep
-from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -78,23 +76,10 @@ class EngineCheckpoints(EngineOffload):
     global_samples: int
     _zero: Built
     _scaler: LossScaler
-    _sharded_step: ShardedStep | DelayedStep
     _backward_passes: int
     _destroyed: bool
     _half_loaded: str | None = None
     """Set while model state is a mixture of two states, with the reason."""
-
-    # ---- delayed update (zero.offload_optimizer) ---------------------------------------------------------------------
-
-    def finish_delayed_update(self) -> None:
-        """Let the parameters be those of the masters now, if an update is on its way. A collective.
-
-        Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
-        training as if this step had not been delayed; a run that is continued takes the same course.
-        """
-        if self._sharded_step.finish():
-            with self.comm.ledger.aside():
-                self.stage.publish()
 
     # ---- save --------------------------------------------------------------------------------------------------------
 

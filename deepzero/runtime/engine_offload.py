@@ -1,4 +1,6 @@
-"""``offload_states`` and ``reload_states``: the device free between two phases of training, in DeepSpeed's names.
+"""The engine's part of offload: states that leave between two phases, activations that wait on the host, late updates.
+
+``offload_states`` and ``reload_states`` are in DeepSpeed's names.
 
 Whoever alternates training with something else on the same GPU, for example with generation by another engine, moves
 model states into host memory and back. By category (DeepSpeed's words)::
@@ -51,6 +53,7 @@ from deepzero.runtime.away import (
 from deepzero.runtime.built import Built
 from deepzero.runtime.engine_facts import EngineFacts
 from deepzero.runtime.zero.buffer_pool import references
+from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
@@ -76,7 +79,7 @@ class EngineOffload(EngineFacts):
     _zero: Built
     _hooks: GradientHooks
     _fragments: TensorFragments
-    _sharded_step: ShardedStep
+    _sharded_step: ShardedStep | DelayedStep
     _saver: Saver | None = None
     _destroyed: bool
     _departures: tuple[Departure, ...] = ()
@@ -88,6 +91,20 @@ class EngineOffload(EngineFacts):
     _away_hook: Any = None
     _state_wire: Wire | None = None
     _activations: HostActivations | None = None
+
+    # ---- delayed update (zero.offload_optimizer) ---------------------------------------------------------------------
+
+    def finish_delayed_update(self) -> None:
+        """Let the parameters be those of the masters now, if an update is on its way. A collective.
+
+        Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
+        training as if this step had not been delayed; a run that is continued takes the same course.
+        """
+        if self._sharded_step.finish():
+            with self.comm.ledger.aside():
+                self.stage.publish()
+
+    # ---- offload_states and reload_states ----------------------------------------------------------------------------
 
     def offload_states(
         self,
@@ -190,6 +207,7 @@ class EngineOffload(EngineFacts):
             raise RuntimeError(
                 "offload_states: the last backward pass broke off before its end; call engine.zero_grad() first"
             )
+        self.finish_delayed_update()
         if self._saver is not None:
             self._saver.wait()
         self._settle_arrivals()
