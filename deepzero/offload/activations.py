@@ -162,10 +162,11 @@ class HostActivations:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def _moves(self, tensor: torch.Tensor) -> bool:
+        """Whether it is the plain view of a storage that is worth a copy."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self.wire.device:
-            return False
+        if tensor.device != self.wire.device or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            return False  # more than bytes in a storage
         nbytes = tensor.untyped_storage().nbytes()
         enough = nbytes >= self.min_bytes and tensor.nbytes * SMALLEST_PART >= nbytes > 0
         return enough and tensor.untyped_storage()._cdata not in self._stays

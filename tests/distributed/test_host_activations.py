@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import pytest
@@ -72,6 +73,37 @@ def test_accumulation(ranks):
         cases = [(settings(stage, on, gradient_accumulation_steps=3), "checkpoint") for on in (False, True)]
         for per_rank in ranks.run(many, cases, world_size=2):
             assert per_rank[0][0] == per_rank[1][0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "reentrant"])
+def test_one_rank(ranks, kind):
+    cases = [(settings(stage, on, precision="bf16"), kind) for stage in (2, 3) for on in (False, True)]
+    (results,) = ranks.run(many, cases, world_size=1)
+    assert len({str(result) for result, _ in results}) == 1
+
+
+def both(rank, world, stage):
+    """Model states go and come between the passes of a step whose activations are in host memory."""
+    results = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        engine, *_ = deepzero.initialize(model=KINDS["checkpoint"](), config=settings(stage, True, precision="bf16"))
+        for step in range(3):
+            ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
+            loss = engine(ids, labels)
+            if away:
+                engine.offload_states()
+                engine.reload_states()
+            engine.backward(loss)
+            engine.step()
+        results.append(engine.params_sha256())
+    return results
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_away_between_the_passes(ranks, stage):
+    for without, away in ranks.run(both, stage, world_size=2):
+        assert without == away
 
 
 def counted(rank, world, stage, reentrant):
@@ -230,6 +262,49 @@ def test_buffers_come_back(chaos):
     gc.collect()
     assert sum(t.nbytes for t in activations.buffers.tensors()) <= 4 * 256
     assert ledger.traffic[ACTIVATIONS_TO_HOST].bytes >= 30 * 256
+
+
+def attention(x, made):
+    q, k, v = made(x).view(4, 16, 3, 4, 16).permute(2, 0, 3, 1, 4).unbind(0)
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).square().sum()
+
+
+def dropout(x, made):
+    return nn.functional.dropout(made(x).relu_(), 0.5).sum()
+
+
+def autocast(x, made):
+    with torch.autocast("cpu", torch.bfloat16):
+        return made(made(x)).float().square().mean()
+
+
+def gradient_penalty(x, made):
+    x = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(made(x).tanh().sum(), x, create_graph=True)
+    return grad.square().sum()
+
+
+def conjugate(x, made):
+    z = torch.complex(made(x), x)
+    return (z * z.conj() * z.conj().exp()).real.sum()
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+@pytest.mark.parametrize("function", [attention, dropout, autocast, gradient_penalty, conjugate])
+def test_kinds_of_graphs(function, chaos):
+    torch.manual_seed(0)
+    made, x, results = nn.Linear(192, 192), torch.randn(4, 16, 192), []
+    for on in (False, True):
+        activations, ledger = hooks(chaos=chaos, keep=list(made.parameters()))
+        torch.manual_seed(1)
+        made.zero_grad()
+        with activations.watching() if on else contextlib.nullcontext():
+            loss = function(x, made)
+        loss.backward()
+        results.append([p.grad.clone() for p in made.parameters() if p.grad is not None])
+    assert ledger.traffic[ACTIVATIONS_TO_HOST].calls
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 class Deep(nn.Module):
