@@ -19,6 +19,7 @@ import contextlib
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,21 @@ def describe_bytes(regions: Iterable[Region]) -> str:
     sums: dict[str, int] = {}
     for region in regions:
         sums[region.category] = sums.get(region.category, 0) + region.bytes
-    listed = ", ".join(f"{name.removeprefix('host_')} {size / 2**30:.2f}" for name, size in sums.items())
-    return f"{required_bytes(regions) / 2**30:.2f} GiB ({listed})" if sums else "0 GiB"
+    listed = ", ".join(f"{name.removeprefix('host_')} {in_words(size)}" for name, size in sums.items())
+    return f"{in_words(required_bytes(regions))} ({listed})" if sums else "0 B"
+
+
+def in_words(size: int) -> str:
+    """Bytes in the unit that fits.
+
+    Example:
+        >>> in_words(82_240), in_words(7 * 2**30)
+        ('80.3 KiB', '7 GiB')
+    """
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B"
 
 
 def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
@@ -87,8 +101,8 @@ def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: 
     needed = required_bytes(regions) * ranks_of_host
     if available is not None and needed > available:
         raise HostMemoryError(
-            f"offloading needs {needed / 2**30:.2f} GiB of host memory, {describe_bytes(regions)} for each of the "
-            f"{ranks_of_host} ranks of this host, and {available / 2**30:.2f} GiB are available; use more hosts, lower "
+            f"offloading needs {in_words(needed)} of host memory, {describe_bytes(regions)} for each of the "
+            f"{ranks_of_host} ranks of this host, and {in_words(available)} are available; use more hosts, lower "
             "zero.offload_optimizer.ratio, set grad_accum_dtype to bf16, or free memory"
         )
 
@@ -175,7 +189,7 @@ class HostArena:
         """Unlock the pages. The memory goes back to the system when the last carved tensor is gone."""
         if self.pinned:
             self.pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            self._unlock()
         self._carved = []
 
     def _lock(self, device: torch.device) -> None:
@@ -187,6 +201,8 @@ class HostArena:
                 "raise the limit of locked memory (ulimit -l), or set zero.offload_optimizer.pin_memory=false"
             )
         self.pinned = True
+        # Pages that are given back while they are registered would stay registered, for whoever gets them next.
+        self._unlock = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._address)
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:

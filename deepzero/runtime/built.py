@@ -56,6 +56,11 @@ class Built:
             return {}
         return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.meter.last_step.items()}
 
+    def close(self) -> None:
+        """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
+        if self.offload is not None:
+            self.offload.arena.close()
+
     def close_step(self, ledger: Ledger) -> None:
         """An optimizer step is complete: close the books."""
         ledger.close_step()

@@ -442,5 +442,6 @@ class Engine(EngineCheckpoints):
             handle.remove()
         self._fragments.forget()
         self.stage.destroy()
+        self._zero.close()
         if self._saver is not None:
             self._saver.close()

@@ -139,6 +139,9 @@ class FlatGroup:
             return self.flat_P[interval.offset : interval.offset + interval.numel]
         return self.partitions[interval.index][self.rank]
 
+    def may_overwrite(self, interval: Interval) -> None:
+        """Nobody fetches from here."""
+
     def share_of(self, piece: Piece) -> torch.Tensor:
         """A piece of one parameter in the compute dtype."""
         return self.flat_P[piece.slot.offset + piece.start :][: piece.numel]

@@ -53,6 +53,9 @@ class ParameterGroup(Protocol):
     def target_of(self, interval: Interval) -> torch.Tensor:
         """This rank's part of ``interval`` in the compute dtype, padding included."""
 
+    def may_overwrite(self, interval: Interval) -> None:
+        """Before new parameters are written where they live."""
+
     def share_of(self, piece: Piece) -> torch.Tensor:
         """This rank's piece of one parameter in the compute dtype."""
 

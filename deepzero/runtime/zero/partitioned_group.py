@@ -223,6 +223,10 @@ class PartitionedGroup:
                     interval.shard.copy_(found)
                 interval.generation += 1
 
+    def may_overwrite(self, interval: Interval) -> None:
+        """Before the CPU writes an interval's new parameters where they live: no fetch reads the old ones any more."""
+        self.intervals[interval.index].finish_fetches()
+
     def arrived(self, interval: Interval, copy: Copy | None) -> None:
         """The CPU has stepped on an interval, and what it wrote is here, or on its way in ``copy``."""
         self.intervals[interval.index].renewed(copy)

@@ -61,6 +61,7 @@ class PartitionedInterval:
         self._in_place = comm.world_size == 1 and not self.shard_on_host
         self._arrival: Copy | None = None
         self._fetch: Copy | None = None
+        self._last_fetch: Copy | None = None
         self.number = next(_NUMBERS)
         """Of this process, and the same on all ranks; keys are one engine's."""
         self.comm, self.pool = comm, pool
@@ -99,6 +100,12 @@ class PartitionedInterval:
         """Raise when this rank's part is away."""
         if self.away is not None:
             raise PartitionedUseError(f"the values of {self.names} are not on the device: {self.away}")
+
+    def finish_fetches(self) -> None:
+        """Before the CPU writes over this rank's part: no copy reads it any more."""
+        if self._last_fetch is not None:
+            self._last_fetch.finish()
+            self._last_fetch = None
 
     def renewed(self, copy: Copy | None) -> None:
         """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
@@ -139,7 +146,7 @@ class PartitionedInterval:
         mine, where = parts[self.comm.rank], f"interval {self.key}"
         if self._wire is not None and self.shard_on_host:
             padding = self.interval.part_numel - self.interval.true_numel_of(self.comm.rank)
-            self._fetch = self._wire.to_device(FETCH, mine, self.shard, padding, where)
+            self._fetch = self._last_fetch = self._wire.to_device(FETCH, mine, self.shard, padding, where)
             # Behind the copy on its own stream: the model goes on computing, as it does while others send.
             with self._fetch.afterwards():
                 self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -37,12 +38,26 @@ def all_gather_dp_groups(groups: Sequence[FlatGroup], comm: Communicator) -> lis
     return gathers
 
 
-def all_gather_arrived(group: FlatGroup, interval: Interval, copy: Copy | None, comm: Communicator) -> Pending:
+@dataclass(frozen=True)
+class Arrival:
+    """An interval that comes from the host, and goes on to the other ranks."""
+
+    copy: Copy | None
+    gather: Pending
+
+    def wait(self) -> None:
+        """Whole, for the current stream. With one rank nothing is gathered, and the copy alone is waited for."""
+        if self.copy is not None:
+            self.copy.wait()
+        self.gather.wait()
+
+
+def all_gather_arrived(group: FlatGroup, interval: Interval, copy: Copy | None, comm: Communicator) -> Arrival:
     """My part of ``interval`` is on its way from the host: launch the interval's all-gather behind it."""
     if copy is None:
-        return _all_gather(group, interval, comm)
+        return Arrival(None, _all_gather(group, interval, comm))
     with copy.afterwards():
-        return _all_gather(group, interval, comm)
+        return Arrival(copy, _all_gather(group, interval, comm))
 
 
 def _all_gather(group: FlatGroup, interval: Interval, comm: Communicator) -> Pending:

@@ -41,7 +41,7 @@ from deepzero.runtime.zero.partition_parameters import (
 )
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.publish import all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.publish import Arrival, all_gather_arrived, all_gather_dp_groups
 
 
 class PersistentHome:
@@ -101,7 +101,7 @@ class ZeroStage3:
         host: HostGradients | None = None,
     ) -> None:
         self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
-        self._gathers: list[Pending] = []
+        self._arrivals: list[Arrival] = []
         self.persistent = [group for group in groups if isinstance(group, FlatGroup)]
         self.partitioned = [group for group in groups if isinstance(group, PartitionedGroup)]
         self.frozen = list(frozen)
@@ -171,11 +171,12 @@ class ZeroStage3:
         if isinstance(found, PartitionedGroup):
             found.arrived(interval, copy)
         elif isinstance(found, FlatGroup):
-            self._gathers.append(all_gather_arrived(found, interval, copy, self.comm))
+            self._arrivals.append(all_gather_arrived(found, interval, copy, self.comm))
 
     def publish(self) -> None:
         """7: cast masters into ``shard_S``; gather persistent parameters only."""
-        gathers, self._gathers = [*self._gathers, *all_gather_dp_groups(self.persistent, self.comm)], []
+        gathers: list[Arrival | Pending]
+        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
         for group in self.partitioned:
             group.publish()
         for gather in gathers:

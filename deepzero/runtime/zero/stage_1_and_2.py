@@ -41,7 +41,7 @@ from deepzero.offload.wire import Copy
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
-from deepzero.runtime.zero.publish import all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.publish import Arrival, all_gather_arrived, all_gather_dp_groups
 
 
 class ZeroStage1And2:
@@ -75,7 +75,7 @@ class ZeroStage1And2:
         self.gradients = GradientPartition(
             groups, order, source, reducer, partition_gradients, overlap, grad_dtype, host=host
         )
-        self._gathers: list[Pending] = []
+        self._arrivals: list[Arrival] = []
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
         self.parallel_partitioned_bit16_groups = [group.partitions for group in groups]
@@ -95,11 +95,12 @@ class ZeroStage1And2:
 
     def arrived(self, group: int, interval: Interval, copy: Copy | None) -> None:
         """4, on the host: my part of an interval is new; it goes to the others while the CPU steps on the next."""
-        self._gathers.append(all_gather_arrived(self.groups[group], interval, copy, self.comm))
+        self._arrivals.append(all_gather_arrived(self.groups[group], interval, copy, self.comm))
 
     def publish(self) -> None:
         """5: every rank gets every part of every interval. Parameters are views of the flat buffers: that is all."""
-        gathers, self._gathers = [*self._gathers, *all_gather_dp_groups(self.groups, self.comm)], []
+        gathers: list[Arrival | Pending]
+        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.groups, self.comm)], []
         for gather in gathers:
             gather.wait()
 
