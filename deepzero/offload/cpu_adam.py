@@ -273,7 +273,7 @@ class CPUAdam(torch.optim.Optimizer):
             for g, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }
-        chosen = list(places.values()) if only is None else _subset(only, places)
+        chosen = list(places.values()) if only is None else _subset(list(only), places)
         whose = "of the optimizer" if only is None else "in only="
         for name, given in (("grads", grads), ("out", out)):
             if given is not None and not isinstance(given, (list, tuple)):
