@@ -26,6 +26,7 @@ Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; D
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -152,7 +153,9 @@ class ChunkedAdam:
         """One step on one parameter."""
         # The fused kernel writes the divided gradient back, and the gradient is the caller's: it divides a copy.
         scale = None if numbers.scale == 1.0 else torch.tensor(numbers.scale, dtype=torch.float32)
-        fused = _fused(numbers, torch.tensor(_counted(numbers), dtype=torch.float32), scale)
+        fused = _fused(numbers, scale)
+        none: list[torch.Tensor] = []
+        steps = [torch.tensor(_counted(numbers), dtype=torch.float32)]
         copies_grad = segment.grad.dtype != torch.float32 or scale is not None
         copies_param = segment.param.dtype != torch.float32
         numel, threads = segment.param.numel(), torch.get_num_threads()
@@ -172,7 +175,9 @@ class ChunkedAdam:
                     return
                 for param, exp_avg, exp_avg_sq, grad, out in segment.pieces(start, start + block, self.chunk):
                     wide = scratch.widened(param, 0) if copies_param else param
-                    fused(wide, scratch.widened(grad, 1) if copies_grad else grad, exp_avg, exp_avg_sq)
+                    if copies_grad:
+                        grad = scratch.widened(grad, 1)
+                    fused([wide], [grad], [exp_avg], [exp_avg_sq], none, steps)
                     if copies_param:
                         param.copy_(wide)
                     if out is not None:
@@ -198,32 +203,19 @@ def _counted(numbers: Numbers) -> float:
     return numbers.step if numbers.bias_correction else math.inf
 
 
-def _fused(
-    numbers: Numbers, step: torch.Tensor, scale: torch.Tensor | None
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """Torch's fused kernel with everything but the tensors filled in."""
-    kernel = torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_
-    steps = [step]
-
-    def fused(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        kernel(
-            [param],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            steps,
-            lr=numbers.lr,
-            beta1=numbers.beta1,
-            beta2=numbers.beta2,
-            weight_decay=numbers.weight_decay,
-            eps=numbers.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=scale,
-        )
-
-    return fused
+def _fused(numbers: Numbers, scale: torch.Tensor | None) -> Callable[..., None]:
+    """Torch's fused kernel with everything but the lists of tensors filled in; built once, as it is called often."""
+    return functools.partial(
+        torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_,
+        lr=numbers.lr,
+        beta1=numbers.beta1,
+        beta2=numbers.beta2,
+        weight_decay=numbers.weight_decay,
+        eps=numbers.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scale,
+    )
 
 
 def update_on_device(segment: Segment, numbers: Numbers) -> None:
@@ -235,7 +227,7 @@ def update_on_device(segment: Segment, numbers: Numbers) -> None:
     # As on the CPU, the kernel writes the divided gradient back, so it gets a copy.
     grad = grad.to(torch.float32, copy=scale is not None)
     wide = param.to(torch.float32)
-    _fused(numbers, step, scale)(wide, grad, segment.exp_avg, segment.exp_avg_sq)
+    _fused(numbers, scale)([wide], [grad], [segment.exp_avg], [segment.exp_avg_sq], [], [step])
     if wide is not param:
         param.copy_(wide)
     if segment.out is not None:

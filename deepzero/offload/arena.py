@@ -29,6 +29,9 @@ import torch
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
 
+LARGE_BYTES = 4 << 20
+"""Two large pages."""
+
 
 @dataclass(frozen=True)
 class Region:
@@ -149,7 +152,8 @@ class HostArena:
         self._next = 0
         self._carved: list[tuple[str, torch.Tensor]] = []
         try:
-            self._memory = _anonymous(max(self.nbytes, 1))
+            # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
+            self._memory = _anonymous(max(self.nbytes, 1), forked=False)
         except (OSError, ValueError, OverflowError) as error:
             raise HostMemoryError(
                 f"the system refuses {describe_bytes(self.regions)} of host memory: {error}"
@@ -205,13 +209,23 @@ class HostArena:
         self._unlock = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._address)
 
 
-def _anonymous(nbytes: int) -> mmap.mmap:
+def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """``torch.zeros`` on the CPU; from a few megabytes on in large pages, where the system gives them when asked.
+
+    A pass over such memory misses fewer translations of addresses: CPUAdam gains some percent.
+    """
+    numel = math.prod(shape)
+    if numel * dtype.itemsize < LARGE_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.frombuffer(_anonymous(numel * dtype.itemsize), dtype=dtype, count=numel).view(tuple(shape))
+
+
+def _anonymous(nbytes: int, forked: bool = True) -> mmap.mmap:
     """Zero pages of this process alone, as large ones where the system has them: a step reads all of them in order."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+    for advice in ("MADV_HUGEPAGE", *(() if forked else ("MADV_DONTFORK",))):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):
                 memory.madvise(getattr(mmap, advice))

@@ -26,6 +26,7 @@ import torch
 
 from deepzero.offload.adam_choice import choose_kernel
 from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, update_on_device
+from deepzero.offload.arena import zeros_on_large_pages
 
 KERNELS = ("auto", "chunked", "compiled")
 
@@ -311,6 +312,9 @@ class CPUAdam(torch.optim.Optimizer):
         state = self.state[target.param]
         if not state:
             state.update(self.initial_state(target.param))
+            if target.param.device.type == "cpu":
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = zeros_on_large_pages(target.param.shape, torch.float32)
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state or "step" not in state:
                 raise ValueError(f"the state of {target.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")

@@ -1,0 +1,141 @@
+"""The arena is exact, carved in order, and refused in words; copies that are put off show who does not wait."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.offload import arena as arenas
+from deepzero.offload.arena import (
+    HostArena,
+    HostMemoryError,
+    Region,
+    available_host_bytes,
+    check_host_memory,
+    required_bytes,
+    zeros_on_large_pages,
+)
+from deepzero.offload.wire import TO_DEVICE, TO_HOST, PipelineMeter, Wire
+
+CPU = torch.device("cpu")
+PLAN = [
+    Region("host_masters", 1000, torch.float32),
+    Region("host_parameters", 0, torch.bfloat16),
+    Region("host_parameters", 7, torch.bfloat16),
+    Region("host_masters", 3, torch.float32),
+]
+
+
+def made(pin: bool = True) -> HostArena:
+    return HostArena(PLAN, CPU, pin)
+
+
+def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
+    arena = made()
+    carved = [arena.carve(region.category, region.numel, region.dtype) for region in PLAN]
+    assert arena.nbytes == required_bytes(PLAN) == 4096 + 256 + 256
+    for region, tensor in zip(PLAN, carved, strict=True):
+        assert (tensor.numel(), tensor.dtype) == (region.numel, region.dtype)
+        assert tensor.untyped_storage().nbytes() == region.bytes
+        assert not tensor.any() and (region.numel == 0 or arena.holds(tensor))
+    for number, tensor in enumerate(carved):
+        tensor.fill_(number + 1)
+    assert [set(tensor.tolist()) for tensor in carved] == [{1.0}, set(), {3.0}, {4.0}]
+    assert arena.tensors("host_masters")[1].tolist() == [4.0] * 3
+    assert not arena.holds(torch.zeros(3))
+    assert not arena.pinned  # a CPU is its own host
+
+
+def test_memory_outlives_the_arena() -> None:
+    arena = made()
+    kept = arena.carve("host_masters", 1000, torch.float32)
+    arena.close()
+    del arena
+    kept.fill_(2)
+    assert float(kept.sum()) == 2000
+
+
+def test_the_plan_is_kept() -> None:
+    arena = made()
+    with pytest.raises(RuntimeError, match="plan has .*1000.* next, not .*999"):
+        arena.carve("host_masters", 999, torch.float32)
+    empty = HostArena([], CPU, pin=True)
+    with pytest.raises(RuntimeError, match="plan has nothing next"):
+        empty.carve("host_masters", 1, torch.float32)
+
+
+def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = [Region("host_masters", 2**28, torch.float32), Region("host_moments", 2**29, torch.float32)]
+    check_host_memory(plan, 8, available=8 * 3 * 2**30)
+    with pytest.raises(HostMemoryError) as error:
+        check_host_memory(plan, 8, available=8 * 3 * 2**30 - 1)
+    assert "needs 24 GiB of host memory, 3 GiB (masters 1 GiB, moments 2 GiB) for each of the 8 ranks" in str(
+        error.value
+    )
+    monkeypatch.setattr(arenas, "_anonymous", _refuse)
+    with pytest.raises(HostMemoryError, match="the system refuses 3 GiB"):
+        HostArena(plan, CPU, pin=False)
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError(12, os.strerror(12))
+
+
+def test_what_a_host_has(tmp_path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
+    assert available_host_bytes(meminfo, tmp_path) == 64 * 1024
+    for name, value in (("memory.max", "50000"), ("memory.current", "20000"), ("memory.stat", "inactive_file 5000\n")):
+        (tmp_path / name).write_text(value)
+    assert available_host_bytes(meminfo, tmp_path) == 35000
+    (tmp_path / "memory.max").write_text("max")
+    assert available_host_bytes(meminfo, tmp_path) == 64 * 1024
+    assert available_host_bytes(tmp_path / "nothing", tmp_path) is None
+
+
+def test_large_pages() -> None:
+    for shape in ((3,), (2048, 1024)):
+        made = zeros_on_large_pages(shape, torch.float32)
+        assert made.shape == shape and not made.any()
+        assert torch.equal(made.add_(1), torch.ones(shape))
+
+
+def wire(seed: int | None) -> Wire:
+    chaos = Chaos(ChaosConfig(enabled=seed is not None, seed=seed or 0, max_delay_ms=0), rank=0)
+    return Wire(CPU, Ledger(), chaos, PipelineMeter())
+
+
+def test_copies_are_counted_and_timed() -> None:
+    lane = wire(None)
+    host, device = torch.zeros(10), torch.arange(10.0)
+    lane.to_host(TO_HOST, host, device, padding=2).finish()
+    lane.to_device(TO_DEVICE, device[:5], host[5:]).wait()
+    assert host.tolist() == list(range(10)) and device.tolist() == [5, 6, 7, 8, 9, 5, 6, 7, 8, 9]
+    down = lane.ledger.traffic[TO_HOST]
+    assert (down.calls, down.elements, down.padding_elements, down.bytes) == (1, 8, 2, 40)
+    lane.meter.close_step()
+    leg = lane.meter.last_step[TO_HOST].as_dict()
+    assert leg["bytes"] == 40 and leg["seconds"] > 0 and leg["hidden"] == 0
+    with pytest.raises(RuntimeError, match=r"cannot copy 10 x torch.float32 to 10 x torch.bfloat16"):
+        lane.to_host(TO_HOST, host.bfloat16(), device)
+
+
+def test_chaos_puts_copies_off_until_somebody_waits() -> None:
+    """The one who forgets to wait reads the old values, sooner or later; the one who waits never does."""
+    lane = wire(1)
+    early = []
+    for _ in range(50):
+        host, device = torch.zeros(4), torch.ones(4)
+        copy = lane.to_host(TO_HOST, host, device)
+        early.append(float(host.sum()))
+        copy.finish()
+        copy.wait()
+        assert host.tolist() == [1, 1, 1, 1]
+        with lane.to_device(TO_DEVICE, device, torch.full((4,), 2.0)).afterwards():
+            assert device.tolist() == [2, 2, 2, 2]
+    assert set(early) == {0.0, 4.0}
