@@ -62,7 +62,7 @@ def test_memory_outlives_the_arena() -> None:
 
 def test_the_plan_is_kept() -> None:
     arena = made()
-    with pytest.raises(RuntimeError, match="plan has .*1000.* next, not .*999"):
+    with pytest.raises(RuntimeError, match=r"plan has .*1000.* next, not .*999"):
         arena.carve("host_masters", 999, torch.float32)
     empty = HostArena([], CPU, pin=True)
     with pytest.raises(RuntimeError, match="plan has nothing next"):
