@@ -78,7 +78,6 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.ignore_unused_parameters": ((True,), "a parameter without gradient counts as zeros"),
     "zero_optimization.elastic_checkpoint": ((False,), ""),
     "zero_optimization.load_from_fp32_weights": ((True,), ""),
-    "zero_optimization.cpu_offload": ((False,), ""),
     "zero_optimization.stage3_model_persistence_threshold": (
         (sys.maxsize,),
         "leave it out: the sum of persistent parameters is not limited",
@@ -150,9 +149,6 @@ NOT_IMPLEMENTED = (
     "zero_optimization.offload_optimizer.cpuadam_cores_perc",
     "zero_optimization.offload_optimizer.super_offload",
     "zero_optimization.compute_grad_norm",
-    "zero_optimization.cpu_offload_param",
-    "zero_optimization.cpu_offload_params",
-    "zero_optimization.cpu_offload_use_pin_memory",
     "zero_optimization.enable_sanity_checks",
     "zero_optimization.leaf_module",
     "zero_optimization.legacy_stage1",
@@ -292,7 +288,7 @@ def _activation_checkpointing(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     """``zero_optimization``."""
-    zero = _block(given, "zero_optimization")
+    zero = _older_words(_block(given, "zero_optimization"))
     for name, kind in (("offload_optimizer", OffloadOptimizerConfig), ("offload_param", OffloadParamConfig)):
         if name in zero:
             zero[name] = _offload_block(zero[name], kind, f"zero_optimization.{name}")
@@ -303,13 +299,24 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     return zero
 
 
+def _older_words(zero: dict[str, Any]) -> dict[str, Any]:
+    """``cpu_offload`` and ``cpu_offload_params``, DeepSpeed's names before the two blocks."""
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for older, name in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if older in zero and convert(bool, zero.pop(older), f"zero_optimization.{older}"):
+            if zero.get(name) is not None:
+                raise ConfigError(f"zero_optimization.{older} is the older word for {name}; keep {name}")
+            zero[name] = {"device": "cpu"} if pinned is None else {"device": "cpu", "pin_memory": pinned}
+    return zero
+
+
 def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     """One of the two blocks; what concerns NVMe alone has nothing to say where the device is the CPU, or none."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{where}={block!r} must be an object with settings")
     given = {key: value for key, value in block.items() if value is not None and value != "auto"}
     if given.get("device") == "nvme":
-        raise ConfigError(f'{where}.device="nvme" is not implemented; "cpu" keeps the states in host memory')
+        raise ConfigError(f'{where}.device="nvme" is not implemented; "cpu" is: host memory')
     known = [f.name for f in fields(kind)]
     kept = {key: value for key, value in given.items() if key not in NVME_ALONE}
     if kept.get("super_offload") is False:
@@ -317,6 +324,12 @@ def _offload_block(block: Any, kind: type, where: str) -> dict[str, Any]:
     for key in kept:
         if key not in known:
             raise _refused(key, known, where)
+    if kept.get("device", "none") == "none":
+        # Switched off; still checked, so that switching it on later brings no surprise.
+        build(
+            kind, {**kept, "device": "cpu", **({"delayed_update": True} if "delay_after_steps" in kept else {})}, where
+        )
+        return {}
     return kept
 
 

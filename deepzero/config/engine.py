@@ -52,12 +52,14 @@ class OffloadOptimizerConfig:
         require(0.0 <= self.ratio <= 1.0, f"{where}.ratio", self.ratio, "must be between 0 and 1")
         require(self.delay_after_steps >= 0, f"{where}.delay_after_steps", self.delay_after_steps, "is negative")
         require(self.threads is None or self.threads >= 1, f"{where}.threads", self.threads, "must be at least 1")
-        require(
-            not self.delayed_update or self.device == "cpu",
-            f"{where}.delayed_update",
-            self.delayed_update,
-            f"needs {where}.device=cpu",
-        )
+        # What would say nothing is refused; pin_memory alone is harmless.
+        silent = {"ratio": 1.0, "threads": None, "delayed_update": False} if self.device == "none" else {}
+        if not self.delayed_update:
+            silent["delay_after_steps"] = 40
+        for name, default in silent.items():
+            value = getattr(self, name)
+            needs = "delayed_update=true" if name == "delay_after_steps" else "device=cpu"
+            require(value == default, f"{where}.{name}", value, f"needs {where}.{needs}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,12 @@ class OffloadParamConfig:
             "zero.offload_param.max_in_cpu",
             self.max_in_cpu,
             "must not be negative",
+        )
+        require(
+            self.max_in_cpu is None or self.device == "cpu",
+            "zero.offload_param.max_in_cpu",
+            self.max_in_cpu,
+            "needs zero.offload_param.device=cpu",
         )
 
 

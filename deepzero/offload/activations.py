@@ -50,6 +50,10 @@ SMALLEST_PART = 4
 """A storage moves when a saved tensor has at least so great a part of it: q, k and v of one projection have a third."""
 
 
+SPARE_BYTES = 64 << 20
+"""Free buffers that are always kept."""
+
+
 class HostBuffers:
     """Page-locked buffers, kept and used again by size: a model saves the same sizes in every step.
 
@@ -62,7 +66,7 @@ class HostBuffers:
     def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
         self.device, self.pin, self.poison = device, pin, poison
         self._free: dict[int, list[torch.Tensor]] = {}
-        self._arenas: list[HostArena] = []
+        self._arenas: dict[int, HostArena] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
         """1-D bytes, that many exactly; contents are whatever was there."""
@@ -70,9 +74,21 @@ class HostBuffers:
         if free:
             buffer = free.pop()
             return buffer.fill_(0xFF) if self.poison else buffer  # NaN in every dtype
+        self._make_room()
         arena = HostArena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)], self.device, self.pin)
-        self._arenas.append(arena)
-        return arena.carve(HOST_ACTIVATIONS, nbytes, torch.uint8)
+        made = arena.carve(HOST_ACTIVATIONS, nbytes, torch.uint8)
+        self._arenas[made.data_ptr()] = arena
+        return made
+
+    def _make_room(self) -> None:
+        """Sequences of ever other lengths need ever other sizes: give up the free ones when they outweigh the used."""
+        free = sum(nbytes * len(some) for nbytes, some in self._free.items())
+        used = sum(arena.nbytes for arena in self._arenas.values()) - free
+        if free > max(used, SPARE_BYTES):
+            for some in self._free.values():
+                for buffer in some:
+                    self._arenas.pop(buffer.data_ptr()).close()
+            self._free.clear()
 
     def give(self, buffer: torch.Tensor) -> None:
         """Nobody needs what is in it. Copies of it are done, or come before the next one in the streams' order."""
@@ -80,7 +96,7 @@ class HostBuffers:
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, for the ledger."""
-        return [tensor for arena in self._arenas for tensor in arena.tensors(HOST_ACTIVATIONS)]
+        return [tensor for arena in self._arenas.values() for tensor in arena.tensors(HOST_ACTIVATIONS)]
 
 
 class Parked:

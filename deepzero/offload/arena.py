@@ -232,13 +232,22 @@ def _anonymous(nbytes: int, forked: bool = True) -> mmap.mmap:
     return memory
 
 
-def threads_per_rank(ranks_of_host: int, cores: int | None = None) -> int:
-    """Threads for a rank's step on the CPU: the cores that this process may use, shared by the host's ranks.
+def usable_cores() -> frozenset[int]:
+    """Numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def threads_per_rank(sharing: int, cores: int) -> int:
+    """Threads for a rank's step on the CPU.
+
+    Args:
+        sharing: ranks that run on the same cores.
+        cores: how many those are.
 
     Example:
-        >>> threads_per_rank(ranks_of_host=8, cores=128), threads_per_rank(ranks_of_host=4, cores=2)
+        >>> threads_per_rank(sharing=8, cores=128), threads_per_rank(sharing=4, cores=2)
         (16, 1)
     """
-    if cores is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(cores / max(ranks_of_host, 1)))
+    return max(1, cores // max(sharing, 1))

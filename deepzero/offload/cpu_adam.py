@@ -17,23 +17,26 @@ the arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from deepzero.offload.adam_checks import (
+    GRAD_DTYPES,
+    PARAM_DTYPES,
+    check_numbers,
+    check_param,
+    check_tensor,
+    one_number,
+    subset,
+)
 from deepzero.offload.adam_choice import choose_kernel
 from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, update_on_device
 from deepzero.offload.arena import zeros_on_large_pages
 
 KERNELS = ("auto", "chunked", "compiled")
-
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters, and of what is written into ``out``."""
-
-GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,12 @@ class CPUAdam(torch.optim.Optimizer):
         if "adamw_mode" in param_group:
             param_group = {**param_group, "decoupled_weight_decay": bool(param_group["adamw_mode"])}
             del param_group["adamw_mode"]
-        _check_numbers({**self.defaults, **param_group}, f"param_groups[{len(self.param_groups)}]")
+        check_numbers({**self.defaults, **param_group}, f"param_groups[{len(self.param_groups)}]")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             for i, param in enumerate(group["params"]):
-                _check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]")
+                check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]")
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -186,7 +189,12 @@ class CPUAdam(torch.optim.Optimizer):
 
     def twin(self) -> CPUAdam:
         """Another CPUAdam over the same parameters and the same state, with the settings of this moment."""
-        made = CPUAdam([dict(group) for group in self.param_groups], kernel=self._request)
+        # Schedules change numbers that are tensors where they are.
+        groups = [
+            {k: v.clone() if k != "params" and torch.is_tensor(v) else v for k, v in group.items()}
+            for group in self.param_groups
+        ]
+        made = CPUAdam(groups, kernel=self._request)
         made.state, made._kernel, made._reason = self.state, self._kernel, self._reason
         return made
 
@@ -254,12 +262,12 @@ class CPUAdam(torch.optim.Optimizer):
         return loss
 
     def _divisor(self, scale: float | torch.Tensor) -> float:
-        value = _one_number(scale, "scale")
+        value = one_number(scale, "scale")
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             if value != 1.0:
                 raise ValueError(f"CPUAdam.step(scale={value}): the attribute grad_scale is set too; use one of them")
-            value = _one_number(grad_scale, "grad_scale")
+            value = one_number(grad_scale, "grad_scale")
         return value
 
     def _targets(
@@ -274,7 +282,7 @@ class CPUAdam(torch.optim.Optimizer):
             for g, group in enumerate(self.param_groups)
             for i, param in enumerate(group["params"])
         }
-        chosen = list(places.values()) if only is None else _subset(list(only), places)
+        chosen = list(places.values()) if only is None else subset(list(only), places)
         whose = "of the optimizer" if only is None else "in only="
         for name, given in (("grads", grads), ("out", out)):
             if given is not None and not isinstance(given, (list, tuple)):
@@ -288,13 +296,13 @@ class CPUAdam(torch.optim.Optimizer):
             if grad is None:
                 continue
             target = _Target(name, group, param, grad, None if out is None else out[i])
-            _check_param(param, name)
-            _check_tensor(grad, f"the gradient of {name}", param, GRAD_DTYPES)
+            check_param(param, name, stepping=True)
+            check_tensor(grad, f"the gradient of {name}", param, GRAD_DTYPES)
             if target.out is not None:
-                _check_tensor(target.out, f"the output for {name}", param, PARAM_DTYPES)
+                check_tensor(target.out, f"the output for {name}", param, PARAM_DTYPES)
             targets.append(target)
         for g, group in enumerate(self.param_groups):
-            _check_numbers(group, f"param_groups[{g}]")
+            check_numbers(group, f"param_groups[{g}]")
         return targets
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -318,7 +326,7 @@ class CPUAdam(torch.optim.Optimizer):
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state or "step" not in state:
                 raise ValueError(f"the state of {target.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")
-            _check_tensor(state[key], f"the state {key} of {target.name}", target.param, (torch.float32,))
+            check_tensor(state[key], f"the state {key} of {target.name}", target.param, (torch.float32,))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -349,7 +357,7 @@ class CPUAdam(torch.optim.Optimizer):
                 group.setdefault(name, self.defaults[name])
             if group.get("maximize"):
                 raise ValueError(f"param_groups[{g}]: maximize=True is not implemented by CPUAdam; negate the loss")
-            _check_numbers(group, f"param_groups[{g}]")
+            check_numbers(group, f"param_groups[{g}]")
             for param in group["params"]:
                 own = self.state.get(param)
                 if own and "step" in own:
@@ -372,74 +380,3 @@ def _numbers(group: Mapping[str, Any], step: float, scale: float) -> Numbers:
         bias_correction=group["bias_correction"],
         scale=scale,
     )
-
-
-def _one_number(value: float | torch.Tensor, name: str) -> float:
-    """As fp32 holds it."""
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"CPUAdam.step(): {name} has shape {list(value.shape)}; give a number or a one-element tensor")
-    try:
-        number = torch.tensor(float(value), dtype=torch.float32).item()
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"CPUAdam.step(): {name}={value!r} is not a number") from error
-    if not 0.0 < number < math.inf:
-        raise ValueError(
-            f"CPUAdam.step(): {name}={float(value)}, but gradients are divided by it: it must be positive "
-            "and finite in fp32"
-        )
-    return number
-
-
-def _check_numbers(group: Mapping[str, Any], where: str) -> None:
-    if group.get("amsgrad"):
-        raise ValueError(f"{where}: amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it")
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"{where}: betas={betas!r} must be two numbers")
-    for i, beta in enumerate(betas):
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"{where}: betas[{i}]={float(beta)} must be at least 0 and below 1")
-    for name in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= float(group[name]) < math.inf:
-            raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
-
-
-def _check_param(param: torch.Tensor, name: str) -> None:
-    if param.dtype not in PARAM_DTYPES:
-        raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {_listed(PARAM_DTYPES)}")
-    if param.layout != torch.strided or not param.is_contiguous():
-        raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
-    if param.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")
-
-
-def _check_tensor(tensor: Any, what: str, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} is {type(tensor).__name__}, not a tensor")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{what} is sparse ({tensor.layout}); CPUAdam needs it dense: to_dense()")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{what} has dtype {tensor.dtype}; CPUAdam takes {_listed(dtypes)}")
-    if tensor.shape != param.shape:
-        raise ValueError(f"{what} has shape {list(tensor.shape)}, the parameter has {list(param.shape)}")
-    if tensor.device != param.device:
-        raise ValueError(f"{what} lies on {tensor.device}, the parameter on {param.device}; copy it there first")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{what} of shape {list(tensor.shape)} is not contiguous; pass a contiguous tensor")
-
-
-def _listed(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
-def _subset(
-    only: Sequence[torch.Tensor], places: Mapping[int, tuple[str, dict[str, Any], torch.Tensor]]
-) -> list[tuple[str, dict[str, Any], torch.Tensor]]:
-    chosen = []
-    for i, param in enumerate(only):
-        if id(param) not in places:
-            raise ValueError(f"CPUAdam.step(only=...): only[{i}] is not a parameter of this optimizer")
-        chosen.append(places[id(param)])
-    if len({id(param) for param in only}) != len(chosen):
-        raise ValueError("CPUAdam.step(only=...) names a parameter twice, which would be stepped twice")
-    return chosen

@@ -152,13 +152,15 @@ class HostGradients:
         for step in range(len(self._slots)):
             self._slots[(self._next + step) % len(self._slots)].settle()
 
+    def discard(self) -> None:
+        """Nothing that is under way is wanted, also not what an exception has kept from leaving."""
+        self.drain()
+        for slot in self._slots:
+            slot.taken = False
+
     def buffers(self) -> list[torch.Tensor]:
         """Kept on the device, for the ledger."""
         return [slot.device for slot in self._slots]
-
-    def sums(self) -> list[torch.Tensor]:
-        """Everything that is kept on the host for gradients."""
-        return [tensor for copies in self._sums for tensor in copies]
 
 
 @torch.no_grad()

@@ -42,12 +42,14 @@ class Placement:
     parameter_intervals: int
     """This rank's part of the parameters of so many."""
     own_masters: bool
-    """The parameters are fp32."""
+    """The parameters are fp32: their own masters, where both are on one side."""
+    trained: bool = True
+    """False: no optimizer, no masters."""
 
     @classmethod
-    def on_device(cls, layout: FlatLayout, own_masters: bool) -> Placement:
+    def on_device(cls, layout: FlatLayout, own_masters: bool, trained: bool = True) -> Placement:
         """Nothing is offloaded."""
-        return cls(layout, 0, 0, own_masters)
+        return cls(layout, 0, 0, own_masters, trained)
 
     def _numel(self, count: int) -> int:
         return sum(interval.part_numel for interval in self.layout.intervals[:count])
@@ -65,18 +67,20 @@ class Placement:
     @property
     def host_masters(self) -> Span:
         """Separate masters in host memory."""
-        stop = self.optimizer_numel
+        stop = self.optimizer_numel if self.trained else 0
         return Span(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
 
     @property
     def device_masters(self) -> Span:
         """Separate masters on the device."""
         start = self.optimizer_numel
+        if not self.trained:
+            return Span(0, 0)
         return Span(start, max(self.parameter_numel, start) if self.own_masters else self.layout.shard_numel)
 
     def own_masters_at(self, interval: Interval) -> bool:
         """Whether this interval's parameters are their own masters."""
-        return self.own_masters and self.steps_on_host(interval) == self.keeps_on_host(interval)
+        return self.trained and self.own_masters and self.steps_on_host(interval) == self.keeps_on_host(interval)
 
     def steps_on_host(self, interval: Interval) -> bool:
         """Whether the CPU steps on this interval."""

@@ -130,10 +130,15 @@ class Copy:
         self._catch_up()
 
     @contextlib.contextmanager
-    def afterwards(self) -> Iterator[None]:
-        """What is issued inside comes after the copy, on the copy's own stream; without streams, after its end."""
+    def afterwards(self, alone: bool = False) -> Iterator[None]:
+        """What is issued inside comes after the copy, on the copy's own stream; without streams, after its end.
+
+        Args:
+            alone: nothing is issued, as there is only one rank; so the copy may still be put off.
+        """
         if self._stream is None:
-            self.finish()
+            if not alone:
+                self.finish()
             yield
         else:
             with torch.cuda.stream(self._stream):

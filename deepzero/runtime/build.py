@@ -25,7 +25,7 @@ from deepzero.offload.placement import Placement
 from deepzero.runtime.built import Built, Dtypes
 from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.open_ledger import open_ledger
-from deepzero.runtime.optimizers import allocate_state
+from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers, plan_partitioning
 from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
@@ -189,8 +189,7 @@ def build_zero(
         ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
     """
     dtypes = Dtypes.of(config)
-    stage = config.zero.stage
-    names = {param: name for name, param in model.named_parameters()}
+    stage, names = config.zero.stage, {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
     check_unclaimed(names)
@@ -203,8 +202,9 @@ def build_zero(
     placements = place(planned, config.zero, dtypes.compute)
     depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
     offload = open_host(
-        planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth
-    )
+        planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
+        makes_state_in_advance(optimizer),
+    )  # fmt: skip
     partitioning: Partitioning | None = None
     groups: list[ParameterGroup]
     if plan is not None:

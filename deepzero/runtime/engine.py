@@ -317,6 +317,7 @@ class Engine(EngineCheckpoints):
             self.ledger.note("publish")
         else:
             self.skipped_steps += 1
+            self.finish_delayed_update()  # what is ready is not to be two steps late
         self._step_applied = agreement.finite
         self.global_steps += 1
         self.global_samples += self.batch.global_batch
@@ -332,15 +333,6 @@ class Engine(EngineCheckpoints):
         """What the sum of this step's gradients is divided by for their mean, without loss scale."""
         return self.world_size * self.batch.accumulation * self._scaler.scale
 
-    def _print_progress(self, record: StepRecord) -> None:
-        every = self.config.steps_per_print
-        if every is not None and self.global_rank == 0 and record.step % every == 0:
-            print(
-                f"step={record.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, loss={record.loss:.6g}, "
-                f"grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}",
-                flush=True,
-            )
-
     @property
     def _scaled(self) -> bool:
         return self.config.precision.dtype == "fp16"
@@ -354,7 +346,7 @@ class Engine(EngineCheckpoints):
         if agreement.finite or self._scaled:
             return
         self.ledger.close_step()
-        where = find_bad_gradient(self.module, self._zero.groups, self.stage.gradients.master_parts())
+        where = find_bad_gradient(self.module, self._zero.groups, self._sharded_step.parts)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
             "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "
@@ -427,6 +419,7 @@ class Engine(EngineCheckpoints):
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load values into the model on every rank; the masters follow before the next step."""
         self._refuse_away("load_module_state_dict")
+        self.finish_delayed_update()
         self.stage.before_writes()
         self.module.load_state_dict(state_dict, strict=strict)
 
@@ -435,7 +428,8 @@ class Engine(EngineCheckpoints):
         if self._destroyed:
             return
         self.reload_states()
-        self.finish_delayed_update()
+        with contextlib.suppress(RuntimeError):  # an update that failed has said so
+            self.finish_delayed_update()
         self._destroyed = True
         self._hooks.remove()
         for handle in self._late_scaling:

@@ -198,6 +198,7 @@ class EngineCheckpoints(EngineOffload):
 
         Source: ``save_16bit_model`` in DeepSpeed's ``runtime/engine.py``, which writes ``pytorch_model.bin``.
         """
+        self.finish_delayed_update()
         name = MODEL_FILE if save_filename is None else save_filename
         problem = None
         try:

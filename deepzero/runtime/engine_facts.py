@@ -24,6 +24,7 @@ class EngineFacts(nn.Module):
     global_rank: int
     _asked_to_stop: bool
     _zero: Built
+    skipped_steps: int
     world_size: int
 
     # ---- batch -------------------------------------------------------------------------------------------------------
@@ -69,6 +70,16 @@ class EngineFacts(nn.Module):
     def bfloat16_enabled(self) -> bool:
         """Whether the model computes in bf16."""
         return self.config.precision.dtype == "bf16"
+
+    def _print_progress(self, record: Any) -> None:
+        """What ``steps_per_print`` asks for, of the step that ``record`` (a ``StepRecord``) is about."""
+        every = self.config.steps_per_print
+        if every is not None and self.global_rank == 0 and record.step % every == 0:
+            print(
+                f"step={record.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, loss={record.loss:.6g}, "
+                f"grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}",
+                flush=True,
+            )
 
     # ---- ranks -------------------------------------------------------------------------------------------------------
 

@@ -100,9 +100,14 @@ class EngineOffload(EngineFacts):
         Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
         training as if this step had not been delayed; a run that is continued takes the same course.
         """
-        if self._sharded_step.finish():
-            with self.comm.ledger.aside():
-                self.stage.publish()
+        if not self._sharded_step.unsent:
+            return
+        self.stage.before_writes()  # what is gathered is about to be old
+        self._sharded_step.finish()
+        with self.comm.ledger.aside():
+            self.stage.publish()
+        for group in self._zero.groups:
+            group.has_new_values()
 
     # ---- offload_states and reload_states ----------------------------------------------------------------------------
 

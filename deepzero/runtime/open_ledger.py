@@ -23,6 +23,7 @@ from deepzero.runtime.closed_forms import (
     predicted_wire,
 )
 from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.offloading import MOMENTS
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 
 
@@ -58,12 +59,20 @@ def open_ledger(
     memory["buckets"] = sum(t.nbytes for t in buckets())
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
 
+    def host_moments() -> list[torch.Tensor]:
+        ways = built.offload.ways if built.offload is not None else []
+        states = (optimizer.state.get(master, {}) for way in ways for master in way.masters)
+        return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+
+    def there() -> set[int]:
+        return {t.untyped_storage().data_ptr() for t in host_moments()}
+
     def moments() -> list[torch.Tensor]:
         kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         if built.offload is None:
             return kept
-        # Counters of what the CPU steps on are with it.
-        return [t for t in kept if t.dim() and not built.offload.arena.holds(t)]
+        # What the CPU steps on has its state with it, counters too.
+        return [t for t in kept if t.dim() and t.untyped_storage().data_ptr() not in there()]
 
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
@@ -74,7 +83,8 @@ def open_ledger(
         ledger.watch("gathered", built.partitioning.pool.buffers)
     if built.offload is not None:
         for category in HOST_CATEGORIES:
-            ledger.watch(category, partial(built.offload.arena.tensors, category), padding.get(category, 0))
+            held = host_moments if category == MOMENTS else partial(built.offload.arena.tensors, category)
+            ledger.watch(category, held, padding.get(category, 0))
 
 
 def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> tuple[dict[str, int], dict[str, int]]:

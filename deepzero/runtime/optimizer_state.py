@@ -124,6 +124,11 @@ def _sgd(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any] | None
     return {"momentum_buffer": torch.full_like(param, -0.0, requires_grad=False)}
 
 
+def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`allocate_state` leaves state behind; else the optimizer makes its own in its first step."""
+    return type(optimizer) in _INITIAL
+
+
 _INITIAL: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any], torch.Tensor], dict[str, Any] | None]] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,

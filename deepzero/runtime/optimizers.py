@@ -135,7 +135,7 @@ def _find_class(target: str) -> type[torch.optim.Optimizer]:
             return known[target.lower()]
         near = difflib.get_close_matches(target.lower(), known, n=1)
         hint = f" Did you mean {known[near[0]].__name__!r}?" if near else ""
-        names = ", ".join(sorted(cls.__name__ for cls in known.values()))
+        names = ", ".join(sorted({cls.__name__ for cls in known.values()}))
         raise ConfigError(f"unknown optimizer {target!r}.{hint} Known: {names}, or the dotted path of a class")
     module, _, name = target.rpartition(".")
     try:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,8 +15,9 @@ from deepzero.config.parse import ConfigError
 from deepzero.ops import CPUAdam
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.test_offload import CPU_ADAM, go, settings
-from tests.distributed.training import make_batch, make_model
+from tests.distributed.training import make_batch, make_model, my_micro_batches
 
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 AFTER = 2
 
 
@@ -120,7 +126,7 @@ def looks_and_writes(rank, world):
     assert torch.equal(param, before) and not torch.equal(master.to(before.dtype), before)
     with torch.no_grad():
         param.add_(1)
-    with pytest.raises(RuntimeError, match="written while a delayed update is on its way"):
+    with pytest.raises(RuntimeError, match="written while a delayed update was on its way"):
         go(engine, rank, world, 4, 5)
     engine.zero_grad()
     engine.destroy()
@@ -156,3 +162,112 @@ def misused(rank, world):
 
 def test_other_optimizers_are_refused(ranks):
     ranks.run(misused, world_size=2)
+
+
+def in_the_middle(rank, world, stage):
+    """Two micro-batches; the update is finished between the first one's backward pass and the second."""
+    engine, _ = made(late(stage, gradient_accumulation_steps=2, after=0))
+    go(engine, rank, world, 0, 2)
+    micro = my_micro_batches(2, rank, world, engine.batch.micro_batch, 2)
+    engine.backward(engine(*micro[0]))
+    engine.step()
+    engine.finish_delayed_update()
+    engine.backward(engine(*micro[1]))
+    engine.step()
+    go(engine, rank, world, 3, 5)
+    loss = engine(*micro[0])
+    engine.finish_delayed_update()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|older values"):
+        engine.backward(loss)
+    engine.zero_grad()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_finished_in_the_middle(ranks, stage):
+    """Between two passes it is new values; a graph over the old ones is refused, not mixed."""
+    ranks.run(in_the_middle, stage, world_size=2)
+
+
+def skips(rank, world):
+    engine, model = made(late(2, after=0, precision="fp16", fp16={"initial_scale_power": 4}))
+    go(engine, rank, world, 0, 2)
+    before = model.norm.weight.detach().clone()
+    ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
+    engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
+    engine.step()
+    assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
+    assert not engine._sharded_step.unsent
+
+
+def test_a_skipped_step_sends_what_is_ready(ranks):
+    ranks.run(skips, world_size=2)
+
+
+def goes_on_after_nan(rank, world):
+    engine, _ = made(late(2, after=0))
+    go(engine, rank, world, 0, 2)
+    ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
+    engine.backward(engine(ids, labels) * float("nan"))
+    with pytest.raises(RuntimeError, match="is not finite"):
+        engine.step()
+    engine.zero_grad()
+    for step in range(3, 7):
+        ids, labels = my_micro_batches(step, rank, world, engine.batch.micro_batch, 1)[0]
+        engine.backward(engine(ids, labels))
+        engine.stage.gradients.reduce_now()
+        fresh = engine.stage.gradients.master_parts()
+        mine = engine._sharded_step.parts
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(fresh, mine, strict=True)), step
+        assert all(a.grad.data_ptr() == b.grad.data_ptr() for a, b in zip(fresh, mine, strict=True)), step
+        engine.step()
+    engine.destroy()
+
+
+def test_after_a_refused_step_gradients_are_those_of_the_step(ranks):
+    ranks.run(goes_on_after_nan, world_size=2)
+
+
+def fails(rank, world, folder):
+    engine, _ = made(late(2, after=0))
+    engine.save_checkpoint(folder)
+    go(engine, rank, world, 0, 1)
+    engine._sharded_step.join()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(CPUAdam, "step", refuse)
+        go(engine, rank, world, 1, 2)
+        with pytest.raises(RuntimeError, match=r"rank 1: the delayed update failed .*no memory"):
+            go(engine, rank, world, 2, 3)
+    for again in (lambda: engine.save_checkpoint(folder), engine.finish_delayed_update):
+        with pytest.raises(RuntimeError, match="rank 1: the delayed update failed"):
+            again()
+    engine.load_checkpoint(folder)
+    go(engine, rank, world, 0, 3)
+    engine.destroy()
+
+
+def refuse(*_, **__):
+    raise MemoryError("no memory")
+
+
+def test_an_update_that_fails_is_not_forgotten(ranks, tmp_path):
+    """All ranks raise, whatever asks; nothing half old is saved; loading begins anew."""
+    ranks.run(fails, str(tmp_path), world_size=2)
+
+
+def test_a_program_may_end_before_its_update(tmp_path):
+    """The interpreter waits for the thread; nothing aborts."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, deepzero\n"
+        "from deepzero.ops import CPUAdam\n"
+        "engine, *_ = deepzero.initialize(model=torch.nn.Linear(2000, 2000), config={\n"
+        "    'train_batch_size': 2, 'optimizer': {'type': 'AdamW', 'params': {}}, 'zero_optimization': {'stage': 2,\n"
+        "    'offload_optimizer': {'device': 'cpu', 'delayed_update': True, 'delay_after_steps': 0}}})\n"
+        "engine.backward(engine(torch.ones(2, 2000)).sum())\n"
+        "engine.step()\n"
+        "print('end')\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, env=ENV)
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr

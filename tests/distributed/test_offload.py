@@ -298,10 +298,9 @@ def refused(rank, world, changes):
         ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "not one of none, cpu"),
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "raito": 1}}, "ratio"),
         ({"stage": 1, "reduce_scatter": False, "offload_optimizer": {"device": "cpu"}}, "reduce_scatter"),
-        (
-            {"stage": 2, "offload_optimizer": {"delayed_update": True, "device": "none"}},
-            "needs zero_optimization.offload_optimizer.device=cpu",
-        ),
+        ({"stage": 2, "offload_optimizer": {"device": "none", "ratio": "half"}}, "must be a number"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "threads": 5000}}, "only wait for each other"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu", "delay_after_steps": 3}}, "delayed_update=true"),
         ({"stage": 2, "offload_optimizer": "cpu"}, "must be an object"),
     ],
 )

@@ -13,19 +13,22 @@ delay that begins after some dozens of steps; the bits are others than without.
 
 Reduced gradients have two copies on the host here, one for the thread and one for the backward pass under way, and new
 parameters stay in staging until the boundary. Masters and moments belong to the thread while it runs: who wants to read
-them calls :meth:`DelayedStep.join`, who wants to write, or to save, :meth:`DelayedStep.finish` first.
+them calls :meth:`DelayedStep.join`, who wants to write, or to save, :meth:`DelayedStep.finish` first. Whoever reads the
+parameters reads those that the model computes with.
 
 Source: section 5.2 of the ZeRO-Offload paper, "One-Step Delayed Parameter Update".
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
 
 import torch
 
+from deepzero.comm import process_group
 from deepzero.config.parse import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.wire import ADAM
@@ -62,7 +65,9 @@ class DelayedStep:
         self.steps = 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._unsent = False
+        self._broken: str | None = None
+        self.unsent = False
+        """An update is on its way: being made, or made and not sent."""
         self._seconds = 0.0
         self._bytes = 0
         for group in groups:
@@ -72,15 +77,9 @@ class DelayedStep:
 
     def before_step(self, groups: Sequence[ParameterGroup]) -> None:
         """Before anything of a step: a parameter that was written meanwhile would lose to the update on its way."""
-        if self._unsent:
-            written = [name for group in groups for name in group.written()]
-            if written:
-                raise RuntimeError(
-                    f"parameter {written[0]!r} was written while a delayed update is on its way to it; call "
-                    "engine.finish_delayed_update() before parameters are written"
-                )
-        self.join()
-        self.inner.before_step(groups)
+        self._agree()
+        if not self.unsent:
+            self.inner.before_step(groups)
 
     def step(self, divisor: float) -> None:
         """Send what the last update has written, step on the device, hand over what is for the host."""
@@ -95,11 +94,11 @@ class DelayedStep:
         twin = self._twin()
         # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
         work = [(group, [part.grad.detach() for part in group.parts]) for group in self.inner.on_host]
-        self.gradients.swap_host_sums()
+        self.gradients.swap_host_sums(self.parts)
         self._thread = threading.Thread(
-            target=self._run, args=(twin, work, divisor), name="deepzero-delayed-update", daemon=True
-        )
-        self._unsent = True
+            target=self._run, args=(twin, work, divisor), name="deepzero-delayed-update"
+        )  # no daemon: a program that ends meanwhile waits for it
+        self.unsent = True
         self._thread.start()
 
     def _twin(self) -> CPUAdam:
@@ -120,10 +119,33 @@ class DelayedStep:
             self._error = error
         self._seconds = time.perf_counter() - began
 
+    def _agree(self) -> None:
+        """All ranks have come so far, or all raise. A collective, while an update is on its way."""
+        if not self.unsent:
+            self.join()
+            return
+        problem = None
+        try:
+            self.join()
+            written = [name for group in self.groups for name in group.written()]
+            if written:
+                problem = (
+                    f"parameter {written[0]!r} was written while a delayed update was on its way to it; call "
+                    "engine.finish_delayed_update() before parameters are written, or load a checkpoint now"
+                )
+        except RuntimeError as error:
+            problem = str(error)
+        told = process_group.all_gather_object(problem)
+        first = next((rank for rank, text in enumerate(told) if text is not None), None)
+        if first is not None:
+            raise RuntimeError(f"rank {first}: {told[first]}")
+
     # ---- the thread's end --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """The thread is over: masters and moments may be read. The parameters are still those of the step before."""
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         if self._thread is None:
             return
         began = time.perf_counter()
@@ -134,18 +156,26 @@ class DelayedStep:
         self._bytes, self._seconds = 0, 0.0
         if self._error is not None:
             error, self._error = self._error, None
-            raise RuntimeError("the delayed update failed; masters and moments are half old, half new") from error
+            self._broken = (
+                f"the delayed update failed ({error!r}), and masters are half old, half new; load a checkpoint"
+            )
+            raise RuntimeError(self._broken) from error
 
     def finish(self) -> bool:
         """Join, and send what was written: after the next publication the parameters are those of the masters.
 
+        A collective.
+
         Returns:
             Whether there was anything to send.
+
+        Raises:
+            RuntimeError: on every rank. An update failed on one, or a parameter was written that it would change.
         """
-        self.join()
-        if not self._unsent:
+        self._agree()
+        if not self.unsent:
             return False
-        self._unsent = False
+        self.unsent = False
         for group in self.inner.on_host:
             if group.back is not None:
                 group.back.send()
@@ -153,15 +183,16 @@ class DelayedStep:
 
     def forget(self) -> None:
         """What the update has written will not be sent: everything is about to be replaced."""
-        self.join()
-        self._unsent = False
+        with contextlib.suppress(RuntimeError):
+            self.join()
+        self._broken, self.unsent = None, False
 
     def goes_on_after(self, steps: int) -> None:
         """The run goes on from a checkpoint, after so many applied steps."""
         self.steps = steps
 
     def _refuse_write(self) -> None:
-        if self._unsent:
+        if self.unsent:
             raise RuntimeError(
                 "a delayed update is on its way to the parameters, and what is written now would be lost; call "
                 "engine.finish_delayed_update() on all ranks first"

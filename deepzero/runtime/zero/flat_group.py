@@ -198,6 +198,11 @@ class FlatGroup:
                     values = param.reshape(-1)[piece.start : piece.start + piece.numel]
                     follow(master, values)
 
+    def has_new_values(self) -> None:
+        """They were written between two steps, by nobody outside: a graph that has saved the old ones must know."""
+        torch.autograd.graph.increment_version(self.params)
+        self._versions = [param._version for param in self.params]
+
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
         """New values for one parameter, and for this rank's piece of its master, which keeps all bits of them.

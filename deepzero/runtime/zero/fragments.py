@@ -206,7 +206,7 @@ class Fragment:
     def master(self) -> torch.Tensor:
         """This rank's piece, with what was written into a whole parameter since the last step."""
         self.engine.step.join()
-        if isinstance(self.group, FlatGroup):
+        if isinstance(self.group, FlatGroup) and not self.engine.step.unsent:
             self.group.take_over_writes()
         return self.copy_of(self.part.master if self.part is not None else None)
 

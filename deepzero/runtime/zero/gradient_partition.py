@@ -9,14 +9,14 @@ Sources: ``reduce_ipg_grads`` and ``independent_gradient_partition_epilogue`` in
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 
 from deepzero.comm.bucket import BucketReducer, Measure
-from deepzero.layout import Interval, Piece
+from deepzero.layout import Interval
 from deepzero.offload.host_gradients import HostGradients
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
@@ -53,7 +53,6 @@ class GradientPartition:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
         self.every_pass, self.overlap, self.grad_dtype = every_pass, overlap, grad_dtype
         self._launched, self._host = launched, host
-        self._host_parts: list[tuple[MasterPart, int, Interval, Piece]] = []
         self.together: set[nn.Parameter] = set()
         """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
         they count as complete all at once, at a moment that is the same on all ranks."""
@@ -230,27 +229,27 @@ class GradientPartition:
 
     def master_parts(self) -> list[MasterPart]:
         """This rank's piece of every parameter."""
-        parts = []
-        self._host_parts = []
+        masters = (master for group in self.groups for master in group.masters)
+        return [MasterPart(master, grad) for master, grad in zip(masters, self._pieces_of_sums(), strict=True)]
+
+    def _pieces_of_sums(self) -> Iterator[torch.Tensor]:
+        """This rank's piece of every parameter's sum, in the order of the groups' pieces."""
         for g, group in enumerate(self.groups):
             starts = [interval.shard_offset for interval in group.layout.intervals]
-            for piece, master in zip(group.pieces, group.masters, strict=True):
+            for piece in group.pieces:
                 interval = group.layout.intervals[bisect.bisect_right(starts, piece.shard_start) - 1]
-                part = MasterPart(master, self._piece_of_sum(g, interval, piece))
-                parts.append(part)
-                if self._host is not None and self._host.holds(g, interval):
-                    self._host_parts.append((part, g, interval, piece))
-        return parts
+                yield self._my_sum(g, interval)[piece.shard_start - interval.shard_offset :][: piece.numel]
 
-    def _piece_of_sum(self, group: int, interval: Interval, piece: Piece) -> torch.Tensor:
-        return self._my_sum(group, interval)[piece.shard_start - interval.shard_offset :][: piece.numel]
+    def swap_host_sums(self, parts: Sequence[MasterPart]) -> None:
+        """The optimizer still reads this step's sums on the host: the next step's go to their other copy.
 
-    def swap_host_sums(self) -> None:
-        """The optimizer still reads this step's sums on the host: the next step's go to their other copy."""
+        Args:
+            parts: from :meth:`master_parts`; their gradients are turned to that copy.
+        """
         if self._host is not None:
             self._host.swap()
-            for part, group, interval, piece in self._host_parts:
-                part.grad.set_(self._piece_of_sum(group, interval, piece))  # type: ignore[call-overload]
+            for part, grad in zip(parts, self._pieces_of_sums(), strict=True):
+                part.grad.set_(grad)  # type: ignore[call-overload]
 
     def square_words(self) -> torch.Tensor:
         """This rank's share of the global norm, see ``grad_norm.py``: its own part of every interval."""
@@ -266,6 +265,8 @@ class GradientPartition:
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
         self.drain()
+        if self._host is not None:
+            self._host.discard()
         self.source.discard()
         self._end_of_pass()
         self._measured.clear()

@@ -62,6 +62,9 @@ class ParameterGroup(Protocol):
     def written(self) -> list[str]:
         """Names of parameters that were written since the last step."""
 
+    def has_new_values(self) -> None:
+        """Values were written between two steps, by nobody outside."""
+
     def take_over_writes(self) -> None:
         """Before a step: what was written into parameters is kept, or refused."""
 

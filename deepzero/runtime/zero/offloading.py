@@ -7,6 +7,7 @@ they are built · :meth:`Offload.move_moments` carves the optimizer's state · g
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from deepzero.offload.arena import (
     check_host_memory,
     describe_bytes,
     threads_per_rank,
+    usable_cores,
 )
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.host_gradients import HostGradients, HostSums
@@ -36,6 +38,8 @@ from deepzero.runtime.zero.masters import master_regions
 from deepzero.runtime.zero.partitioned_group import HostSide, parameter_regions
 from deepzero.runtime.zero.sharded_step import HostSteps, MasterPart
 from deepzero.runtime.zero.way_back import Arrived, Staging, WayBack, staged_parts, staging_regions
+
+log = logging.getLogger(__name__)
 
 MOMENTS = "host_moments"
 
@@ -70,7 +74,7 @@ def place(planned: Sequence[PlannedGroup], config: ZeroConfig, dtype: torch.dtyp
             steps = nearest_count(group.layout, optimizer.ratio * group.layout.padded_numel)
         if group.partitioned and param.device == "cpu":
             keeps = most_count(group.layout, left)
-        placed = Placement(group.layout, steps, keeps, own_masters=dtype == torch.float32 or not trained)
+        placed = Placement(group.layout, steps, keeps, own_masters=dtype == torch.float32, trained=trained)
         left = None if left is None else left - placed.parameter_numel
         placements.append(placed)
     return placements
@@ -124,12 +128,12 @@ class Offload:
     def open_ways(self, groups: Sequence[ParameterGroup], rank: int, arrived: Arrived) -> None:
         """Carve staging, and lay a way back for every interval that the CPU steps on, in launching order."""
         staging = Staging(self.staging, self.arena) if self.staging else None
-        self.ways = [
-            WayBack(g, group, interval, rank, self.side.wire, staging, arrived)
-            for g, group in enumerate(groups)
-            for interval in group.layout.intervals
-            if group.placement.steps_on_host(interval)
-        ]
+        self.ways = []
+        turn = 0
+        for g, group in enumerate(groups):
+            for interval in (i for i in group.layout.intervals if group.placement.steps_on_host(i)):
+                self.ways.append(WayBack(g, group, interval, rank, self.side.wire, staging, turn, arrived))
+                turn += not group.placement.keeps_on_host(interval)
 
     def host_steps(self, parts: Sequence[MasterPart]) -> HostSteps:
         """For the step: each way with the parts it is for."""
@@ -167,6 +171,7 @@ def open_host(
     dtypes: tuple[torch.dtype, torch.dtype],
     moment_bytes: Sequence[int],
     depth: int,
+    moments_in_arena: bool,
 ) -> Offload | None:
     """Take the arena; None where nothing is offloaded. A collective: all ranks get theirs, or all raise.
 
@@ -178,6 +183,8 @@ def open_host(
         dtypes: compute dtype, accumulation dtype.
         moment_bytes: per element, of each optimizer group.
         depth: buckets of the reducer.
+        moments_in_arena: the optimizer's state exists before its first step. Else it makes its own, elsewhere in host
+            memory, and the arena has no room for it; but the host must have.
 
     Raises:
         ConfigError: a host cannot hold it; says which part takes how much.
@@ -192,6 +199,9 @@ def open_host(
         regions += parameter_regions(placed, compute) if group.partitioned else []
         regions += master_regions(placed)
     rooms = [Region(MOMENTS, p.optimizer_numel * moment_bytes[g.optimizer_group or 0], torch.uint8) for g, p in trained]
+    elsewhere = [] if moments_in_arena else [room for room in rooms if room.numel]
+    if elsewhere:
+        rooms = [Region(MOMENTS, 0, torch.uint8) for _ in rooms]
     sums: HostSums | None = None
     if any(placed.optimizer_intervals for _, placed in trained):
         largest = max(i.part_numel for _, p in trained for i in p.layout.intervals if p.steps_on_host(i))
@@ -201,13 +211,30 @@ def open_host(
     parts = [numel for _, placed in trained for numel in staged_parts(placed, compute)]
     staging = staging_regions(parts, compute, settings.delayed_update)
     regions += [room for room in rooms if room.numel] + (sums.regions() if sums is not None else []) + staging
-    hosts = process_group.all_gather_object(socket.gethostname())
-    neighbours = hosts.count(hosts[comm.rank])
-    arena = _take_arena(regions, comm.device, settings, param, neighbours)
+    neighbours, threads = _neighbours(settings.threads, comm.rank)
+    _agree(lambda: check_host_memory([*regions, *elsewhere], neighbours))
+    arena = _take_arena(regions, comm.device, settings, param)
+    if comm.rank == 0:
+        _say_what_stays(planned, placements, param)
     meter = PipelineMeter()
     wire = Wire(comm.device, comm.ledger, comm.chaos, meter)
-    threads = settings.threads or threads_per_rank(neighbours)
     return Offload(HostSide(arena, wire), meter, threads, settings, rooms, sums, staging)
+
+
+def _neighbours(wanted: int | None, rank: int) -> tuple[int, int]:
+    """Ranks of this host, and threads for this one's step."""
+    everyone = process_group.all_gather_object((socket.gethostname(), usable_cores()))
+    mine = everyone[rank]
+    # Ranks that are bound to cores of their own share them with nobody.
+    sharing = sum(host == mine[0] and bool(cores & mine[1]) for host, cores in everyone)
+    most = 4 * len(mine[1])
+    if wanted is not None and wanted > most:
+        raise ConfigError(
+            f"zero.offload_optimizer.threads={wanted}: rank {rank} may use {len(mine[1])} cores, and more than {most} "
+            "threads would only wait for each other"
+        )
+    neighbours = sum(host == mine[0] for host, _ in everyone)
+    return neighbours, wanted or threads_per_rank(sharing, len(mine[1]))
 
 
 def _take_arena(
@@ -215,9 +242,7 @@ def _take_arena(
     device: torch.device,
     optimizer: OffloadOptimizerConfig,
     param: OffloadParamConfig,
-    neighbours: int,
 ) -> HostArena:
-    _agree(lambda: check_host_memory(regions, neighbours))
     pin = (optimizer.device == "cpu" and optimizer.pin_memory) or (param.device == "cpu" and param.pin_memory)
     taken: list[HostArena] = []
     try:
@@ -227,6 +252,21 @@ def _take_arena(
             arena.close()
         raise
     return taken[0]
+
+
+def _say_what_stays(
+    planned: Sequence[PlannedGroup], placements: Sequence[Placement], param: OffloadParamConfig
+) -> None:
+    """A limit that leaves parameters on the device is easily one that was meant for something else."""
+    pairs = zip(planned, placements, strict=True)
+    left = sum(p.layout.shard_numel - p.parameter_numel for g, p in pairs if g.partitioned)
+    if param.device == "cpu" and left:
+        log.warning(
+            "zero.offload_param.max_in_cpu=%s leaves %d elements of a rank's part on the device; leave it out to keep "
+            "all of them in host memory (in DeepSpeed it limits what NVMe does not hold)",
+            param.max_in_cpu,
+            left,
+        )
 
 
 def _agree(attempt: Callable[[], None]) -> None:

@@ -83,9 +83,8 @@ class PartitionedGroup:
         self.names, self.layout, self.dtype = list(names), layout, dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, optimizer_group
         self.before_write: Callable[[], None] | None = None
-        # What is not trained is, as what is fp32, its own master: there is no separate one.
-        own = dtype == torch.float32 or optimizer_group is None
-        self.placement = placement or Placement.on_device(layout, own)
+        own, trained = dtype == torch.float32, optimizer_group is not None
+        self.placement = placement or Placement.on_device(layout, own, trained)
         cut = self.placement.parameter_numel
         self.shard_on_host: torch.Tensor | None = None
         if cut and offload is not None:
@@ -141,6 +140,8 @@ class PartitionedGroup:
     def _separate(self, number: int) -> torch.Tensor | None:
         """The master of a piece, unless the piece is its own."""
         piece = self.pieces[number]
+        if self.optimizer_group is None:
+            return None
         return self.masters[number] if self.master_store.at(piece.shard_start, piece.numel) is not None else None
 
     @torch.no_grad()
@@ -206,6 +207,9 @@ class PartitionedGroup:
     def _may_write(self) -> None:
         if self.before_write is not None:
             self.before_write()
+
+    def has_new_values(self) -> None:
+        """A graph that has saved the old ones is known by its generation."""
 
     def take_over_writes(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""

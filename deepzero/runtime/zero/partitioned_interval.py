@@ -148,7 +148,7 @@ class PartitionedInterval:
             padding = self.interval.part_numel - self.interval.true_numel_of(self.comm.rank)
             self._fetch = self._last_fetch = self._wire.to_device(FETCH, mine, self.shard, padding, where)
             # Behind the copy on its own stream: the model goes on computing, as it does while others send.
-            with self._fetch.afterwards():
+            with self._fetch.afterwards(alone=self.comm.world_size == 1):
                 self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)
         else:
             if not self._in_place:
@@ -302,6 +302,8 @@ class PartitionedInterval:
             return
         if self._pending is not None:
             self._pending.wait()
+        if self._fetch is not None:
+            self._fetch.wait()
         self.pool.owners[self.whole.data_ptr()] = (self, self.generation)
         whole = self.value(param._zero.placed()[1])
         if values.data_ptr() != whole.data_ptr():

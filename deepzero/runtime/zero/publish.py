@@ -56,7 +56,7 @@ def all_gather_arrived(group: FlatGroup, interval: Interval, copy: Copy | None, 
     """My part of ``interval`` is on its way from the host: launch the interval's all-gather behind it."""
     if copy is None:
         return Arrival(None, _all_gather(group, interval, comm))
-    with copy.afterwards():
+    with copy.afterwards(alone=comm.world_size == 1):
         return Arrival(copy, _all_gather(group, interval, comm))
 
 

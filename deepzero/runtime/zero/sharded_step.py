@@ -131,6 +131,8 @@ class ShardedStep:
         ways = host.ways if host is not None else ()
         there = {id(part.master) for way in ways for part in way.parts}
         here = [part for part in self.parts if id(part.master) not in there]
+        self.unsent = False
+        """Whether an update is on its way: see ``delayed_step.py``."""
         self.on_device = [SubGroup.of(some) for some in _sub_groups(here, sub_group_size) if some]
         self.on_host = [SubGroup.of(way.parts, way) for way in ways]
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.

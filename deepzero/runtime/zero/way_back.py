@@ -56,12 +56,10 @@ class Staging:
     def __init__(self, regions: Sequence[Region], arena: HostArena) -> None:
         self._buffers = [arena.carve(STAGING, region.numel, region.dtype) for region in regions]
         self._copies: list[Copy | None] = [None] * len(regions)
-        self._next = 0
 
-    def take(self, numel: int) -> tuple[int, torch.Tensor]:
-        """The next buffer, when what it held has left."""
-        number = self._next
-        self._next = (self._next + 1) % len(self._buffers)
+    def take(self, turn: int, numel: int) -> tuple[int, torch.Tensor]:
+        """The buffer whose turn it is, when what it held has left."""
+        number = turn % len(self._buffers)
         copy = self._copies[number]
         if copy is not None:
             copy.finish()
@@ -82,6 +80,7 @@ class WayBack:
         rank: this rank.
         wire: to the device.
         staging: None where nothing goes through it.
+        turn: how many of those before it go through staging.
         arrived: told when something is on its way, or there.
     """
 
@@ -93,6 +92,7 @@ class WayBack:
         rank: int,
         wire: Wire,
         staging: Staging | None,
+        turn: int,
         arrived: Arrived,
     ) -> None:
         self.number, self.group, self.interval, self.wire, self._arrived = number, group, interval, wire, arrived
@@ -106,6 +106,7 @@ class WayBack:
         self._padding = interval.part_numel - interval.true_numel_of(rank)
         self._on_host = group.placement.keeps_on_host(interval)
         self._staging = staging if group.dtype != torch.float32 and not self._on_host else None
+        self._turn = turn
         self._taken: tuple[int, torch.Tensor] | None = None
         self._copy: Copy | None = None
 
@@ -121,7 +122,7 @@ class WayBack:
             return [self.group.share_of(piece) for piece in self.pieces]
         if self._staging is None:
             return [None] * len(self.pieces)
-        self._taken = self._staging.take(self.interval.part_numel)
+        self._taken = self._staging.take(self._turn, self.interval.part_numel)
         staged = self._taken[1]
         cursor, runs = 0, [(piece.shard_start - self.interval.shard_offset, piece.numel) for piece in self.pieces]
         for start, numel in runs:  # padding between parameters is zero on the device, too

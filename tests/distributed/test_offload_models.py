@@ -1,0 +1,134 @@
+"""Offload for models and optimizers of other kinds: frozen weights, one rank, state made late, exceptions half-way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.comm.bucket import BucketReducer
+from tests.distributed.test_offload import go, settings
+from tests.distributed.training import make_model, my_micro_batches
+
+
+def adapted(rank, world, case, init):
+    """Large weights are frozen, norms and biases trained, as adapters do it."""
+    torch.manual_seed(0)
+    with deepzero.zero.Init(enabled=init):
+        model = make_model()
+    for param in model.parameters():
+        param.requires_grad = param.dim() == 1
+    engine, *_ = deepzero.initialize(model=model, config=case)
+    losses = go(engine, rank, world, 0, 4)
+    memory = engine.report()["memory"]
+    sha = engine.params_sha256()
+    engine.destroy()
+    return losses, sha, memory
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_frozen_weights_in_host_memory(ranks, world):
+    more = {"precision": "bf16", "bucket": 500}
+    plain = ranks.run(adapted, settings(3, **more), False, world_size=world)[0]
+    for init in (False, True):
+        for chaos in (None, 3):
+            found = ranks.run(adapted, settings(3, 1.0, param=True, chaos=chaos, **more), init, world_size=world)[0]
+            assert found[:2] == plain[:2]
+            frozen = sum(p.numel() for p in make_model().parameters() if p.dim() == 2)
+            assert found[2]["host_parameters"]["measured"] >= 2 * frozen / world
+            assert found[2]["masters"]["measured"] == 0
+
+
+def alone(rank, world, cases):
+    found = []
+    for case in cases:
+        engine, *_ = deepzero.initialize(model=make_model(), config=case)
+        losses = go(engine, rank, world, 0, 5)
+        found.append((losses, engine.params_sha256()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_rank(ranks, stage):
+    """Nothing is gathered that copies could hide behind."""
+    more = {"precision": "bf16"}
+    cases = [settings(stage, **more)] + [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 1, 2, 3)]
+    if stage == 3:
+        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 4, 5)]
+    found = ranks.run(alone, cases, world_size=1)[0]
+    assert all(entry == found[0] for entry in found)
+
+
+class Late(torch.optim.Optimizer):
+    """Momentum that is made in the first step, by a class that nobody knows."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["seen"] = torch.zeros_like(param)
+                state["seen"].mul_(0.9).add_(param.grad)
+                param.sub_(state["seen"], alpha=group["lr"])
+
+
+def with_late_state(rank, world, ratio):
+    model = make_model()
+    case = settings(2, ratio, precision="bf16")
+    del case["optimizer"]
+    engine, *_ = deepzero.initialize(model=model, optimizer=Late(model.parameters()), config=case)
+    go(engine, rank, world, 0, 3)
+    return engine.params_sha256(), engine.report()["memory"]
+
+
+def test_state_that_is_made_late(ranks):
+    """It lies outside of the arena, which has no room for it, and is counted where it is: on the host."""
+    plain, offloaded = (ranks.run(with_late_state, ratio, world_size=2)[0] for ratio in (None, 1.0))
+    assert plain[0] == offloaded[0]
+    assert offloaded[1]["moments"]["measured"] == 0
+    assert offloaded[1]["host_moments"]["measured"] == pytest.approx(plain[1]["moments"]["measured"], rel=0.01)
+
+
+def broken_reduction(rank, world):
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings(2, 1.0, precision="bf16"))
+    go(engine, rank, world, 0, 1)
+    ids, labels = my_micro_batches(1, rank, world, engine.batch.micro_batch, 1)[0]
+    acquire = BucketReducer.acquire
+
+    def full(self, interval, *rest):
+        if interval.index == 3:
+            raise torch.OutOfMemoryError("no room")
+        return acquire(self, interval, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketReducer, "acquire", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.backward(engine(ids, labels))
+    engine.zero_grad()
+    go(engine, rank, world, 1, 3)
+    return engine.params_sha256()
+
+
+def test_a_reduction_that_fails_can_be_repeated(ranks):
+    assert len(set(ranks.run(broken_reduction, world_size=2))) == 1
+
+
+def rebuilt(rank, world):
+    model = make_model()
+    for _ in range(3):
+        engine, *_ = deepzero.initialize(model=model, config=settings(2, 1.0, precision="bf16", chaos=1))
+        go(engine, rank, world, 0, 2)
+        arena = engine._zero.offload.arena
+        engine.destroy()
+        assert not arena.pinned and arena.tensors("host_masters") == []
+    return [p.detach().float().sum().item() for p in model.parameters()]
+
+
+def test_destroyed_and_built_again(ranks):
+    found = ranks.run(rebuilt, world_size=2)
+    assert found[0] == found[1]
