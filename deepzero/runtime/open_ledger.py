@@ -98,6 +98,8 @@ def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> t
     padding = offloaded_memory(whole_padding, counts.padding.trained, rest, world, sizes, copies)
     # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
     padding["moments"] = 0
+    if offload is not None and not any(room.numel for room in offload.rooms):
+        padding[MOMENTS] = 0  # the optimizer makes its own, without padding
     if sizes.unreduced == sizes.compute:
         padding["gradients"] -= counts.padding.trained * sizes.unreduced
     memory[LANDING] = 0
