@@ -45,13 +45,13 @@ def check_numbers(group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
 
 
-def check_param(param: torch.Tensor, name: str, stepping: bool = False) -> None:
+def check_param(param: torch.Tensor, name: str, placeholders: bool = False) -> None:
     """A parameter that a step could not update; before the first step a placeholder may stand for it."""
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {listed(PARAM_DTYPES)}")
-    # Stretched over one element: a placeholder (zero.Init's), whose values will be elsewhere.
-    placeholder = param.numel() > 1 and not any(param.stride())
-    if param.layout != torch.strided or not (param.is_contiguous() or (placeholder and not stepping)):
+    with torch._C.DisableTorchFunctionSubclass():  # zero.Init leaves one element, spread; a master takes its place
+        fits = param.layout == torch.strided and (param.is_contiguous() or (placeholders and not any(param.stride())))
+    if not fits:
         raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
     if param.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")

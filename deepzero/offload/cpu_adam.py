@@ -33,7 +33,7 @@ from deepzero.offload.adam_checks import (
     subset,
 )
 from deepzero.offload.adam_choice import choose_kernel
-from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, update_on_device
+from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, Variant, update_on_device
 from deepzero.offload.arena import zeros_on_large_pages
 
 KERNELS = ("auto", "chunked", "compiled")
@@ -126,7 +126,7 @@ class CPUAdam(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             for i, param in enumerate(group["params"]):
-                check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]")
+                check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]", placeholders=True)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -142,23 +142,26 @@ class CPUAdam(torch.optim.Optimizer):
         """``chunked`` or ``compiled``; ``auto`` until :meth:`prepare` or the first step has chosen."""
         return self._kernel.name if self._kernel is not None else self._request
 
-    def prepare(self, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None) -> None:
+    def prepare(
+        self, grad_dtype: torch.dtype = torch.float32, out_dtype: torch.dtype | None = None, masters: int | None = None
+    ) -> None:
         """Choose the kernel and compile it now, which takes some seconds, and not in the first step.
 
         Args:
             grad_dtype: of the gradients that are to come.
             out_dtype: of ``out``, None if there will be none.
+            masters: so many fp32 elements on the CPU take the parameters' places before the first step. None: none do.
 
         Raises:
             RuntimeError: ``kernel="compiled"`` was asked for and cannot be had.
         """
         kinds = {
-            (param.dtype, grad_dtype, out_dtype, group["betas"][0] > 0.5)
+            (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)
             for group in self.param_groups
             for param in group["params"]
-            if param.device.type == "cpu"
+            if param.device.type == "cpu" or masters
         }
-        self._ready(kinds)
+        self._ready(kinds, masters)
 
     def describe(self) -> str:
         """One line: the kernel, and why this one."""
@@ -166,11 +169,11 @@ class CPUAdam(torch.optim.Optimizer):
             return f"CPUAdam: kernel {self._request}, chosen at the first step"
         return f"CPUAdam: {self._kernel.name} kernel, {self._reason}"
 
-    def _ready(self, kinds: Iterable[tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]]) -> Kernel:
+    def _ready(self, kinds: Iterable[Variant], numel: int | None = None) -> Kernel:
         wanted = sorted(kinds, key=str)
         if self._kernel is None:
             params = [p for group in self.param_groups for p in group["params"] if p.device.type == "cpu"]
-            numel = sum(param.numel() for param in params)
+            numel = sum(param.numel() for param in params) if numel is None else numel
             self._kernel, self._reason = choose_kernel(self._request, numel, wanted)
         self._kernel.ready(wanted)
         return self._kernel
@@ -296,7 +299,7 @@ class CPUAdam(torch.optim.Optimizer):
             if grad is None:
                 continue
             target = _Target(name, group, param, grad, None if out is None else out[i])
-            check_param(param, name, stepping=True)
+            check_param(param, name)
             check_tensor(grad, f"the gradient of {name}", param, GRAD_DTYPES)
             if target.out is not None:
                 check_tensor(target.out, f"the output for {name}", param, PARAM_DTYPES)

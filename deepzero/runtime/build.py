@@ -123,15 +123,21 @@ def build_groups(
     ]  # fmt: skip
 
 
-def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Placement]) -> None:
+def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Placement], device: torch.device) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
-    Where a compiler is missing on one host, or compiling fails there, all use the chunks. A collective.
+    The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of them:
+    neither their device nor their dtype is that of the masters which the CPU will step on. Where a compiler is missing
+    on one host, or compiling fails there, all use the chunks. A collective.
     """
-    sends = any(placed.optimizer_intervals for placed in placements) and dtypes.compute != torch.float32
+    offloads = any(placed.optimizer_intervals for placed in placements)
+    sends = offloads and dtypes.compute != torch.float32
+    masters = 0
+    if offloads or device.type == "cpu":
+        masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
     problem = None
     try:
-        optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None)
+        optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
     except RuntimeError as error:  # kernel="compiled", and there is none
         problem = str(error)
     told = process_group.all_gather_object((optimizer.kernel, problem))
@@ -217,7 +223,7 @@ def build_zero(
         cast_frozen(model, dtypes.compute)
         groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
     if isinstance(optimizer, CPUAdam):
-        choose_kernel(optimizer, dtypes, placements)
+        choose_kernel(optimizer, dtypes, placements, comm.device)
     hand_over_masters(optimizer, groups)
     allocate_state(optimizer)
     if offload is not None:

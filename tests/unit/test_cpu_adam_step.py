@@ -208,6 +208,9 @@ class TestRefused:
     def test_parameters(self):
         with pytest.raises(ValueError, match=r"param_groups\[0\]\['params'\]\[0\] of shape \[3, 2\] is not contiguous"):
             CPUAdam([torch.zeros(2, 3).t().requires_grad_()])
+        placeholder = CPUAdam([torch.full((), torch.nan).expand(2, 3).requires_grad_()])  # what zero.Init leaves
+        with pytest.raises(ValueError, match=r"of shape \[2, 3\] is not contiguous"):
+            placeholder.step([torch.ones(2, 3)])
         with pytest.raises(ValueError, match=r"has dtype torch.float64; CPUAdam takes float32, bfloat16, float16"):
             CPUAdam([torch.zeros(2, dtype=torch.float64, requires_grad=True)])
         optimizer = CPUAdam(leaves(5))
