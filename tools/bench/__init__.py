@@ -12,4 +12,8 @@
     bars        the limits that deepzero sets itself, as pass or fail
     report      tables for the terminal and the dated page under docs/benchmarks
     zero        the command line: rounds, and which variants stay after the first one
+
+Three more commands measure one thing each: ``cpu_adam``, ``checkpoints``, and ``gpu``, which is ZeRO-Offload on one
+NVIDIA GPU (gpu_offload: contenders and closed forms; gpu_worker: one contender; gpu_run: processes, budget and results;
+gpu_report: the page).
 """

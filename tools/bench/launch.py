@@ -114,7 +114,7 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
 
 def _run_ranks(spec: Path, plan: Plan) -> str | None:
     """None when every rank ended well and wrote its file, else one line or a few that say what went wrong."""
-    port = _free_port()
+    port = free_port()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(plan.work.ranks):
@@ -131,7 +131,7 @@ def _run_ranks(spec: Path, plan: Plan) -> str | None:
                 )
         return _wait(processes, spec, plan)
     finally:
-        _end(processes)
+        end_all(processes)
 
 
 def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
@@ -163,7 +163,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], spec: Path, plan: Plan) -> s
         for rank, code in enumerate(codes):
             # A rank that has written its numbers may end as it likes: some peers are noisy in their exit handlers.
             if code not in (None, 0) and not written[rank]:
-                return f"rank {rank} ended with {code}: {_tail(spec.parent / f'{rank}.log')}"
+                return f"rank {rank} ended with {code}: {tail(spec.parent / f'{rank}.log')}"
         if all(code is not None for code in codes):
             absent = [rank for rank, done in enumerate(written) if not done]
             return f"ranks {absent} ended without a result" if absent else None
@@ -172,11 +172,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], spec: Path, plan: Plan) -> s
             if not waiting:
                 return None
             log = spec.parent / f"{waiting[0]}.log"
-            return f"ranks {waiting} not done after {plan.timeout_seconds:.0f} s: {_tail(log)}"
+            return f"ranks {waiting} not done after {plan.timeout_seconds:.0f} s: {tail(log)}"
         time.sleep(0.05)
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
     """End every process group that is left, and reap every process."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -185,12 +185,14 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _tail(log: Path, characters: int = 1500) -> str:
+def tail(log: Path, characters: int = 1500) -> str:
+    """The end of what a process printed, for an error."""
     text = log.read_text(errors="replace").strip()
     return text[-characters:] or "(it printed nothing)"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -166,21 +166,27 @@ def commit() -> str:
     return number + (" with uncommitted changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def command_line() -> str:
+def command_line(module: str = "tools.bench.zero") -> str:
     """The command as a reader would repeat it, without this machine's paths."""
-    return " ".join(["python -m tools.bench.zero", *sys.argv[1:]])
+    return " ".join([f"python -m {module}", *sys.argv[1:]])
 
 
-def write_page(folder: Path, machine: str, facts: Sequence[str], sections: Sequence[tuple[str, str]]) -> Path:
+def write_page(
+    folder: Path, machine: str, facts: Sequence[str], sections: Sequence[tuple[str, str]], command: str | None = None
+) -> Path:
     """Write ``<date>-<machine>.md``, with a number behind it when that page exists: a record is never overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
     today = date.today().isoformat()
     target, number = folder / f"{today}-{machine}.md", 2
     while target.exists():
         target, number = folder / f"{today}-{machine}-{number}.md", number + 1
-    lines = [f"# Benchmark of {today}", "", *(f"- {fact}" for fact in facts)]
-    lines += [f"- command: `{command_line()}`", ""]
+    target.write_text(page_text(today, facts, sections, command or command_line()))
+    return target
+
+
+def page_text(today: str, facts: Sequence[str], sections: Sequence[tuple[str, str]], command: str) -> str:
+    """A page: facts of the machine, the command, then every section."""
+    lines = [f"# Benchmark of {today}", "", *(f"- {fact}" for fact in facts), f"- command: `{command}`", ""]
     for title, body in sections:
         lines += [f"## {title}", "", body, ""]
-    target.write_text("\n".join(lines))
-    return target
+    return "\n".join(lines)
