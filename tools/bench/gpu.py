@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import platform
 import re
@@ -237,7 +238,8 @@ class Bench:
                 return
             row = self.start(largest_spec(rung), self.clock.left())
             about = {"work": rung.work.to_dict(), "needed": rung.needed, "parts_on": rung.parts_on}
-            trains = len(row.get("losses", [])) == 3 and "error" not in row
+            losses = row.get("losses", [])
+            trains = len(losses) == 3 and all(map(math.isfinite, losses)) and "error" not in row
             found["attempts"].append({**about, "elements": parameters(rung.work), "trains": trains, **row})
             self.results.put("largest", found)
             print(f"largest, {_billions(rung)}: {outcome(row)}", flush=True)

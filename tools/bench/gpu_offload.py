@@ -93,12 +93,15 @@ QUICK_LADDER = (Shape(1, 64), Shape(2, 64), Shape(2, 96))
 
 
 def speed_work(device: str, threads: int, quick: bool) -> Workload:
-    """The model of the speed part: 1.4 billion parameters, or a tiny one."""
+    """The model of the speed part: 1.4 billion parameters, or a tiny one.
+
+    The learning rate is low: a large model without warm-up would make two courses of bf16 noise.
+    """
     if quick:
         return dataclasses.replace(TINY, ranks=1, device=device, threads=threads)
     return Workload(
         n_layer=24, n_embd=2048, n_head=16, vocab_size=50304, block_size=1024, micro_batch=4, ranks=1,
-        threads=threads, device=device,
+        threads=threads, device=device, lr=2e-5,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def _block(text: str) -> str:
 def setting(speed: dict[str, Any]) -> str:
     """What the contenders did."""
     work = Workload(**speed["work"])
-    size = next((f"{r['parameters'] / 1e9:.2f} billion parameters, " for r in _finished(speed["rows"])), "")
+    size = next((f"{r['parameters'] / 1e9:.3g} billion parameters, " for r in _finished(speed["rows"])), "")
     return (
         f"GPT of {size}{work.n_layer} layers, width {work.n_embd}, vocabulary {work.vocab_size}; {work.micro_batch} x "
         f"{work.block_size} tokens a step; one rank on {work.device}, {work.threads} threads; bf16 with fp32 masters, "
@@ -219,5 +219,9 @@ def largest(found: dict[str, Any]) -> str:
         for o in found["attempts"]
         if o.get("trains")
     ]
-    rows = [table([*head, "s a step", "tokens/s", "verdict"], lines)] if lines else ["No shape fits."]
+    rows = (
+        [table([*head, "s a step", "tokens/s", "verdict"], lines)]
+        if lines
+        else ["None was tried: no shape fits, or there was no time."]
+    )
     return "\n\n".join([how, room, *rows, *said, *errors])

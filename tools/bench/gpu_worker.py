@@ -119,6 +119,8 @@ def run(spec: dict[str, Any], note: Note) -> None:
     if reason := too_large(spec, work, device):
         note.write(done=True, skipped=reason)
         return
+    if device.type == "cuda":
+        torch.cuda.init()  # its peaks cannot be reset before
     host, started = HostMemory(), time.perf_counter()
     reset_peak(device)
     engine = build(spec, work, device)

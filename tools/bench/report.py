@@ -168,7 +168,8 @@ def commit() -> str:
 
 def command_line(module: str = "tools.bench.zero") -> str:
     """The command as a reader would repeat it, without this machine's paths."""
-    return " ".join([f"python -m {module}", *sys.argv[1:]])
+    words = [f"python -m {module}", *sys.argv[1:]]
+    return re.sub(r" --out[ =]\S+", "", " ".join(words))
 
 
 def write_page(
