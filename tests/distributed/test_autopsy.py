@@ -254,7 +254,10 @@ def sleep_through(rank: int, world: int, blocking: bool) -> tuple[str, str, floa
         process_group.shutdown()
 
 
-@pytest.mark.parametrize(("world", "blocking"), [pytest.param(2, True, marks=pytest.mark.slow), (3, False)])
+SLEEPERS = [pytest.param(2, True, marks=pytest.mark.exhaustive), pytest.param(3, False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("world", "blocking"), SLEEPERS)
 def test_a_rank_that_sleeps_is_named(ranks, world, blocking):
     ends = ranks.run(sleep_through, blocking, world_size=world, process_group=False)
     assert len({text for text, *_ in ends}) == 1  # all say the same

@@ -165,8 +165,10 @@ def resume(rank, world, folder, what, stage):
 
 
 def some(cases: Iterable[Any], first: int) -> list[Any]:
-    """The first ones in every run of the tests, the others in the slow one."""
-    return [pytest.param(case, marks=[] if place < first else [pytest.mark.slow]) for place, case in enumerate(cases)]
+    """The first ones in every run of the tests, the others in the exhaustive one."""
+    return [
+        pytest.param(case, marks=[] if place < first else [pytest.mark.exhaustive]) for place, case in enumerate(cases)
+    ]
 
 
 @pytest.mark.parametrize("what", some([*OPTIMIZERS, *GROUPS], 4))

@@ -73,11 +73,11 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
 @pytest.mark.parametrize(
     ("stage", "world"),
     [
-        (1, 2),
+        pytest.param(1, 2, marks=pytest.mark.slow),
         (2, 2),
         (3, 2),
         pytest.param(1, 4, marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, marks=pytest.mark.slow),
+        pytest.param(2, 4, marks=pytest.mark.exhaustive),
         pytest.param(3, 4, marks=pytest.mark.slow),
     ],
 )
@@ -98,7 +98,7 @@ def test_same_bits(ranks, stage, world):
             check_account(report, (accumulation, number))
 
 
-@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [2, 3, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_same_bits_in_fp32_and_fp16(ranks, stage):
     """fp32 parameters are their own masters where both are on one side; fp16 has a loss scale and overflows."""
     for more in ({"precision": "fp32"}, {"precision": "fp16", "fp16": {"initial_scale_power": 18, "hysteresis": 1}}):

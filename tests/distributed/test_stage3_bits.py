@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -70,9 +72,14 @@ def cases_of(precision):
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "reentrant"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("steps", [6, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
+SAMPLE = {(1, "fp32", 6), (2, "bf16", 6), (3, "fp32", 6), (4, "bf16", 6)}
+ALL = [
+    pytest.param(*kind, marks=[] if kind in SAMPLE else [pytest.mark.exhaustive])
+    for kind in itertools.product((1, 2, 3, 4), ("fp32", "bf16"), (6, STEPS))
+]
+
+
+@pytest.mark.parametrize(("world", "precision", "steps"), ALL)
 def test_same_bits_as_stage_2(ranks, world, precision, steps):
     results = ranks.run(many, list(cases_of(precision)), steps, world_size=world, timeout=110)
     reference = results[0][0]

@@ -207,7 +207,7 @@ def same(a, b):
     ("precision", "world"),
     [
         pytest.param("bf16", 2),
-        pytest.param("fp32", 3, marks=pytest.mark.slow),
+        pytest.param("fp32", 3, marks=pytest.mark.exhaustive),
         pytest.param("fp32", 2, marks=pytest.mark.exhaustive),
         pytest.param("bf16", 3, marks=pytest.mark.exhaustive),
     ],

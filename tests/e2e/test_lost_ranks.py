@@ -64,7 +64,7 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
         assert f"where rank {rank} is: step 5, in backward, at programs.py:" in done.err
 
 
-@pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
 def test_a_killed_rank_ends_the_run(launched_by: str, tmp_path: Path) -> None:
     start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
     with runs.started([*start, PROGRAMS, "lose", str(tmp_path)], tmp_path) as command:

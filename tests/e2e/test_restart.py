@@ -35,7 +35,10 @@ def test_ranks_are_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("never", "RankFailed: rank"), ("config", "ConfigError: zero.stage=7: no such stage")],
+    [
+        pytest.param("never", "RankFailed: rank", marks=pytest.mark.exhaustive),
+        ("config", "ConfigError: zero.stage=7: no such stage"),
+    ],
 )
 def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_path: Path) -> None:
     done = launch(how, tmp_path)
@@ -43,7 +46,7 @@ def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_
     assert done.err == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
         attempts = tmp_path / "attempts1"
@@ -74,7 +77,7 @@ def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> 
     ("how", "signals", "said"),
     [
         ("stop", [signal.SIGINT], 2),  # Ctrl-C takes no account of the request
-        ("stubborn", [signal.SIGTERM], 15),
+        pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], said: int, tmp_path: Path) -> None:
@@ -90,6 +93,7 @@ def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], sai
     assert (done.out, done.err) == (f"interrupted by {said}\n", "")
 
 
+@pytest.mark.slow
 def test_a_note_survives_torchruns_restart(tmp_path: Path) -> None:
     command_line = [*TORCHRUN, "--max-restarts=2", PROGRAMS, "note", str(tmp_path)]
     with runs.started(command_line, tmp_path, TMPDIR=str(tmp_path)) as command:

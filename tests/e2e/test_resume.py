@@ -112,6 +112,7 @@ def test_sigterm_to_torchrun(reference: Reference, tiny: list[str], tmp_path: Pa
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_started_again(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with runs.started(training(*tiny, *LONG, *STAGE_2, "launch.max_restarts=2"), tmp_path) as command:

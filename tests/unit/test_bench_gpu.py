@@ -139,6 +139,7 @@ def test_tables_compare_with_deepspeed_and_judge_losses() -> None:
     assert gpu_report.loss_distance([1.0, 2.0], [1.0, float("nan")]) == float("inf")
 
 
+@pytest.mark.slow
 def test_a_quick_run_of_the_largest_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Built by zero.Init on the host, stage 3, all of it offloaded: the arena has the size of the closed form."""
     assert gpu.main(["offload", "--quick", "--parts", "largest", "--out", str(tmp_path)]) == 0
@@ -151,7 +152,7 @@ def test_a_quick_run_of_the_largest_model(tmp_path: Path, capsys: pytest.Capture
     assert "trains" in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_a_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["plain", "s2", "s2-half", "s2-late", "s3"]

@@ -151,18 +151,37 @@ print("left", flush=True)
 REQUEST = "stop_request.on_stop_request(ask, 1.0)"
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("before", "inside", "leaves", "signals", "said", "status"),
     [
         ("", "", True, ["TERM"], ["stopped by SIGTERM"], 143),
         (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
         (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
-        (REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130),
-        (REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
-        (REQUEST.replace("1.0", "20"), "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
+        pytest.param(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130, marks=EXHAUSTIVE),
+        pytest.param(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129, marks=EXHAUSTIVE),
+        pytest.param(
+            REQUEST.replace("1.0", "20"),
+            "",
+            False,
+            ["TERM", "2", "TERM"],
+            ["asked", "stopped by SIGTERM"],
+            143,
+            marks=EXHAUSTIVE,
+        ),
         # By Slurm, and passed on by the agent.
         (REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),
-        (REQUEST.replace("1.0", "20"), "", False, ["TERM", "HUP"], ["asked", "stopped by SIGHUP"], 129),
+        pytest.param(
+            REQUEST.replace("1.0", "20"),
+            "",
+            False,
+            ["TERM", "HUP"],
+            ["asked", "stopped by SIGHUP"],
+            129,
+            marks=EXHAUSTIVE,
+        ),
         (
             REQUEST.replace("1.0", "20"),
             "1 / 0",
