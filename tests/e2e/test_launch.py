@@ -54,6 +54,7 @@ def test_a_save_under_way_at_the_end_of_the_program(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
 
 
+@pytest.mark.slow
 def test_a_save_under_way_when_all_ranks_fail(tmp_path: Path) -> None:
     done = launch("save and fail", tmp_path)
     assert "all ranks alike" in done.out

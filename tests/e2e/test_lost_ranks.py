@@ -35,6 +35,7 @@ def plain_ranks(how: str, world: int, folder: Path) -> Iterator[list[runs.Comman
         ]
 
 
+@pytest.mark.slow
 def test_survivors_name_the_killed_rank(tmp_path: Path) -> None:
     with plain_ranks("lose", 3, tmp_path) as (first, killed, last):
         assert killed.wait().status == -signal.SIGKILL

@@ -71,6 +71,7 @@ def stop_with_sigterm(command_line: list[str], cwd: Path) -> tuple[runs.Done, in
     return done, step
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
     arguments = [*tiny, *LONG, *STAGE_2]
     done, step = stop_with_sigterm(training(*arguments), tmp_path)

@@ -89,6 +89,7 @@ def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -
     assert (after["memory"], after["communication"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]

@@ -125,6 +125,7 @@ def test_two_and_three_ranks_validate_alike(sweep: tuple[Path, runs.Done], broke
     assert three["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_fp16_overflow_is_skipped_and_training_goes_on(tiny: list[str], tmp_path: Path) -> None:
     done = runs.train(
         *tiny, "debug=overflow", "precision=fp16", "precision.hysteresis=1", "precision.initial_scale_power=8",
