@@ -60,19 +60,20 @@ def open_ledger(
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
 
     def host_moments() -> list[torch.Tensor]:
-        ways = built.offload.ways if built.offload is not None else []
-        states = (optimizer.state.get(master, {}) for way in ways for master in way.masters)
-        return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
-
-    def there() -> set[int]:
-        return {t.untyped_storage().data_ptr() for t in host_moments()}
+        if built.offload is None:
+            return []
+        states = (optimizer.state.get(master, {}) for way in built.offload.ways for master in way.masters)
+        made = [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+        # The arena's rooms, whether this rank has a piece in them or padding alone; and what was made elsewhere.
+        return [*built.offload.arena.tensors(MOMENTS), *(t for t in made if not built.offload.arena.holds(t))]
 
     def moments() -> list[torch.Tensor]:
         kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         if built.offload is None:
             return kept
         # What the CPU steps on has its state with it, counters too.
-        return [t for t in kept if t.dim() and t.untyped_storage().data_ptr() not in there()]
+        there = {t.untyped_storage().data_ptr() for t in host_moments()}
+        return [t for t in kept if t.dim() and t.untyped_storage().data_ptr() not in there]
 
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
