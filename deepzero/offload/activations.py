@@ -37,7 +37,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from deepzero.offload.arena import HostArena, Region
-from deepzero.offload.wire import Copy, Wire
+from deepzero.offload.wire import Copy, Wire, bytes_of_storage
 
 ACTIVATIONS_TO_HOST, ACTIVATIONS_TO_DEVICE = "offload.activations_to_host", "offload.activations_to_device"
 HOST_ACTIVATIONS = "host_activations"
@@ -48,7 +48,6 @@ LEAVING = 2
 
 SMALLEST_PART = 4
 """A storage moves when a saved tensor has at least so great a part of it: q, k and v of one projection have a third."""
-
 
 SPARE_BYTES = 64 << 20
 """Free buffers that are always kept."""
@@ -199,7 +198,7 @@ class HostActivations:
             parked = Parked(tensor, self.buffers, next(self._serials), before)
             self._parked[key] = parked
             self._last = weakref.ref(parked)
-            copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, _bytes_of(storage, tensor.device))
+            copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
             # The tensor lives until its copy has left; the buffer belongs to the copy as long.
             self._leaving.append((tensor, parked, copy))
             self._settle(LEAVING)
@@ -258,11 +257,6 @@ class HostActivations:
     def _launch(self, parked: Parked) -> tuple[torch.Tensor, Copy]:
         flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
         return flat, self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host)
-
-
-@torch.no_grad()
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 @torch.no_grad()

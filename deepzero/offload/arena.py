@@ -206,7 +206,14 @@ class HostArena:
             )
         self.pinned = True
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
-        self._unlock = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._address)
+        self._unlock = weakref.finalize(self, _unlock, self._address, device)
+        self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    """Whoever waited for a copy did so in a stream, at most: wait for the device before its copies lose their pages."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

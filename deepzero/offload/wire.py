@@ -35,6 +35,12 @@ FETCH = "offload.parameters_fetch"
 ADAM = "offload.optimizer_step"
 
 
+@torch.inference_mode(False)
+def bytes_of_storage(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """A whole storage as 1-D bytes, with a version counter of its own: no view is seen as written."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
 @dataclass
 class Leg:
     """One part of the pipeline: what it moved, how long that took, and how long somebody waited for it."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from deepzero.offload.arena import HostArena, Region
-from deepzero.offload.wire import Copy, Wire
+from deepzero.offload.wire import Copy, Wire, bytes_of_storage
 from deepzero.runtime.zero.metadata import METADATA
 
 HOST_STATES = "host_states"
@@ -114,7 +114,7 @@ class Departure:
         self._copies: list[Copy] = []
         homes = [storage for storage, _, keep in self._leaving if keep]
         copies = [
-            wire.to_host(STATES_TO_HOST, kept, _bytes_of(storage, wire.device))
+            wire.to_host(STATES_TO_HOST, kept, bytes_of_storage(storage, wire.device))
             for kept, storage in zip(self._kept, homes, strict=True)
         ]
         for copy in copies:
@@ -161,7 +161,7 @@ class Departure:
             raise
         kept = iter(self._kept)
         for storage, _, keep in self._leaving:
-            target = _bytes_of(storage, self._wire.device)
+            target = bytes_of_storage(storage, self._wire.device)
             if keep:
                 self._copies.append(self._wire.to_device(STATES_TO_DEVICE, target, next(kept)))
             else:
@@ -186,9 +186,3 @@ class Departure:
 def plan(leaving: Sequence[Leaving]) -> list[Region]:
     """The arena for what has to be kept: a region of bytes for each storage."""
     return [Region(HOST_STATES, one.storage.nbytes(), torch.uint8) for one in leaving if one.keep]
-
-
-@torch.inference_mode(False)
-def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    """A whole storage as 1-D bytes, with a version counter of its own: no view is seen as written."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))

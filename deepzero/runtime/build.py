@@ -280,6 +280,8 @@ def build_step(built: Built, optimizer: torch.optim.Optimizer, config: EngineCon
     parts = built.stage.gradients.master_parts()
     if built.offload is None:
         return ShardedStep(optimizer, parts, limit)
+    if built.reducer.comm.rank == 0:
+        log.info(built.offload.describe(optimizer))
     step, settings = ShardedStep(optimizer, parts, limit, built.offload.host_steps(parts)), built.offload.settings
     gradients = built.stage.gradients
     if settings.delayed_update and isinstance(gradients, GradientPartition):

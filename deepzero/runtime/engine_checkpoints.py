@@ -145,7 +145,7 @@ class EngineCheckpoints(EngineOffload):
             self._refuse_half_loaded()
             self._refuse_away("save_checkpoint")
             check_tag(arguments["tag"])
-            if (keep_last := arguments["keep_last"]) is not None and keep_last is not None and keep_last < 1:
+            if (keep_last := arguments["keep_last"]) is not None and keep_last < 1:
                 raise CheckpointError(f"keep_last={keep_last} must be at least 1")
             for group in self._zero.groups:
                 group.take_over_writes()

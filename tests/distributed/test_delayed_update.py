@@ -271,3 +271,15 @@ def test_a_program_may_end_before_its_update(tmp_path):
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, env=ENV)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def leaves_the_flat_buffer(rank, world):
+    engine, model = made(late(2, after=0))
+    go(engine, rank, world, 0, 2)
+    model.norm.weight.data = model.norm.weight.data.clone()
+    with pytest.raises(RuntimeError, match="has left ZeRO's flat buffer"):
+        go(engine, rank, world, 2, 3)
+
+
+def test_the_checks_of_a_step_are_made(ranks):
+    ranks.run(leaves_the_flat_buffer, world_size=2)

@@ -8,6 +8,7 @@ import torch
 import deepzero
 from deepzero.config.parse import ConfigError
 from deepzero.offload import arena
+from deepzero.runtime.zero import offloading
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -315,6 +316,21 @@ def crowded(rank, world):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "available_host_bytes", lambda: 1000 if rank == 1 else 1 << 40)
         return refused(rank, world, settings(2, 1.0))
+
+
+def bound(rank, world):
+    """Rank 1 may use one core alone, for which eight threads are too many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offloading, "usable_cores", lambda: frozenset([0] if rank == 1 else range(64)))
+        return refused(rank, world, settings(2, 1.0, offload={"threads": 8}))
+
+
+def test_threads_that_one_rank_cannot_have(ranks):
+    """All ranks say so; none waits for the one that does."""
+    for told in ranks.run(bound, world_size=2):
+        assert told.startswith("rank 1: zero_optimization.offload_optimizer.threads=8") or told.startswith(
+            "rank 1: zero."
+        )
 
 
 def test_a_host_without_room(ranks):

@@ -78,8 +78,7 @@ class DelayedStep:
     def before_step(self, groups: Sequence[ParameterGroup]) -> None:
         """Before anything of a step: a parameter that was written meanwhile would lose to the update on its way."""
         self._agree()
-        if not self.unsent:
-            self.inner.before_step(groups)
+        self.inner.before_step(groups)  # with an update on its way nothing was written, and the rest of it is checks
 
     def step(self, divisor: float) -> None:
         """Send what the last update has written, step on the device, hand over what is for the host."""

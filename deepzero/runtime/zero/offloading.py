@@ -154,11 +154,11 @@ class Offload:
     def describe(self, optimizer: torch.optim.Optimizer) -> str:
         """One line: sizes, whether locked, threads, kernel."""
         locked = "page-locked" if self.arena.pinned else "not page-locked"
-        how = f"{type(optimizer).__name__} of torch; CPUAdam would take one pass over memory"
+        how = type(optimizer).__name__
         if isinstance(optimizer, CPUAdam):
             how = optimizer.describe()
-        elif "Adam" not in type(optimizer).__name__:
-            how = type(optimizer).__name__
+        elif isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            how = f"torch's {how}; CPUAdam would take one pass over memory"
         sizes = describe_bytes(self.arena.regions)
         return f"offload per rank: {sizes} of host memory, {locked}; {self.threads} threads; {how}"
 
@@ -212,6 +212,7 @@ def open_host(
     staging = staging_regions(parts, compute, settings.delayed_update)
     regions += [room for room in rooms if room.numel] + (sums.regions() if sums is not None else []) + staging
     neighbours, threads = _neighbours(settings.threads, comm.rank)
+    _agree(lambda: _check_threads(settings.threads))
     _agree(lambda: check_host_memory([*regions, *elsewhere], neighbours))
     arena = _take_arena(regions, comm.device, settings, param)
     if comm.rank == 0:
@@ -227,14 +228,17 @@ def _neighbours(wanted: int | None, rank: int) -> tuple[int, int]:
     mine = everyone[rank]
     # Ranks that are bound to cores of their own share them with nobody.
     sharing = sum(host == mine[0] and bool(cores & mine[1]) for host, cores in everyone)
-    most = 4 * len(mine[1])
-    if wanted is not None and wanted > most:
-        raise ConfigError(
-            f"zero.offload_optimizer.threads={wanted}: rank {rank} may use {len(mine[1])} cores, and more than {most} "
-            "threads would only wait for each other"
-        )
     neighbours = sum(host == mine[0] for host, _ in everyone)
     return neighbours, wanted or threads_per_rank(sharing, len(mine[1]))
+
+
+def _check_threads(wanted: int | None) -> None:
+    cores = len(usable_cores())
+    if wanted is not None and wanted > 4 * cores:
+        raise ConfigError(
+            f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
+            "threads would only wait for each other"
+        )
 
 
 def _take_arena(
@@ -274,7 +278,7 @@ def _agree(attempt: Callable[[], None]) -> None:
     problem = None
     try:
         attempt()
-    except HostMemoryError as error:
+    except (HostMemoryError, ConfigError) as error:
         problem = str(error)
     for rank, text in enumerate(process_group.all_gather_object(problem)):
         if text is not None:
