@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from deepzero.comm import process_group, watchdog
 from deepzero.comm.chaos import Chaos
+from deepzero.comm.groups import Group, Nodes, make_group, split_ranks
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.trail import Launch
 from deepzero.comm.watchdog import Watchdog
@@ -64,22 +65,30 @@ class Pending:
 
 
 class Communicator:
-    """The collectives over the default process group, for tensors of one device.
+    """The collectives over all ranks, or a group of them, for tensors of one device.
 
     Args:
         device: where the tensors live.
         ledger: every call is counted there.
         chaos: delays before launches and waits, when enabled.
+        nodes: which ranks share a node; None: all do.
     """
 
-    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
         self.device, self.ledger, self.chaos = device, ledger, chaos
         self.rank = process_group.rank()
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and device.type == "cpu"
+        self.nodes = nodes or Nodes(self.world_size, self.world_size)
+        self.everybody = Group(tuple(range(self.world_size)), self.rank, None)
         self._watch = watchdog.current()
+
+    def split(self, size: int) -> tuple[Group, Group]:
+        """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
+        inside, across = split_ranks(self.world_size, size)
+        return make_group(inside, self.rank, not self._pairwise), make_group(across, self.rank, not self._pairwise)
 
     def fingerprint(self) -> int:
         """32 bits of everything launched so far: the same on all ranks that launched the same in the same order."""
@@ -104,55 +113,84 @@ class Communicator:
         self._watch.trail.step = number
 
     def exchange(
-        self, kind: str, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], padding: int = 0, where: str = ""
+        self,
+        kind: str,
+        send: Sequence[torch.Tensor],
+        recv: Sequence[torch.Tensor],
+        padding: int = 0,
+        where: str = "",
+        group: Group | None = None,
+        numel: int | None = None,
     ) -> Pending:
-        """All-to-all: ``send[q]`` goes to rank q, ``recv[q]`` is filled by rank q; this rank's entries are not used.
+        """All-to-all: ``send[q]`` goes to the q-th rank of the group, ``recv[q]`` is filled by it; own ones are unused.
 
         Args:
             kind: the ledger's name for it.
-            send: W tensors.
-            recv: W tensors, extents and dtypes as the senders'.
+            send: a tensor for each rank; what is empty is not sent.
+            recv: the same, extents and dtypes as the senders'.
             padding: how many of the elements sent are padding.
             where: which interval, for messages and traces.
+            group: who takes part; None: all ranks. All groups of a partition of the ranks do so at the same time.
+            numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
-        launch = self._before(kind, where)
-        peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        elements = sum(send[q].numel() for q in peers)
-        self.ledger.record(kind, elements, send[0].element_size(), padding)
-        if not peers:
+        launch, among = self._before(kind, where), group or self.everybody
+        sent = [q for q in among.peers if send[q].numel()]
+        elements = sum(send[q].numel() if numel is None else numel for q in sent)
+        crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
+        between = sum(send[sent[place]].nbytes for place in crossing)
+        self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between)
+        if among.size == 1:
             return self._pending(launch)
         if self._pairwise:
-            return self._pending(launch, lambda: self._exchange_by_pairs(send, recv, peers, launch.tag))
-        outputs = [self._unused(t) if q == self.rank else t for q, t in enumerate(recv)]
-        inputs = [self._unused(t) if q == self.rank else t for q, t in enumerate(send)]
+            return self._pending(launch, lambda: self._exchange_by_pairs(send, recv, among, launch.tag))
+        outputs = [self._unused(t) if q == among.index else t for q, t in enumerate(recv)]
+        inputs = [self._unused(t) if q == among.index else t for q, t in enumerate(send)]
         if self.backend == "gloo":
-            return self._pending(launch, lambda: self._exchange_through_host(inputs, outputs))
-        return self._pending(launch, lambda: [dist.all_to_all(outputs, inputs, async_op=True)])
+            return self._pending(launch, lambda: self._exchange_through_host(inputs, outputs, among))
+        return self._pending(launch, lambda: [dist.all_to_all(outputs, inputs, among.handle, async_op=True)])
 
     def all_gather(
-        self, kind: str, parts: Sequence[torch.Tensor], whole: torch.Tensor, padding: int = 0, where: str = ""
+        self,
+        kind: str,
+        parts: Sequence[torch.Tensor],
+        whole: torch.Tensor,
+        padding: int = 0,
+        where: str = "",
+        group: Group | None = None,
+        numel: int | None = None,
     ) -> Pending:
-        """Every rank's part, in place: ``parts`` are the W parts of ``whole``, and this rank's is there."""
-        if self._pairwise or self.world_size == 1:
-            return self.exchange(kind, [parts[self.rank]] * self.world_size, parts, padding, where)
-        launch = self._before(kind, where)
-        mine = parts[self.rank]
-        self.ledger.record(kind, (self.world_size - 1) * mine.numel(), mine.element_size(), padding)
-        return self._pending(launch, lambda: [_all_gather_single(whole, mine, async_op=True)])
+        """Every rank's part, in place: ``parts`` are those of ``whole``, one for each rank, and this rank's is there.
+
+        ``padding``, ``group`` and ``numel`` are :meth:`exchange`'s.
+        """
+        among = group or self.everybody
+        mine = parts[among.index]
+        if self._pairwise or among.size == 1:
+            return self.exchange(kind, [mine] * among.size, parts, padding, where, group, numel)
+        launch, others = self._before(kind, where), among.size - 1
+        crossing = len(self.nodes.crossing(self.rank, among.ranks))
+        elements = mine.numel() if numel is None else numel
+        self.ledger.record(kind, others * elements, others * mine.nbytes, padding, crossing * mine.nbytes)
+        return self._pending(launch, lambda: [_all_gather_single(whole, mine, among.handle, async_op=True)])
 
     def reduce_scatter(
         self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = ""
     ) -> Pending:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
-        launch = self._before(kind, where)
-        self.ledger.record(kind, (self.world_size - 1) * output.numel(), output.element_size(), padding)
+        launch, others = self._before(kind, where), self.world_size - 1
+        between = (self.world_size - self.nodes.per_node) * output.nbytes
+        self.ledger.record(kind, others * output.numel(), others * output.nbytes, padding, between)
         return self._pending(launch, lambda: [_reduce_scatter_single(output, whole, async_op=True)])
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
-        """The backend's own sum, in place, on every rank; counted as a ring's, ``2 (W-1)/W`` per element."""
+        """The backend's own sum, in place, on every rank; counted as a ring's, ``2 (W-1)/W`` per element.
+
+        Of that, what would go to other nodes if each rank sent its parts straight to their owners.
+        """
         launch = self._before(kind, where)
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
-        self.ledger.record(kind, sent, tensor.element_size(), padding)
+        nbytes = sent * tensor.element_size()
+        self.ledger.record(kind, sent, nbytes, padding, nbytes * self.nodes.share_between)
         if self.world_size == 1:
             return self._pending(launch)
         return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])
@@ -161,7 +199,9 @@ class Communicator:
         """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for setup only."""
         if self.world_size == 1:
             return
-        self.ledger.record(kind, tensor.numel() if self.rank == src else 0, tensor.element_size())
+        sent = self.rank == src
+        between = tensor.nbytes * (self.world_size - self.nodes.per_node) / self.world_size if sent else 0
+        self.ledger.record(kind, tensor.numel() if sent else 0, tensor.nbytes if sent else 0, 0, between)
         with self._watch.blocking(kind):
             dist.broadcast(tensor, src=src)
 
@@ -187,18 +227,20 @@ class Communicator:
         return tensor[:0]
 
     def _exchange_by_pairs(
-        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], peers: list[int], tag: int
+        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: Group, tag: int
     ) -> _Works:
-        # Rank r sends to r+1 and receives from r-1 first: no rank is everybody's first target.
-        works = [dist.isend(send[q], q, tag=tag) for q in peers]
-        return works + [dist.irecv(recv[q], q, tag=tag) for q in reversed(peers)]
+        works = [dist.isend(send[q], among.ranks[q], tag=tag) for q in among.peers if send[q].numel()]
+        receives = [dist.irecv(recv[q], among.ranks[q], tag=tag) for q in reversed(among.peers) if recv[q].numel()]
+        return works + receives
 
-    def _exchange_through_host(self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor]) -> _Works:
+    def _exchange_through_host(
+        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: Group
+    ) -> _Works:
         """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
         inputs = torch.cat(list(send)).cpu()
         outputs = torch.empty(sum(t.numel() for t in recv), dtype=inputs.dtype)
         splits_out, splits_in = [t.numel() for t in recv], [t.numel() for t in send]
-        dist.all_to_all_single(outputs, inputs, splits_out, splits_in)
+        dist.all_to_all_single(outputs, inputs, splits_out, splits_in, among.handle)
         for target, source in zip(recv, outputs.split(splits_out), strict=True):
             target.copy_(source)
         return []

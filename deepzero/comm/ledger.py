@@ -40,11 +40,13 @@ class Traffic:
     """True elements, without padding."""
     padding_elements: float = 0
     bytes: float = 0
-    """Of elements and padding together."""
+    """Of elements and padding together; of quantised ones, scales included."""
+    between_node_bytes: float = 0
+    """Of them, what goes to ranks on other nodes; the rest stays inside."""
 
     def add(self, other: Traffic, weight: float = 1) -> None:
         """Add ``weight`` times ``other``; numbers that stay whole stay integers."""
-        for name in ("calls", "elements", "padding_elements", "bytes"):
+        for name in ("calls", "elements", "padding_elements", "bytes", "between_node_bytes"):
             total = getattr(self, name) + weight * getattr(other, name)
             setattr(self, name, int(total) if float(total).is_integer() else total)
 
@@ -55,6 +57,7 @@ class Traffic:
             "elements": self.elements,
             "padding_elements": self.padding_elements,
             "bytes": self.bytes,
+            "between_node_bytes": self.between_node_bytes,
         }
 
 
@@ -91,11 +94,19 @@ class Ledger:
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
     _aside: bool = False
 
-    def record(self, kind: str, elements: int, itemsize: int, padding: int = 0) -> None:
-        """Count one call that sends ``elements`` elements of ``itemsize`` bytes, ``padding`` of them padding."""
+    def record(self, kind: str, elements: int, sent_bytes: int, padding: int = 0, between_bytes: float = 0) -> None:
+        """Count one call.
+
+        Args:
+            kind: of collective.
+            elements: that this rank sends, padding included.
+            sent_bytes: what they take on the wire.
+            padding: how many of them are padding.
+            between_bytes: how many of the bytes leave this rank's node.
+        """
         account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
         entry = account.setdefault(kind, Traffic())
-        entry.add(Traffic(1, elements - padding, padding, elements * itemsize))
+        entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
         """Keep an event, when the order is being traced."""

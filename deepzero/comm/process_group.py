@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import watchdog
+from deepzero.comm import groups, watchdog
 from deepzero.comm.meeting import agents_store, shared_by_attempts
 from deepzero.config.parse import ConfigError
 
@@ -90,6 +90,7 @@ def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     if is_initialized():
         watchdog.leave("has left the process group")
+        groups.forget()
         dist.destroy_process_group()
 
 

@@ -22,14 +22,12 @@ from deepzero.config.engine import (
     ActivationCheckpointingConfig,
     CommConfig,
     EngineConfig,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
-    ZeroConfig,
 )
 from deepzero.config.parse import ConfigError, build, convert, unknown_key
+from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 _SCALARS = (
     "train_batch_size",
@@ -90,11 +88,6 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "zero_optimization.use_multi_rank_bucket_allreduce": ((True, False), "a bucket always goes to all of its owners"),
     "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
-    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), ""),
-    "zero_optimization.mics_shard_size": ((-1,), ""),
-    "zero_optimization.zero_hpz_partition_size": ((1,), ""),
-    "zero_optimization.zero_quantized_weights": ((False,), ""),
-    "zero_optimization.zero_quantized_gradients": ((False,), ""),
     "bf16.check_grad_overflow": ((True,), "a gradient that is not finite always stops the run"),
     "bf16.immediate_grad_update": (
         (True, False),
@@ -292,6 +285,8 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind in (("offload_optimizer", OffloadOptimizerConfig), ("offload_param", OffloadParamConfig)):
         if name in zero:
             zero[name] = _offload_block(zero[name], kind, f"zero_optimization.{name}")
+    if not isinstance(zero.get("quantization", {}), Mapping):
+        raise ConfigError(f"zero_optimization.quantization={zero['quantization']!r} must be an object with settings")
     known = [f.name for f in fields(ZeroConfig)]
     for key in zero:
         if key not in known:

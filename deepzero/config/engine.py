@@ -12,178 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deepzero.config.parse import ConfigError
+from deepzero.config.parse import ConfigError, require
+from deepzero.config.zero import ZeroConfig
 
 DTYPES = ("bf16", "fp16", "fp32")
-
-
-def require(ok: bool, path: str, value: object, rule: str) -> None:
-    """Raise a :class:`ConfigError` that names key, value and rule unless ``ok``."""
-    if not ok:
-        raise ConfigError(f"{path}={value!r}: {rule}")
-
-
-@dataclass(frozen=True)
-class OffloadOptimizerConfig:
-    """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory."""
-
-    device: Literal["none", "cpu"] = "none"
-    """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
-
-    pin_memory: bool = True
-    """Lock the pages, without which no copy runs in the background. DeepSpeed's default is false, as its allocator
-    rounds up to powers of two; the arena is exact."""
-
-    ratio: float = 1.0
-    """Part of the states that goes to the host, in whole intervals; the device steps on the rest."""
-
-    delayed_update: bool = False
-    """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
-    use the parameters from before. Needs CPUAdam."""
-
-    delay_after_steps: int = 40
-    """The first so many steps are not delayed: early in training parameters change fast."""
-
-    threads: int | None = None
-    """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
-
-    def __post_init__(self) -> None:
-        where = "zero.offload_optimizer"
-        require(0.0 <= self.ratio <= 1.0, f"{where}.ratio", self.ratio, "must be between 0 and 1")
-        require(self.delay_after_steps >= 0, f"{where}.delay_after_steps", self.delay_after_steps, "is negative")
-        require(self.threads is None or self.threads >= 1, f"{where}.threads", self.threads, "must be at least 1")
-        # What would say nothing is refused; pin_memory alone is harmless.
-        silent = {"ratio": 1.0, "threads": None, "delayed_update": False} if self.device == "none" else {}
-        if not self.delayed_update:
-            silent["delay_after_steps"] = 40
-        for name, default in silent.items():
-            value = getattr(self, name)
-            needs = "delayed_update=true" if name == "delay_after_steps" else "device=cpu"
-            require(value == default, f"{where}.{name}", value, f"needs {where}.{needs}")
-
-
-@dataclass(frozen=True)
-class OffloadParamConfig:
-    """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory."""
-
-    device: Literal["none", "cpu"] = "none"
-    """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
-
-    pin_memory: bool = True
-    """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
-
-    max_in_cpu: int | None = None
-    """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
-    DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
-
-    def __post_init__(self) -> None:
-        require(
-            self.max_in_cpu is None or self.max_in_cpu >= 0,
-            "zero.offload_param.max_in_cpu",
-            self.max_in_cpu,
-            "must not be negative",
-        )
-        require(
-            self.max_in_cpu is None or self.device == "cpu",
-            "zero.offload_param.max_in_cpu",
-            self.max_in_cpu,
-            "needs zero.offload_param.device=cpu",
-        )
-
-
-@dataclass(frozen=True)
-class ZeroConfig:
-    """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
-
-    stage: int = 0
-    """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
-
-    reduce_bucket_size: int = 500_000_000
-    """At most this many elements are reduced at a time. For small models see ``layout.interval_limit``."""
-
-    allgather_bucket_size: int = 500_000_000
-    """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits an interval."""
-
-    overlap_comm: bool = False
-    """Let reductions run while the backward pass goes on, with two buckets in flight."""
-
-    reduce_scatter: bool = True
-    """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
-
-    stage3_prefetch_bucket_size: int = 50_000_000
-    """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
-    small intervals, and then one interval ahead is the most; see ``build.fetch_limits``."""
-
-    stage3_max_live_parameters: int = 1_000_000_000
-    """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
-    warning."""
-
-    stage3_max_reuse_distance: int = 1_000_000_000
-    """Stage 3: keep what is used again within so many elements of other parameters. For small models as
-    ``stage3_prefetch_bucket_size``: one interval is the most."""
-
-    stage3_param_persistence_threshold: int = 100_000
-    """Stage 3: parameters of at most this many elements stay whole on every rank."""
-
-    sub_group_size: int = 1_000_000_000
-    """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
-    cut into the layout's intervals instead."""
-
-    offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
-    """Optimizer states in host memory."""
-
-    offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
-    """Parameters in host memory."""
-
-    def __post_init__(self) -> None:
-        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
-        for name in ("prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
-            value = getattr(self, f"stage3_{name}")
-            require(value >= 0, f"zero.stage3_{name}", value, "must not be negative")
-        for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size"):
-            require(getattr(self, name) >= 1, f"zero.{name}", getattr(self, name), "must be at least 1 element")
-        require(
-            self.reduce_scatter or self.stage == 1,
-            "zero.reduce_scatter",
-            self.reduce_scatter,
-            f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}",
-        )
-        self._check_offload()
-
-    def _check_offload(self) -> None:
-        optimizer, param = self.offload_optimizer, self.offload_param
-        where = "zero.offload_optimizer.device"
-        require(
-            optimizer.device == "none" or self.stage >= 1,
-            where,
-            optimizer.device,
-            f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={self.stage}",
-        )
-        require(
-            optimizer.device == "none" or self.reduce_scatter,
-            where,
-            optimizer.device,
-            "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device",
-        )
-        where = "zero.offload_param.device"
-        require(
-            param.device == "none" or self.stage == 3,
-            where,
-            param.device,
-            f"parameters are partitioned in stage 3 alone, and zero.stage={self.stage}",
-        )
-        require(
-            param.device == "none" or optimizer.device == "cpu",
-            where,
-            param.device,
-            "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves",
-        )
-        require(
-            param.device == "none" or not optimizer.delayed_update,
-            where,
-            param.device,
-            "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches",
-        )
 
 
 @dataclass(frozen=True)
@@ -246,6 +78,10 @@ class CommConfig:
     """exact: all-to-all, then an fp32 sum in rank order (same bits for any bucketing). native: the backend's own
     reduce-scatter. None: exact on gloo, native on NCCL."""
 
+    ranks_per_node: int | None = None
+    """Ranks that share a node, consecutive ones: qgZ reduces there first, and the ledger tells what leaves a node. On
+    one machine nodes can be pretended. None: as the launcher says (``LOCAL_WORLD_SIZE``), else all."""
+
     timeout_seconds: float = 600.0
     """A collective that takes longer raises."""
 
@@ -253,6 +89,8 @@ class CommConfig:
     """Disorder for tests; off."""
 
     def __post_init__(self) -> None:
+        ranks = self.ranks_per_node
+        require(ranks is None or ranks >= 1, "comm.ranks_per_node", ranks, "must be at least 1")
         require(self.timeout_seconds > 0, "comm.timeout_seconds", self.timeout_seconds, "must be positive")
 
 
@@ -348,6 +186,21 @@ class EngineConfig:
             "steps_per_print",
             self.steps_per_print,
             "must be at least 1",
+        )
+        require(
+            not (self.zero.zero_quantized_gradients and self.comm.reduce == "native"),
+            "comm.reduce",
+            self.comm.reduce,
+            "does not go with zero.zero_quantized_gradients: the backend's own reduction cannot add quantised numbers; "
+            "leave it out",
+        )
+        weights = self.zero.zero_quantized_weights or self.zero.zero_quantized_nontrainable_weights
+        require(
+            not (weights and self.zero.quantization.weight_bits == 4 and self.precision.dtype == "fp32"),
+            "zero.quantization.weight_bits",
+            4,
+            "means little with precision.dtype=fp32, which is chosen for digits that 15 levels cannot carry; use 8, or "
+            "bf16",
         )
 
 

@@ -24,6 +24,12 @@ class ConfigError(ValueError):
     """A setting that cannot be used. The message says which key, which value, and what to write instead."""
 
 
+def require(ok: bool, path: str, value: object, rule: str) -> None:
+    """Raise a :class:`ConfigError` that names key, value and rule unless ``ok``."""
+    if not ok:
+        raise ConfigError(f"{path}={value!r}: {rule}")
+
+
 def unknown_key(key: object, valid: typing.Iterable[str], where: str) -> ConfigError:
     """The error for a key that nobody reads.
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
+from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
 from deepzero.layout import FlatLayout, Interval
 from deepzero.offload.placement import Placement
@@ -252,7 +253,7 @@ def padding_memory(counts: Counts, world_size: int, sizes: StateSizes) -> dict[s
 
 def predicted_traffic(
     layouts: Sequence[FlatLayout],
-    world_size: int,
+    nodes: Nodes,
     sizes: StateSizes,
     persistent: Sequence[FlatLayout] = (),
     frozen: Sequence[FlatLayout] = (),
@@ -261,41 +262,42 @@ def predicted_traffic(
 
     Args:
         layouts: of all trained groups.
-        world_size: W.
+        nodes: the ranks, and which of them share one.
         sizes: bytes per element, and how the run is cut.
         persistent: stage 3: of those of ``layouts`` that stay whole.
         frozen: stage 3: of partitioned groups that are not trained.
     """
-    times = sizes.micro_batches if sizes.stage >= 2 else 1
+    times, world_size = sizes.micro_batches if sizes.stage >= 2 else 1, nodes.world_size
     forms: dict[str, Traffic] = {}
     if sizes.whole_reduce and not sizes.exact:
-        forms[ALL_REDUCE] = one_collective(layouts, world_size, sizes.wire, times, halves=2)
+        forms[ALL_REDUCE] = one_collective(layouts, nodes, sizes.wire, times, halves=2)
     else:
-        forms[REDUCE_SCATTER] = one_collective(layouts, world_size, sizes.wire, times)
+        forms[REDUCE_SCATTER] = one_collective(layouts, nodes, sizes.wire, times)
         if sizes.whole_reduce and world_size > 1:
-            forms[ALL_GATHER_GRADIENTS] = one_collective(layouts, world_size, sizes.accumulation)
+            forms[ALL_GATHER_GRADIENTS] = one_collective(layouts, nodes, sizes.accumulation)
     if sizes.stage in (1, 2):
-        forms[ALL_GATHER] = one_collective(layouts, world_size, sizes.compute)
+        forms[ALL_GATHER] = one_collective(layouts, nodes, sizes.compute)
     if sizes.stage == 3:
         if persistent:
-            forms[ALL_GATHER] = one_collective(persistent, world_size, sizes.compute)
+            forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
         parted = [*(layout for layout in layouts if layout not in persistent), *frozen]
         if parted:
-            forms[FORWARD] = one_collective(parted, world_size, sizes.compute, times)
-            forms[BACKWARD] = one_collective(parted, world_size, sizes.compute, times)
+            forms[FORWARD] = one_collective(parted, nodes, sizes.compute, times)
+            forms[BACKWARD] = one_collective(parted, nodes, sizes.compute, times)
     message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
-    forms[AGREEMENT] = Traffic(1, message, 0, 8 * message)
+    forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)
     return forms
 
 
 def one_collective(
-    layouts: Sequence[FlatLayout], world_size: int, itemsize: int, times: int = 1, halves: int = 1
+    layouts: Sequence[FlatLayout], nodes: Nodes, itemsize: int, times: int = 1, halves: int = 1
 ) -> Traffic:
     """``times`` reduce-scatters or all-gathers of everything; ``halves=2``: all-reduces."""
     true = sum(layout.numel for layout in layouts)
     padding = sum(layout.padded_numel for layout in layouts) - true
     calls = sum(len(layout.intervals) for layout in layouts)
-    share = halves * (world_size - 1) / world_size
+    share = halves * (nodes.world_size - 1) / nodes.world_size
+    sent_bytes = (true + padding) * share * itemsize
     traffic = Traffic()
-    traffic.add(Traffic(calls, true * share, padding * share, (true + padding) * share * itemsize), times)
+    traffic.add(Traffic(calls, true * share, padding * share, sent_bytes, sent_bytes * nodes.share_between), times)
     return traffic

@@ -33,8 +33,7 @@ from typing import Literal
 
 import torch
 
-from deepzero.config.engine import require
-from deepzero.config.parse import ConfigError
+from deepzero.config.parse import ConfigError, require
 
 PerGroup = float | tuple[float, ...]
 """One number for all parameter groups, or one for each."""

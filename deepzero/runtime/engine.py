@@ -35,8 +35,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
-from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
@@ -46,6 +44,7 @@ from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sh
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
+from deepzero.runtime.world import open_communicator
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
@@ -106,7 +105,7 @@ class Engine(EngineCheckpoints):
 
         # 0 build
         self.ledger = Ledger()
-        self.comm = Communicator(self.device, self.ledger, Chaos(config.comm.chaos, self.global_rank))
+        self.comm = open_communicator(config, self.device, self.ledger)
         # What can still be refused comes before the model is touched.
         self._scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler

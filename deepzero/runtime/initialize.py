@@ -19,6 +19,7 @@ from deepzero.config.parse import ConfigError
 from deepzero.runtime.agreement import agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.runtime.world import check_ranks
 from deepzero.runtime.zero.init_context import Init
 
 log = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def _agreed(
         if model is None:
             raise ConfigError("initialize needs model=")
         resolve_batch(settings, process_group.world_size())
+        check_ranks(settings, process_group.world_size())
         check_precision(settings.precision.dtype, process_group.default_device())
         if settings.zero.stage == 3 and any(param.is_meta for param in model.parameters()):
             Init(module=model)

@@ -48,7 +48,7 @@ def open_ledger(
     counts = Counts.of(layouts, persistent, frozen)
     memory = predicted_memory(counts.true, world, sizes)
     padding = padding_memory(counts, world, sizes)
-    traffic = predicted_traffic(layouts, world, sizes, persistent, frozen)
+    traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent, frozen)
     if built.offload is not None:
         memory, padding = _with_host(built, counts, world, sizes)
         traffic |= _wire(built, world, sizes)

@@ -43,7 +43,7 @@ def choose(group: str, choice: str) -> list[str]:
 
 
 def test_the_groups_are_those_of_the_design() -> None:
-    expected = "zero offload model data optimizer scheduler precision comm logger profiler experiment debug"
+    expected = "zero offload zeropp model data optimizer scheduler precision comm logger profiler experiment debug"
     assert set(GROUPS) == set(expected.split())
 
 

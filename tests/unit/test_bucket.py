@@ -66,10 +66,10 @@ def test_ledger_counts_shared_storage_once_and_keeps_the_maximum():
 
 def test_ledger_separates_setup_from_steps():
     ledger = Ledger()
-    ledger.record("setup.broadcast", 10, 4)
+    ledger.record("setup.broadcast", 10, 40)
     ledger.close_setup()
-    ledger.record("gradients.reduce_scatter", 100, 2, padding=30)
-    ledger.record("gradients.reduce_scatter", 100, 2)
+    ledger.record("gradients.reduce_scatter", 100, 200, padding=30)
+    ledger.record("gradients.reduce_scatter", 100, 200)
     ledger.close_step()
     assert ledger.setup == {"setup.broadcast": Traffic(1, 10, 0, 40)}
     assert ledger.last_step == {"gradients.reduce_scatter": Traffic(2, 170, 30, 400)} and not ledger.traffic

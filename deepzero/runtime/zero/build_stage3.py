@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.config.engine import ZeroConfig
+from deepzero.config.zero import ZeroConfig
 from deepzero.layout import interval_limit, plan_layout
 from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.buffer_pool import BufferPool

@@ -17,8 +17,8 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.config.engine import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from deepzero.config.parse import ConfigError
+from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from deepzero.layout import FlatLayout
 from deepzero.offload.arena import (
     HostArena,

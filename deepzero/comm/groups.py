@@ -1,0 +1,143 @@
+"""Which ranks share a node, and groups of ranks that talk among themselves.
+
+Links inside a node are some thirty times as fast as those between nodes, so what matters of a byte is whether it leaves
+its node. Ranks are numbered node by node, as launchers do it: rank r is on node ``r // R``, R ranks to a node. On one
+machine nodes can be pretended (``comm.ranks_per_node``): everything runs, and is counted, as if there were several.
+
+Two families of groups cover what ZeRO++ and hybrid sharding need, both over runs of ``size`` consecutive ranks::
+
+    size 2 of W = 6        inside: (0 1) (2 3) (4 5)        across: (0 2 4) (1 3 5)
+
+Sources: ZeRO++ (Wang et al. 2023), sections 3.2 and 3.3; MiCS (Zhang et al. 2022), section 3; DeepSpeed's
+``utils/groups.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from deepzero.config.parse import ConfigError
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How ranks are spread over nodes. Pure integers."""
+
+    world_size: int
+    per_node: int
+    """R, which divides ``world_size``."""
+
+    @property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return self.world_size // self.per_node
+
+    def of(self, rank: int) -> int:
+        """The node of ``rank``."""
+        return rank // self.per_node
+
+    def crossing(self, rank: int, peers: Sequence[int]) -> list[int]:
+        """Which of ``peers``, given by their rank, are on another node than ``rank``; their positions in ``peers``."""
+        return [place for place, peer in enumerate(peers) if self.of(peer) != self.of(rank)]
+
+    @property
+    def share_between(self) -> float:
+        """What part of a message to every other rank leaves the node: ``(W - R) / (W - 1)``."""
+        return (self.world_size - self.per_node) / max(self.world_size - 1, 1)
+
+
+def find_nodes(ranks_per_node: int | None, world_size: int) -> Nodes:
+    """The nodes of this run.
+
+    Args:
+        ranks_per_node: ``comm.ranks_per_node``; None asks the launcher (torchrun's ``LOCAL_WORLD_SIZE``), and where it
+            says nothing, or nodes differ in size, all ranks count as one node.
+        world_size: W.
+
+    Raises:
+        ConfigError: ``ranks_per_node`` does not divide W.
+
+    Example:
+        >>> find_nodes(2, world_size=6).count
+        3
+    """
+    if ranks_per_node is None:
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        local = int(told) if told.isdigit() and int(told) > 0 else world_size
+        return Nodes(world_size, local if world_size % local == 0 else world_size)
+    if world_size % ranks_per_node:
+        raise ConfigError(
+            f"comm.ranks_per_node={ranks_per_node}: does not divide the {world_size} ranks of this run; nodes have "
+            f"{divisors_text(world_size)} ranks"
+        )
+    return Nodes(world_size, ranks_per_node)
+
+
+def divisors_text(number: int) -> str:
+    """For messages: ``1, 2, 3 or 6``."""
+    words = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks, this one among them, in the order of their numbers."""
+
+    ranks: tuple[int, ...]
+    index: int
+    """This rank's place in ``ranks``."""
+    handle: dist.ProcessGroup | None
+    """The backend's communicator. None: the default one, of all ranks, through which pairs of ranks find each other."""
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.ranks)
+
+    @property
+    def peers(self) -> list[int]:
+        """Places of the others. Each rank begins with its successor: no rank is everybody's first target."""
+        return [(self.index + step) % self.size for step in range(1, self.size)]
+
+
+def split_ranks(world_size: int, size: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The groups *inside* runs of ``size`` consecutive ranks, and those *across* them. Pure integers.
+
+    Example:
+        >>> split_ranks(4, 2)
+        ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
+    """
+    inside = [tuple(range(first, first + size)) for first in range(0, world_size, size)]
+    across = [tuple(range(first, world_size, size)) for first in range(size)]
+    return inside, across
+
+
+_HANDLES: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> Group:
+    """This rank's one of several groups. With a handle a collective of all ranks; made once in a process group.
+
+    Args:
+        ranks: all groups, the same on every rank, in the same order.
+        rank: this rank.
+        with_handle: the backend needs a communicator for each (NCCL), or does without (pairs of ranks on gloo).
+    """
+    mine = next(some for some in ranks if rank in some)
+    if not with_handle:
+        return Group(mine, mine.index(rank), None)
+    world = id(dist.group.WORLD)
+    for some in ranks:
+        # Every rank has made the same groups so far, so that all find one here or all make it.
+        if (world, some) not in _HANDLES:
+            _HANDLES[world, some] = dist.new_group(list(some))
+    return Group(mine, mine.index(rank), _HANDLES[world, mine])
+
+
+def forget() -> None:
+    """The process group is about to end, and its parts with it."""
+    _HANDLES.clear()

@@ -1,0 +1,294 @@
+"""``zero_optimization`` of a DeepSpeed config as frozen dataclasses: what is partitioned, offloaded and quantised.
+
+Sources: DeepSpeed's ``runtime/zero/config.py`` and ``runtime/zero/offload_config.py`` for names and meanings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from deepzero.config.parse import require
+
+UNIT = 64
+"""Elements. Every rank's part is a multiple of it, so blocks have to be too: ``layout.ALIGN``, as a test sees to."""
+
+
+@dataclass(frozen=True)
+class OffloadOptimizerConfig:
+    """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
+
+    pin_memory: bool = True
+    """Lock the pages, without which no copy runs in the background. DeepSpeed's default is false, as its allocator
+    rounds up to powers of two; the arena is exact."""
+
+    ratio: float = 1.0
+    """Part of the states that goes to the host, in whole intervals; the device steps on the rest."""
+
+    delayed_update: bool = False
+    """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
+    use the parameters from before. Needs CPUAdam."""
+
+    delay_after_steps: int = 40
+    """The first so many steps are not delayed: early in training parameters change fast."""
+
+    threads: int | None = None
+    """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
+
+    def __post_init__(self) -> None:
+        where = "zero.offload_optimizer"
+        require(0.0 <= self.ratio <= 1.0, f"{where}.ratio", self.ratio, "must be between 0 and 1")
+        require(self.delay_after_steps >= 0, f"{where}.delay_after_steps", self.delay_after_steps, "is negative")
+        require(self.threads is None or self.threads >= 1, f"{where}.threads", self.threads, "must be at least 1")
+        # What would say nothing is refused; pin_memory alone is harmless.
+        silent = {"ratio": 1.0, "threads": None, "delayed_update": False} if self.device == "none" else {}
+        if not self.delayed_update:
+            silent["delay_after_steps"] = 40
+        for name, default in silent.items():
+            value = getattr(self, name)
+            needs = "delayed_update=true" if name == "delay_after_steps" else "device=cpu"
+            require(value == default, f"{where}.{name}", value, f"needs {where}.{needs}")
+
+
+@dataclass(frozen=True)
+class OffloadParamConfig:
+    """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory."""
+
+    device: Literal["none", "cpu"] = "none"
+    """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
+
+    pin_memory: bool = True
+    """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
+
+    max_in_cpu: int | None = None
+    """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
+    DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_in_cpu is None or self.max_in_cpu >= 0,
+            "zero.offload_param.max_in_cpu",
+            self.max_in_cpu,
+            "must not be negative",
+        )
+        require(
+            self.max_in_cpu is None or self.device == "cpu",
+            "zero.offload_param.max_in_cpu",
+            self.max_in_cpu,
+            "needs zero.offload_param.device=cpu",
+        )
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """``zero.quantization``, deepzero's own: how qwZ and qgZ quantise. See ``comm/quantized.py``."""
+
+    weight_bits: int = 8
+    """Of gathered parameters: 8, or 4 for bf16 and fp16 runs."""
+
+    gradient_bits: int = 4
+    """Of gradients: 4 or 8."""
+
+    block_size: int = 2048
+    """Elements that share a scale, a multiple of 64."""
+
+    error_feedback: bool = False
+    """qgZ: what a gradient lost on the wire is added to the next one. Takes two bytes an element."""
+
+    meter_every: int = 50
+    """Measure the signal-to-noise ratio of every interval in every so-manieth optimizer step; 0: never."""
+
+    min_weight_snr_db: float | None = 15.0
+    """An interval whose weights fall below this ratio goes unquantised from then on. None: never."""
+
+    min_gradient_snr_db: float | None = 3.0
+    """The same for its gradients."""
+
+    kernel: Literal["auto", "plain", "compiled"] = "auto"
+    """compiled: through ``torch.compile``; auto: where there is a compiler, and enough to do."""
+
+    def __post_init__(self) -> None:
+        where = "zero.quantization"
+        for name in ("weight_bits", "gradient_bits"):
+            require(getattr(self, name) in (4, 8), f"{where}.{name}", getattr(self, name), "must be 8 or 4")
+        require(
+            self.block_size >= UNIT and self.block_size % UNIT == 0,
+            f"{where}.block_size",
+            self.block_size,
+            f"must be a multiple of {UNIT} elements: every rank's part is one, and is cut into blocks",
+        )
+        require(self.meter_every >= 0, f"{where}.meter_every", self.meter_every, "must not be negative")
+
+
+@dataclass(frozen=True)
+class ZeroConfig:
+    """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
+
+    stage: int = 0
+    """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
+
+    reduce_bucket_size: int = 500_000_000
+    """At most this many elements are reduced at a time. For small models see ``layout.interval_limit``."""
+
+    allgather_bucket_size: int = 500_000_000
+    """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits an interval."""
+
+    overlap_comm: bool = False
+    """Let reductions run while the backward pass goes on, with two buckets in flight."""
+
+    reduce_scatter: bool = True
+    """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
+
+    stage3_prefetch_bucket_size: int = 50_000_000
+    """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
+    small intervals, and then one interval ahead is the most; see ``build.fetch_limits``."""
+
+    stage3_max_live_parameters: int = 1_000_000_000
+    """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
+    warning."""
+
+    stage3_max_reuse_distance: int = 1_000_000_000
+    """Stage 3: keep what is used again within so many elements of other parameters. For small models as
+    ``stage3_prefetch_bucket_size``: one interval is the most."""
+
+    stage3_param_persistence_threshold: int = 100_000
+    """Stage 3: parameters of at most this many elements stay whole on every rank."""
+
+    sub_group_size: int = 1_000_000_000
+    """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
+    cut into the layout's intervals instead."""
+
+    zero_quantized_weights: bool = False
+    """qwZ, stage 3: parameters are gathered in ``quantization.weight_bits`` bits."""
+
+    zero_quantized_nontrainable_weights: bool = False
+    """qwZ for frozen parameters alone."""
+
+    zero_hpz_partition_size: int = 1
+    """hpZ, stage 3: so many consecutive ranks, a node's, keep the parameters once more among them; the backward pass
+    gathers there. 1: off."""
+
+    zero_quantized_gradients: bool = False
+    """qgZ: gradients are reduced in ``quantization.gradient_bits`` bits, inside nodes first. Stages 1, 2 and 3."""
+
+    mics_shard_size: int = -1
+    """MiCS, hybrid sharding, stage 3: parameters are partitioned over so many consecutive ranks and replicated across
+    such groups; they are gathered inside alone. Optimizer states stay partitioned over all ranks. -1: off."""
+
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    """How qwZ and qgZ quantise."""
+
+    offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
+    """Optimizer states in host memory."""
+
+    offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
+    """Parameters in host memory."""
+
+    def __post_init__(self) -> None:
+        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
+        for name in ("prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
+            value = getattr(self, f"stage3_{name}")
+            require(value >= 0, f"zero.stage3_{name}", value, "must not be negative")
+        for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size"):
+            require(getattr(self, name) >= 1, f"zero.{name}", getattr(self, name), "must be at least 1 element")
+        require(
+            self.reduce_scatter or self.stage == 1,
+            "zero.reduce_scatter",
+            self.reduce_scatter,
+            f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}",
+        )
+        self._check_offload()
+        self._check_zeropp()
+
+    @property
+    def secondary_size(self) -> int:
+        """Over how many ranks parameters are partitioned once more, for hpZ or MiCS; 1: not."""
+        return max(self.zero_hpz_partition_size, self.mics_shard_size)
+
+    def _check_zeropp(self) -> None:
+        size, mics, quantization = self.zero_hpz_partition_size, self.mics_shard_size, self.quantization
+        require(size >= 1, "zero.zero_hpz_partition_size", size, "must be at least 1 rank; 1 switches hpZ off")
+        require(mics == -1 or mics >= 1, "zero.mics_shard_size", mics, "must be at least 1 rank, or -1 for off")
+        require(
+            mics == -1 or size == 1,
+            "zero.mics_shard_size",
+            mics,
+            f"does not go with zero.zero_hpz_partition_size={size}: with MiCS no gather leaves the group anyway",
+        )
+        require(
+            mics == -1 or not (self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update),
+            "zero.mics_shard_size",
+            mics,
+            "does not go with zero.offload_param or zero.offload_optimizer.delayed_update: every step sends the new "
+            "parameters to the other groups from the device",
+        )
+        for name, off in (
+            ("zero_quantized_weights", False),
+            ("zero_quantized_nontrainable_weights", False),
+            ("zero_hpz_partition_size", 1),
+            ("mics_shard_size", -1),
+        ):
+            value = getattr(self, name)
+            rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
+            require(value == off or self.stage == 3, f"zero.{name}", value, rule)
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        gradients = self.zero_quantized_gradients
+        where = "zero.zero_quantized_gradients"
+        require(not gradients or self.stage >= 1, where, gradients, "needs reduced gradients: stage 1, 2 or 3")
+        require(
+            not gradients or self.reduce_scatter,
+            where,
+            gradients,
+            "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes",
+        )
+        # What would say nothing is refused.
+        needs = {
+            "weight_bits": (weights, "zero.zero_quantized_weights=true"),
+            "min_weight_snr_db": (weights, "zero.zero_quantized_weights=true"),
+            "gradient_bits": (gradients, f"{where}=true"),
+            "error_feedback": (gradients, f"{where}=true"),
+            "min_gradient_snr_db": (gradients, f"{where}=true"),
+        }
+        plain = QuantizationConfig()
+        for name in (f.name for f in fields(quantization)):
+            used, what = needs.get(name, (weights or gradients, "quantised weights or gradients"))
+            value = getattr(quantization, name)
+            require(used or value == getattr(plain, name), f"zero.quantization.{name}", value, f"needs {what}")
+
+    def _check_offload(self) -> None:
+        optimizer, param = self.offload_optimizer, self.offload_param
+        where = "zero.offload_optimizer.device"
+        require(
+            optimizer.device == "none" or self.stage >= 1,
+            where,
+            optimizer.device,
+            f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={self.stage}",
+        )
+        require(
+            optimizer.device == "none" or self.reduce_scatter,
+            where,
+            optimizer.device,
+            "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device",
+        )
+        where = "zero.offload_param.device"
+        require(
+            param.device == "none" or self.stage == 3,
+            where,
+            param.device,
+            f"parameters are partitioned in stage 3 alone, and zero.stage={self.stage}",
+        )
+        require(
+            param.device == "none" or optimizer.device == "cpu",
+            where,
+            param.device,
+            "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves",
+        )
+        require(
+            param.device == "none" or not optimizer.delayed_update,
+            where,
+            param.device,
+            "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches",
+        )
