@@ -39,3 +39,5 @@ class Chaos:
             for buffer in buffers:
                 if buffer is not None and buffer.is_floating_point():
                     buffer.fill_(float("nan"))
+                elif buffer is not None and buffer.dtype == torch.uint8:
+                    buffer.fill_(255)  # quantised messages: their scales are NaN

@@ -27,6 +27,8 @@ UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_de
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
 """Memory that a run may or may not use: measured, and reported where there is some."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
+SECONDARY = "secondary"
+"""What hpZ and MiCS keep of the parameters for a rank's group."""
 HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
 """In host memory, where something is offloaded."""
 
@@ -189,7 +191,10 @@ class Ledger:
         """
         memory = {
             category: {"predicted": self.predicted_memory.get(category, 0), "measured": self.held.get(category, 0)}
-            for category in (*MEMORY_CATEGORIES, *(host for host in HOST_CATEGORIES if host in self._watched))
+            for category in (
+                *MEMORY_CATEGORIES,
+                *(other for other in (SECONDARY, *HOST_CATEGORIES) if other in self._watched),
+            )
         }
         kinds = sorted({*self.predicted_traffic, *self.last_step})
         empty = Traffic()

@@ -45,7 +45,6 @@ from deepzero.offload.wire import TO_DEVICE, TO_HOST
 from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
-from deepzero.runtime.zero.partitioned_param_coordinator import BACKWARD, FORWARD
 from deepzero.runtime.zero.publish import ALL_GATHER
 
 
@@ -256,7 +255,6 @@ def predicted_traffic(
     nodes: Nodes,
     sizes: StateSizes,
     persistent: Sequence[FlatLayout] = (),
-    frozen: Sequence[FlatLayout] = (),
 ) -> dict[str, Traffic]:
     """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart.
 
@@ -265,7 +263,6 @@ def predicted_traffic(
         nodes: the ranks, and which of them share one.
         sizes: bytes per element, and how the run is cut.
         persistent: stage 3: of those of ``layouts`` that stay whole.
-        frozen: stage 3: of partitioned groups that are not trained.
     """
     times, world_size = sizes.micro_batches if sizes.stage >= 2 else 1, nodes.world_size
     forms: dict[str, Traffic] = {}
@@ -277,13 +274,9 @@ def predicted_traffic(
             forms[ALL_GATHER_GRADIENTS] = one_collective(layouts, nodes, sizes.accumulation)
     if sizes.stage in (1, 2):
         forms[ALL_GATHER] = one_collective(layouts, nodes, sizes.compute)
-    if sizes.stage == 3:
-        if persistent:
-            forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
-        parted = [*(layout for layout in layouts if layout not in persistent), *frozen]
-        if parted:
-            forms[FORWARD] = one_collective(parted, nodes, sizes.compute, times)
-            forms[BACKWARD] = one_collective(parted, nodes, sizes.compute, times)
+    if sizes.stage == 3 and persistent:
+        # What is partitioned travels as its intervals say: forecast.py.
+        forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
     message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)
     return forms

@@ -226,7 +226,7 @@ class EngineOffload(EngineFacts):
                 if interval.status is not ZeroParamStatus.NOT_AVAILABLE:
                     raise RuntimeError(f"offload_states inside GatheredParameters({interval.names}): leave it first")
                 _ = interval.shard  # what is on its way to it from the host has arrived
-            partitioning.pool.clear()
+            partitioning.clear()
 
     def _settle_arrivals(self) -> None:
         for departure in self._arriving:
@@ -268,6 +268,8 @@ class EngineOffload(EngineFacts):
             return [*((t, True) for t in separate if t is not None), *own]
         if category == "lp_params":
             shares = [(t, True) for group in zero.stores for t in group.parameter_storage]
+            if zero.partitioning is not None:
+                shares += [(t, True) for t in zero.partitioning.secondaries()]
             return shares + [(t, True) for t in self._plain_parameters()]
         if category == "lp_grads":
             waiting = {id(p.grad) for p in self.module.parameters() if p.grad is not None}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.ledger import HOST_CATEGORIES, Traffic
+from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
 from deepzero.offload.host_gradients import LANDING
@@ -23,6 +23,7 @@ from deepzero.runtime.closed_forms import (
     predicted_wire,
 )
 from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.forecast import expected, secondary_bytes
 from deepzero.runtime.zero.offloading import MOMENTS
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 
@@ -48,16 +49,26 @@ def open_ledger(
     counts = Counts.of(layouts, persistent, frozen)
     memory = predicted_memory(counts.true, world, sizes)
     padding = padding_memory(counts, world, sizes)
-    traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent, frozen)
+    traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
     if built.offload is not None:
         memory, padding = _with_host(built, counts, world, sizes)
         traffic |= _wire(built, world, sizes)
 
-    def buckets() -> list[torch.Tensor]:
-        return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
-
-    memory["buckets"] = sum(t.nbytes for t in buckets())
+    if built.partitioning is not None:
+        intervals = built.partitioning.coordinator.intervals
+        traffic |= expected(intervals, micro_batches) if intervals else {}
+        memory[SECONDARY] = sum(secondary_bytes(interval.gather) for interval in intervals)
+    memory["buckets"] = sum(t.nbytes for t in _buckets(built))
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
+    _watch(built, optimizer, ledger, padding)
+
+
+def _buckets(built: Built) -> list[torch.Tensor]:
+    return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
+
+
+def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger, padding: dict[str, int]) -> None:
+    """Which tensors are measured."""
 
     def host_moments() -> list[torch.Tensor]:
         if built.offload is None:
@@ -79,9 +90,11 @@ def open_ledger(
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
-    ledger.watch("buckets", buckets)
+    ledger.watch("buckets", partial(_buckets, built))
     if built.partitioning is not None:
-        ledger.watch("gathered", built.partitioning.pool.buffers)
+        ledger.watch("gathered", built.partitioning.gather_buffers)
+        if built.partitioning.secondaries():
+            ledger.watch(SECONDARY, built.partitioning.secondaries)
     if built.offload is not None:
         for category in HOST_CATEGORIES:
             held = host_moments if category == MOMENTS else partial(built.offload.arena.tensors, category)

@@ -50,7 +50,7 @@ from typing import Any
 
 import pytest
 
-MAX_RANKS = 4
+MAX_RANKS = 6
 START_SECONDS = 120.0
 """A rank that is not ready after this long has failed to start (a slow machine imports torch in ten seconds)."""
 GRACE_SECONDS = 1.5

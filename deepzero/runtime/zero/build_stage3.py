@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.quantized import Format, Quantizer
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import interval_limit, plan_layout
 from deepzero.offload.placement import Placement
@@ -16,10 +17,11 @@ from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.interval_gather import GatherRules
 from deepzero.runtime.zero.offloading import PlannedGroup
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_group import HostSide, PartitionedGroup, make_whole
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 
@@ -32,6 +34,23 @@ class Partitioning:
     frozen: list[PartitionedGroup]
     coordinator: PartitionedParameterCoordinator
     pool: BufferPool
+    messages: BufferPool | None
+    """qwZ: buffers for quantised messages."""
+
+    def gather_buffers(self) -> list[torch.Tensor]:
+        """What is gathered, or on its way, and what is kept for the next time."""
+        return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
+
+    def secondaries(self) -> list[torch.Tensor]:
+        """HpZ and MiCS: what this rank keeps for its group."""
+        kept = [interval.gather.secondary for interval in self.coordinator.intervals]
+        return [secondary for secondary in kept if secondary is not None]
+
+    def clear(self) -> None:
+        """Let go of free buffers."""
+        self.pool.clear()
+        if self.messages is not None:
+            self.messages.clear()
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
@@ -115,6 +134,7 @@ def partition_model(
     trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
     place_whole(names, partitioned, trained, comm, dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
+    rules, messages = gather_rules(config, comm)
     groups: list[ParameterGroup] = []
     frozen: list[PartitionedGroup] = []
     intervals: list[PartitionedInterval] = []
@@ -122,8 +142,9 @@ def partition_model(
         labels, index = [names[p] for p in group.params], group.optimizer_group
         if group.partitioned:
             made = PartitionedGroup(
-                labels, group.params, group.layout, dtype, comm, pool, len(intervals), index, placement, offload
-            )
+                labels, group.params, group.layout, dtype, comm, pool, len(intervals), index, placement, offload,
+                rules[index is None],
+            )  # fmt: skip
             intervals.extend(made.intervals)
             if index is None:
                 frozen.append(made)
@@ -138,7 +159,38 @@ def partition_model(
             )
     largest = max((interval.numel for interval in intervals), default=0)
     coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, plan.limit), 2 * largest, comm)
-    return Partitioning(groups, frozen, coordinator, pool)
+    send_to_replicas(intervals)
+    return Partitioning(groups, frozen, coordinator, pool, messages)
+
+
+def gather_rules(config: ZeroConfig, comm: Communicator) -> tuple[dict[bool, GatherRules], BufferPool | None]:
+    """How intervals travel, those of frozen parameters under True; and where quantised messages have room.
+
+    With one rank nothing travels, and nothing is quantised.
+    """
+    size = config.secondary_size
+    if comm.world_size == 1:
+        return {False: GatherRules(), True: GatherRules(fixed=True)}, None
+    replicated = config.mics_shard_size > 0
+    inside = comm.split(size)[0] if size > 1 or replicated else None
+    quantized = {
+        False: config.zero_quantized_weights,
+        True: config.zero_quantized_weights or config.zero_quantized_nontrainable_weights,
+    }
+    messages = BufferPool(torch.uint8, comm.device, config.stage3_max_live_parameters) if quantized[True] else None
+    settings = config.quantization
+    quantizer = Quantizer(Format(settings.weight_bits, settings.block_size)) if quantized[True] else None
+    rules = {
+        frozen: GatherRules(
+            inside,
+            replicated,
+            quantizer if quantized[frozen] else None,
+            messages if quantized[frozen] else None,
+            frozen,
+        )
+        for frozen in (False, True)
+    }
+    return rules, messages
 
 
 @torch.no_grad()

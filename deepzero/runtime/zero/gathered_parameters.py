@@ -84,6 +84,7 @@ class GatheredParameters:
         for interval in self.intervals:
             if interval.status is ZeroParamStatus.INFLIGHT:
                 interval.wait()
+            interval.refine(ON_REQUEST)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:

@@ -23,6 +23,7 @@ from deepzero.offload.placement import Placement
 from deepzero.offload.wire import Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.flat_group import claim, disclaim, follow
+from deepzero.runtime.zero.interval_gather import GatherRules
 from deepzero.runtime.zero.masters import Masters
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -65,6 +66,7 @@ class PartitionedGroup:
         optimizer_group: index of the optimizer's param group, or None for frozen parameters, which have no masters.
         placement: what of it lives in host memory; None: nothing.
         offload: the arena where that is, and the wire to it.
+        rules: how intervals travel, if not in plain all-gathers.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PartitionedGroup:
         optimizer_group: int | None,
         placement: Placement | None = None,
         offload: HostSide | None = None,
+        rules: GatherRules | None = None,
     ) -> None:
         self.names, self.layout, self.dtype = list(names), layout, dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, optimizer_group
@@ -102,7 +105,7 @@ class PartitionedGroup:
             wire = offload.wire if offload is not None else None
             on_host = self.placement.keeps_on_host(interval)
             key = first_key + interval.index
-            made = PartitionedInterval(key, interval, inside, shard, comm, pool, wire, on_host)
+            made = PartitionedInterval(key, interval, inside, shard, comm, pool, wire, on_host, rules)
             made.on_write, made.before_write = self._accept_write, self._may_write
             self.intervals.append(made)
         self._index = {param: index for index, param in enumerate(self.params)}

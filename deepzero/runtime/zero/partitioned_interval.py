@@ -14,8 +14,9 @@ import torch
 
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Interval, Slot
-from deepzero.offload.wire import FETCH, Copy, Wire
+from deepzero.offload.wire import Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.interval_gather import GatherRules, IntervalGather
 from deepzero.runtime.zero.partition_parameters import (
     PartitionedUseError,
     ZeroParameter,
@@ -41,6 +42,7 @@ class PartitionedInterval:
         pool: where buffers come from.
         wire: between host and device, where something is offloaded.
         shard_on_host: ``shard`` is in host memory.
+        rules: how it travels, if not in one plain all-gather.
     """
 
     def __init__(
@@ -53,15 +55,14 @@ class PartitionedInterval:
         pool: BufferPool,
         wire: Wire | None = None,
         shard_on_host: bool = False,
+        rules: GatherRules | None = None,
     ) -> None:
         self.key, self.interval, self.params, self._shard = key, interval, list(params), shard
-        self._wire = wire
+        self.gather = IntervalGather(interval, shard.dtype, comm, rules or GatherRules(), wire, f"interval {key}")
         self.shard_on_host = shard_on_host
         # With one rank the part is the whole, and is used where it is, if that is the device.
         self._in_place = comm.world_size == 1 and not self.shard_on_host
         self._arrival: Copy | None = None
-        self._fetch: Copy | None = None
-        self._last_fetch: Copy | None = None
         self.number = next(_NUMBERS)
         """Of this process, and the same on all ranks; keys are one engine's."""
         self.comm, self.pool = comm, pool
@@ -80,10 +81,9 @@ class PartitionedInterval:
         self.before_write: Callable[[], None] | None = None
         """Raises while the values must not be written."""
         self.on_write: Callable[[PartitionedInterval, ZeroParameter], None] | None = None
-        self._pending: Pending | None = None
         self._whole: torch.Tensor | None = None
         self._versions: list[int] = []
-        self._padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
+        self._samples: torch.Tensor | None = None
         for param, slot in zip(self.params, interval.slots, strict=True):
             param._zero.home, param._zero.slot = self, slot
 
@@ -103,14 +103,18 @@ class PartitionedInterval:
 
     def finish_fetches(self) -> None:
         """Before the CPU writes over this rank's part: no copy reads it any more."""
-        if self._last_fetch is not None:
-            self._last_fetch.finish()
-            self._last_fetch = None
+        if self.gather.last_fetch is not None:
+            self.gather.last_fetch.finish()
+            self.gather.last_fetch = None
 
     def renewed(self, copy: Copy | None) -> None:
         """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
         self._arrival = copy
         self.generation += 1
+
+    def launch_share(self) -> Pending | None:
+        """MiCS: launch my new part to the ranks that keep it, if there are any."""
+        return self.gather.share(self.shard, self.generation)
 
     @property
     def numel(self) -> int:
@@ -134,27 +138,38 @@ class PartitionedInterval:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def launch(self, kind: str) -> None:
-        """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'."""
+    def launch(self, kind: str, exact: bool = True, keep: bool = False) -> None:
+        """NOT_AVAILABLE → INFLIGHT: lay my part into a buffer and launch the all-gather of the others'.
+
+        Args:
+            kind: the ledger's name for it.
+            exact: the very values; False, for computing with them: by the rules, quantised or from a secondary
+                partition.
+            keep: keep a secondary partition of what arrives, if there is to be one.
+        """
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be launched")
         self.refuse_away()
         self.buffer = self._shard_as_buffer() if self._in_place else self.pool.take(self.numel)
         self._whole = self.buffer[: self.numel]
         self.pool.owners[self.buffer.data_ptr()] = (self, self.generation)
-        parts = self._whole.split(self.interval.part_numel)
-        mine, where = parts[self.comm.rank], f"interval {self.key}"
-        if self._wire is not None and self.shard_on_host:
-            padding = self.interval.part_numel - self.interval.true_numel_of(self.comm.rank)
-            self._fetch = self._last_fetch = self._wire.to_device(FETCH, mine, self.shard, padding, where)
-            # Behind the copy on its own stream: the model goes on computing, as it does while others send.
-            with self._fetch.afterwards(alone=self.comm.world_size == 1):
-                self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)
-        else:
-            if not self._in_place:
-                mine.copy_(self.shard)
-            self._pending = self.comm.all_gather(kind, parts, self._whole, self._padding, where)
+        self.gather.launch(kind, self._whole, self._my_part, self.shard_on_host, self.generation, exact, keep)
         self.status = ZeroParamStatus.INFLIGHT
+
+    def _my_part(self) -> torch.Tensor:
+        return self.shard
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def refine(self, kind: str) -> None:
+        """AVAILABLE with quantised values: gather the very values into the same place."""
+        if self.gather.lossy and self.buffer is not None:
+            written = self.written()
+            if written is not None:
+                raise _write_lost(written, "would be lost")
+            self.gather.launch(kind, self.whole, self._my_part, self.shard_on_host, self.generation, True, False)
+            self.gather.finish()
+            self.permit_writes()
 
     def _shard_as_buffer(self) -> torch.Tensor:
         """With one rank my part is the whole, and nothing is copied: the same memory under a storage of its own."""
@@ -171,12 +186,9 @@ class PartitionedInterval:
     @torch.no_grad()
     def wait(self) -> None:
         """INFLIGHT → AVAILABLE: the parameters become views of the buffer."""
-        if self.status is not ZeroParamStatus.INFLIGHT or self._pending is None or self._whole is None:
+        if self.status is not ZeroParamStatus.INFLIGHT or self._whole is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name}: there is nothing to wait for")
-        self._pending.wait()
-        if self._fetch is not None:
-            self._fetch.wait()
-        self._pending = self._fetch = None
+        self.gather.finish()
         first = self.interval.offset
         for param, slot in zip(self.params, self.interval.slots, strict=True):
             record = param._zero
@@ -188,6 +200,9 @@ class PartitionedInterval:
     def permit_writes(self) -> None:
         """What was written so far has been taken over."""
         self._versions = [param._version for param in self.params]
+        # Quantised values are no part's: what they were is noted instead.
+        lossy = self.gather.lossy and self.whole.device.type == "cpu"
+        self._samples = self._mine()[:: self._sampling].clone() if lossy else None
 
     def permit_write(self, param: ZeroParameter) -> None:
         """The same for one parameter."""
@@ -206,15 +221,25 @@ class PartitionedInterval:
             if param._version != version or (slot.numel and param.data_ptr() != start):
                 return param
         if self.whole.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
-            mine = self.whole.split(self.interval.part_numel)[self.comm.rank]
-            step = max(1, self.interval.part_numel // SAMPLES)
+            mine, step = self._mine(), self._sampling
+            expected = self.shard[::step] if self._samples is None else self._samples
             bits = torch.int32 if mine.itemsize == 4 else torch.int16
-            if not torch.equal(mine[::step].view(bits), self.shard[::step].view(bits)):
-                differs = (mine.view(bits) != self.shard.view(bits)).nonzero()[0].item()
-                place = self.interval.part_start(self.comm.rank) + int(differs)
+            if not torch.equal(mine[::step].view(bits), expected.view(bits)):
+                if self._samples is None:
+                    step, expected = 1, self.shard
+                differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
+                place = self.interval.part_start(self.comm.rank) + int(differs) * step
                 found = [p for p, s in zip(self.params, self.interval.slots, strict=True) if s.offset <= place < s.end]
                 return found[0] if found else self.params[0]
         return None
+
+    def _mine(self) -> torch.Tensor:
+        """This rank's part of what is gathered."""
+        return self.whole.split(self.interval.part_numel)[self.comm.rank]
+
+    @property
+    def _sampling(self) -> int:
+        return max(1, self.interval.part_numel // SAMPLES)
 
     def refuse_writes(self) -> None:
         """Raise when :meth:`written` finds something."""
@@ -300,14 +325,22 @@ class PartitionedInterval:
         """The same for the buffer, if the interval is gathered or on its way; it is no write by the user."""
         if self.status is ZeroParamStatus.NOT_AVAILABLE:
             return
-        if self._pending is not None:
-            self._pending.wait()
-        if self._fetch is not None:
-            self._fetch.wait()
+        self.gather.finish()
         self.pool.owners[self.whole.data_ptr()] = (self, self.generation)
         whole = self.value(param._zero.placed()[1])
         if values.data_ptr() != whole.data_ptr():
             whole.copy_(values.view(whole.shape))
+        if self._samples is not None:
+            self._samples = self._mine()[:: self._sampling].clone()
+
+
+def send_to_replicas(intervals: Sequence[PartitionedInterval]) -> None:
+    """MiCS: every rank's new parts go to the ranks of other groups that keep them. A collective; harmless without."""
+    under_way = [(interval, interval.launch_share()) for interval in intervals]
+    for interval, pending in under_way:
+        if pending is not None:
+            pending.wait()
+            interval.gather.shared()
 
 
 def _write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:

@@ -32,16 +32,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.ledger import Traffic
-from deepzero.offload.wire import FETCH
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
+from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
 log = logging.getLogger(__name__)
 
-FORWARD = "parameters.all_gather_forward"
-BACKWARD = "parameters.all_gather_backward"
 EVALUATION = "parameters.all_gather_evaluation"
 ON_REQUEST = "parameters.all_gather_on_request"
 ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
@@ -65,8 +62,8 @@ class InflightParamRegistry:
         self._intervals: dict[int, PartitionedInterval] = {}
 
     def launch(self, interval: PartitionedInterval, kind: str) -> None:
-        """Launch the interval's all-gather and remember it."""
-        interval.launch(kind)
+        """Launch the interval's all-gather and remember it. An evaluation leaves the secondary partition as it is."""
+        interval.launch(kind, exact=False, keep=kind != EVALUATION)
         self._intervals[interval.key] = interval
 
     def wait(self, key: int) -> None:
@@ -264,28 +261,14 @@ class PartitionedParameterCoordinator:
 
     def _predict(self, uses: Sequence[Use], plan: Sequence[Action]) -> None:
         """The plan says what every later step will send and hold: replace the closed forms, which know no savings."""
-        world = self._comm.world_size
-        forms = {FORWARD: Traffic(), BACKWARD: Traffic()}
-        fetched = Traffic()
-        live: set[int] = set()
-        most = 0
-        for use, action in zip(uses, plan, strict=True):
-            launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-            live = (live - set(action.release)) | {key for key, _ in launched}
-            most = max(most, sum(self.intervals[key].numel * self.intervals[key].shard.itemsize for key in live))
-            for key, backward in launched:
-                interval = self.intervals[key]
-                true, share = interval.interval.true_numel(), (world - 1) / world
-                padding, sent_bytes = interval.numel - true, interval.numel * share * interval.shard.itemsize
-                forms[BACKWARD if backward else FORWARD].add(Traffic(1, true * share, padding * share, sent_bytes))
-                if interval.shard_on_host:
-                    part_bytes = interval.numel / world * interval.shard.itemsize
-                    fetched.add(Traffic(1, true / world, padding / world, part_bytes))
-        self.ledger.predicted_traffic.update(forms)
-        if fetched.calls:
-            self.ledger.predicted_traffic[FETCH] = fetched
-        # One rank computes with its share itself.
-        self.ledger.predicted_memory["gathered"] = most if world > 1 or fetched.calls else 0
+        forecast = planned(self.intervals, uses, plan)
+        self.ledger.predicted_traffic.update(forecast.traffic)
+        self.ledger.predicted_memory["gathered"] = forecast.gathered_bytes
+
+    def predict_anew(self) -> None:
+        """Intervals travel in another way from now on."""
+        if self.training.plan is not None:
+            self._predict(self.training.uses, self.training.plan)
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""

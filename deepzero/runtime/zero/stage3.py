@@ -40,6 +40,7 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParamStatus,
 )
 from deepzero.runtime.zero.partitioned_group import PartitionedGroup
+from deepzero.runtime.zero.partitioned_interval import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.publish import Arrival, all_gather_arrived, all_gather_dp_groups
 
@@ -174,11 +175,12 @@ class ZeroStage3:
             self._arrivals.append(all_gather_arrived(found, interval, copy, self.comm))
 
     def publish(self) -> None:
-        """7: cast masters into ``shard_S``; gather persistent parameters only."""
+        """7: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
         gathers: list[Arrival | Pending]
         gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
         for group in self.partitioned:
             group.publish()
+        send_to_replicas([interval for group in self.partitioned for interval in group.intervals])
         for gather in gathers:
             gather.wait()
 

@@ -1,0 +1,305 @@
+"""How an interval is put together: by one all-gather over all ranks, or ZeRO++'s cheaper ways.
+
+[Note: messages and partitions]
+    On the wire an interval is W equal *messages*, one from each rank: its part as it is, or quantised (**qwZ**). The
+    W messages lie side by side in the *target*: the interval's own buffer, or, quantised, a buffer of bytes from which
+    the values are decoded when all have arrived. Every rank decodes every message, its own too: all compute with the
+    same values, which are those of no rank's part exactly.
+
+    The *primary* partition is a rank's part, one message of W. The *secondary* one (**hpZ**) are the W/H messages that
+    a rank keeps of a gathered interval for its group of H consecutive ranks, a node: rank r those with numbers
+    ``[r % H * W/H, (r % H + 1) * W/H)``. Together the group has all of them, so as long as the values do not change,
+    the interval can be gathered again inside the node, message by message as it was: with the same bits. That is so
+    from the forward pass's gather on until the next optimizer step; for frozen parameters, for the whole run::
+
+        W = 4, H = 2    target   | m0 | m1 | m2 | m3 |
+                        primary     0    1    2    3         one message each
+                        secondary  0, 2      1, 3            ranks 0 and 2 keep m0 m1; 1 and 3 keep m2 m3
+
+    Hybrid sharding (**MiCS**) is the same picture, with a secondary partition that is never stale: each step ends with
+    every rank sending its new message to those that keep it, and then no gather leaves the group.
+
+Volume of one gather per rank, n bytes a message: over all ranks ``(W-1) n``, of which ``(W-R) n`` leave a node of R;
+inside ``(H-1) W/H n``. Memory of the secondary partition: ``W/H n``, for an interval of Ψ elements ``cΨ/H`` (c bytes an
+element, 1.002 with qwZ).
+
+Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 2022); DeepSpeed's ``ds_secondary_tensor``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.groups import Group
+from deepzero.comm.ledger import Traffic
+from deepzero.comm.quantized import Quantizer
+from deepzero.layout import Interval
+from deepzero.offload.wire import FETCH, Copy, Wire
+from deepzero.runtime.zero.buffer_pool import BufferPool
+
+TO_REPLICAS = "parameters.publish_to_replicas"
+
+
+@dataclass(frozen=True)
+class GatherRules:
+    """How the intervals of one group travel."""
+
+    inside: Group | None = None
+    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
+    replicated: bool = False
+    """MiCS: it is renewed at the end of each step."""
+    quantizer: Quantizer | None = None
+    """qwZ."""
+    messages: BufferPool | None = None
+    """qwZ: where buffers for quantised messages come from."""
+    fixed: bool = False
+    """Frozen parameters, whose values do not change from step to step."""
+
+
+class IntervalGather:
+    """Puts one interval together, again and again.
+
+    Args:
+        interval: which.
+        dtype: of its elements.
+        comm: the ranks.
+        rules: how.
+        wire: between host and device, where something is offloaded.
+        where: the interval's name, for traces.
+    """
+
+    def __init__(
+        self,
+        interval: Interval,
+        dtype: torch.dtype,
+        comm: Communicator,
+        rules: GatherRules,
+        wire: Wire | None,
+        where: str,
+    ) -> None:
+        self.interval, self.dtype, self.comm, self.rules, self.where = interval, dtype, comm, rules, where
+        self._wire = wire
+        self.quantizes = rules.quantizer is not None and comm.world_size > 1
+        """False also once the error meter has found quantised values too far off."""
+        self.lossy = False
+        """Whether the values that have arrived last were quantised."""
+        self.last_fetch: Copy | None = None
+        """From host memory: before the host is written, it has to end."""
+        self._pending: Pending | None = None
+        self._fetch: Copy | None = None
+        self._target, self._whole, self._buffer = torch.empty(0), torch.empty(0), torch.empty(0)
+        self._keeps: int | None = None
+        self.secondary: torch.Tensor | None = None
+        """What this rank keeps for its group; its values are those of generation …"""
+        self._secondary_of = -1
+        self._make_secondary()
+
+    @property
+    def message_bytes(self) -> int:
+        """Of one rank's part on the wire."""
+        if self.quantizes and self.rules.quantizer is not None:
+            return self.rules.quantizer.format.message_bytes(self.interval.part_numel)
+        return self.interval.part_numel * self.dtype.itemsize
+
+    @property
+    def message_room(self) -> int:
+        """Bytes that quantised messages take beside the interval's own buffer, while they are on their way."""
+        return self.comm.world_size * self.message_bytes if self.quantizes else 0
+
+    @property
+    def kept_messages(self) -> int:
+        """W/H: how many messages a rank keeps for its group."""
+        inside = self.rules.inside
+        return self.comm.world_size // inside.size if inside is not None else 0
+
+    def _make_secondary(self) -> None:
+        if self.rules.inside is not None and self.comm.world_size > 1:
+            dtype = torch.uint8 if self.quantizes else self.dtype
+            numel = self.kept_messages * self.message_bytes // dtype.itemsize
+            self.secondary = torch.zeros(numel, dtype=dtype, device=self.comm.device)
+            self._secondary_of = -1
+
+    def stop_quantizing(self) -> None:
+        """From the next gather on the values travel as they are."""
+        if self.quantizes:
+            self.quantizes = False
+            self._make_secondary()
+
+    # ---- launch → finish ---------------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kind: str,
+        whole: torch.Tensor,
+        shard: Callable[[], torch.Tensor],
+        on_host: bool,
+        generation: int,
+        exact: bool,
+        keep: bool,
+    ) -> None:
+        """Launch what fills ``whole``; it belongs to the gather until :meth:`finish`.
+
+        Args:
+            kind: the ledger's name for it.
+            whole: 1-D on the device, the interval's extent.
+            shard: gives this rank's part, 1-D; not asked when nothing of it is needed.
+            on_host: the part is in host memory.
+            generation: of the values.
+            exact: the very values, as they are in the ranks' parts.
+            keep: keep a secondary partition of what arrives, if there is to be one.
+        """
+        self._whole, self.lossy = whole, self.quantizes and not exact
+        self._target = self._take(self.message_room) if self.lossy else whole
+        inside = self.rules.inside if not exact and self.secondary is not None else None
+        if inside is not None and self._secondary_of == generation:
+            self._launch_inside(kind, inside)
+            return
+        self._keeps = generation if keep and inside is not None else None
+        parts = self._target.split(self._target.numel() // self.comm.world_size)
+        if on_host and self._wire is not None:
+            mine = whole.split(self.interval.part_numel)[self.comm.rank]
+            padding = self._padding_of(self.comm.rank)
+            self._fetch = self.last_fetch = self._wire.to_device(FETCH, mine, shard(), padding, self.where)
+            # Behind the copy on its own stream: the model goes on computing, as it does while others send.
+            with self._fetch.afterwards(alone=self.comm.world_size == 1):
+                self._launch_over_all(kind, parts, mine)
+        else:
+            self._launch_over_all(kind, parts, shard())
+
+    def _launch_over_all(self, kind: str, parts: tuple[torch.Tensor, ...], mine: torch.Tensor) -> None:
+        rank, world = self.comm.rank, self.comm.world_size
+        place = parts[rank]
+        if self.lossy:
+            self._pack(mine, place)
+        elif place.data_ptr() != mine.data_ptr():
+            place.copy_(mine)
+        padding = (world - 1) * self._padding_of(rank)
+        numel = self.interval.part_numel
+        self._pending = self.comm.all_gather(kind, parts, self._target, padding, self.where, numel=numel)
+
+    def _launch_inside(self, kind: str, inside: Group) -> None:
+        if self.secondary is None:
+            raise RuntimeError(f"{self.where} has no secondary partition")
+        kept = self.kept_messages
+        parts = self._target.split(self._target.numel() // inside.size)
+        parts[inside.index].copy_(self.secondary)
+        padding = (inside.size - 1) * sum(self._padding_of(inside.index * kept + i) for i in range(kept))
+        numel = kept * self.interval.part_numel
+        self._pending = self.comm.all_gather(kind, parts, self._target, padding, self.where, inside, numel)
+
+    def finish(self) -> None:
+        """``whole`` is complete, for the current stream. Harmless when it was already."""
+        if self._pending is None:
+            return
+        self._pending.wait()
+        if self._fetch is not None:
+            self._fetch.wait()
+        if self._keeps is not None and self.secondary is not None and self.rules.inside is not None:
+            parts = self._target.split(self._target.numel() // self.rules.inside.size)
+            self.secondary.copy_(parts[self.rules.inside.index])
+            self._secondary_of = self._keeps
+        if self.lossy:
+            self._decode()
+        self._pending = self._fetch = self._keeps = None
+        self._target = self._whole = torch.empty(0)
+
+    def _decode(self) -> None:
+        rules, part = self.rules, self.interval.part_numel
+        if rules.quantizer is None or rules.messages is None:
+            raise RuntimeError(f"{self.where} is not quantised")
+        values = self._whole.split(part)
+        messages = self._target.split(self.message_bytes)
+        for message, place in zip(messages, values, strict=True):
+            rules.quantizer.unpack(rules.quantizer.format.open(message, part), place)
+        self._give()
+
+    def _pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
+        if self.rules.quantizer is not None:
+            self.rules.quantizer.pack(values, self.rules.quantizer.format.open(message, values.numel()))
+
+    def _take(self, size: int) -> torch.Tensor:
+        """Room for quantised messages, in bytes."""
+        if self.rules.messages is None:
+            raise RuntimeError(f"{self.where} is not quantised")
+        self._buffer = self.rules.messages.take(size)
+        return self._buffer[:size]
+
+    def _give(self) -> None:
+        """The buffer goes back; views of it have to be gone by the time that it is taken again."""
+        buffer, self._buffer = self._buffer, torch.empty(0)
+        self.comm.chaos.poison(buffer)
+        if self.rules.messages is not None:
+            self.rules.messages.give(buffer)
+
+    def _padding_of(self, rank: int) -> int:
+        return self.interval.part_numel - self.interval.true_numel_of(rank)
+
+    # ---- MiCS: the new part goes to those that keep it ---------------------------------------------------------------
+
+    def share(self, shard: torch.Tensor, generation: int) -> Pending | None:
+        """Launch this rank's new message to all ranks that keep it; :meth:`shared` ends it."""
+        inside, kept = self.rules.inside, self.kept_messages
+        if inside is None or self.secondary is None or not self.rules.replicated:
+            return None
+        rank, world = self.comm.rank, self.comm.world_size
+        message = shard
+        if self.quantizes:
+            message = self._take(self.message_bytes)
+            self._pack(shard, message)
+        rooms = self.secondary.split(self.secondary.numel() // kept)
+        recv = [self.secondary[:0]] * world
+        for place, room in enumerate(rooms):
+            recv[inside.index * kept + place] = room
+        keepers = self.keepers_of(rank)
+        send = [message if q in keepers else message[:0] for q in range(world)]
+        if rank in keepers:
+            recv[rank].copy_(message)
+        sends = len(keepers - {rank})
+        self._secondary_of = generation
+        padding = sends * self._padding_of(rank)
+        return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.interval.part_numel)
+
+    def shared(self) -> None:
+        """What :meth:`share` has launched is over."""
+        if self.quantizes:
+            self._give()
+
+    def keepers_of(self, rank: int) -> set[int]:
+        """The ranks, one in each group, that keep ``rank``'s message."""
+        inside = self.rules.inside
+        if inside is None:
+            return set()
+        return {first + rank // self.kept_messages for first in range(0, self.comm.world_size, inside.size)}
+
+    # ---- what it will send -------------------------------------------------------------------------------------------
+
+    def forecast(self, inside: bool) -> Traffic:
+        """What one gather sends, mean over ranks.
+
+        Args:
+            inside: from the secondary partition.
+        """
+        world, group = self.comm.world_size, self.rules.inside
+        if inside and group is not None:
+            first = [rank // group.size * group.size for rank in range(world)]
+            peers = [set(range(lo, lo + group.size)) - {rank} for rank, lo in enumerate(first)]
+            return self._mean(peers, self.kept_messages)
+        return self._mean([set(range(world)) - {rank} for rank in range(world)], 1)
+
+    def forecast_share(self) -> Traffic:
+        """What :meth:`share` sends, mean over ranks."""
+        world = self.comm.world_size
+        return self._mean([self.keepers_of(rank) - {rank} for rank in range(world)], 1)
+
+    def _mean(self, peers: list[set[int]], messages: int) -> Traffic:
+        """Every rank sends so many messages to each of its peers."""
+        nodes, world = self.comm.nodes, self.comm.world_size
+        sends = messages * sum(map(len, peers)) / world
+        crossing = messages * sum(len(nodes.crossing(rank, list(others))) for rank, others in enumerate(peers)) / world
+        true = self.interval.true_numel() / world
+        size = self.message_bytes
+        return Traffic(1, true * sends, (self.interval.part_numel - true) * sends, size * sends, size * crossing)

@@ -1,0 +1,322 @@
+"""qwZ, hpZ and MiCS: how parameters are gathered changes neither bits (hpZ, MiCS) nor anything that is not stated."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import deepzero
+from deepzero.comm.ledger import SECONDARY
+from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero.interval_gather import TO_REPLICAS
+from tests.distributed.training import TinyModel, config, make_model, my_micro_batches, one_step, start
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+HPZ = {**WHOLE, "zero_hpz_partition_size": 2}
+QWZ = {**WHOLE, "zero_quantized_weights": True}
+MICS = {**WHOLE, "mics_shard_size": 2}
+SHORT = {"block_size": 64, "meter_every": 0}
+
+
+def settings(zero, per_node=2, **changes):
+    return config(
+        stage=3, zero=zero, comm={"reduce": "exact", "ranks_per_node": per_node}, **{"bucket": 1500, **changes}
+    )
+
+
+class Checkpointed(TinyModel):
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def frozen_embedding():
+    model = make_model()
+    model.embed.weight.requires_grad_(False)
+    return model
+
+
+MODELS = {"plain": make_model, "checkpoint": Checkpointed, "frozen": frozen_embedding}
+
+
+def bits(rank, world, given, kind="plain", steps=5, evaluate=False):
+    """Every step's loss and norm, and the parameters at the end; and what the run sent."""
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=MODELS[kind](), config=given)
+    seen = []
+    for step in range(steps):
+        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
+            if evaluate:
+                with torch.no_grad():
+                    seen.append(float(engine(ids, labels)))
+            engine.backward(engine(ids, labels))
+            engine.step()
+        seen += [engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()]
+    return seen, engine.report()
+
+
+def many(rank, world, cases):
+    return [bits(rank, world, *case) for case in cases]
+
+
+def variants(size, per_node):
+    """Everything that must not change a bit, the reference first."""
+    zero = {**WHOLE, "zero_hpz_partition_size": size}
+    mics = {**WHOLE, "mics_shard_size": size}
+    yield settings(WHOLE, per_node), "plain"
+    yield settings(zero, per_node), "plain"
+    yield settings(zero, per_node, overlap=True, chaos=3), "plain"
+    yield settings({**zero, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, per_node), "plain"
+    yield settings({**zero, "stage3_param_persistence_threshold": 100}, per_node, bucket=400), "plain"
+    yield settings(zero, per_node), "checkpoint"
+    yield settings({**zero, "offload_optimizer": {"device": "cpu"}}, per_node, chaos=4), "plain"
+    yield (
+        settings({**zero, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, per_node),
+        "plain",
+    )
+    yield settings(mics, per_node), "plain"
+    yield settings({**mics, "offload_optimizer": {"device": "cpu"}}, per_node, chaos=5), "plain"
+
+
+@pytest.mark.parametrize(("world", "size", "per_node"), [(4, 2, 2), (6, 3, 3), (4, 4, 2)])
+def test_hpz_and_mics_same_bits_every_step(ranks, world, size, per_node):
+    results = ranks.run(many, list(variants(size, per_node)), world_size=world, timeout=110)
+    reference = results[0][0][0]
+    for per_rank in results:
+        for number, (seen, _) in enumerate(per_rank):
+            assert seen == reference, f"variant {number} differs"
+
+
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_same_bits_with_accumulation_and_evaluation(ranks, kind):
+    more = {"precision": "bf16", "gradient_accumulation_steps": 2}
+    cases = [(settings(zero, **more), kind, 4, True) for zero in (WHOLE, HPZ, MICS)]
+    results = ranks.run(many, cases, world_size=4)
+    # Every rank's own evaluation is its own: compared with the same rank's.
+    assert all(seen == per_rank[0][0] for per_rank in results for seen, _ in per_rank)
+
+
+# ---- quantised weights -----------------------------------------------------------------------------------------------
+
+
+def test_qwz_depends_on_nothing_but_the_values(ranks):
+    """Prefetch, hpZ, MiCS, chaos, offload: the quantised values are the same, forward and backward."""
+    qwz = {**QWZ, "quantization": SHORT}
+    cases = [
+        settings(qwz, precision="bf16"),
+        settings({**qwz, "zero_hpz_partition_size": 2}, precision="bf16", chaos=1),
+        settings({**qwz, "mics_shard_size": 2}, precision="bf16", overlap=True),
+        settings({**qwz, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, precision="bf16", chaos=2),
+        settings({**qwz, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, precision="bf16"),
+    ]
+    plain, quantised = settings(WHOLE, precision="bf16"), [(case, "plain") for case in cases]
+    results = ranks.run(many, [(plain, "plain"), *quantised], world_size=4, timeout=110)
+    exact, reference = results[0][0][0], results[0][1][0]
+    for per_rank in results:
+        assert all(seen == reference for seen, _ in per_rank[1:])
+    assert reference != exact
+    for i in range(0, len(exact), 3):
+        assert reference[i] == pytest.approx(exact[i], rel=0.02)
+
+
+def only_frozen(rank, world):
+    """Frozen weights alone are quantised: the trained ones keep the bits they have without a frozen one's error."""
+    zero = {**WHOLE, "zero_quantized_nontrainable_weights": True, "quantization": SHORT}
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
+    quantised = {param.requires_grad: param._zero.placed()[0].gather.quantizes for param in engine.module.parameters()}
+    one_step(engine, rank, world)
+    with deepzero.zero.GatheredParameters(engine.module.embed.weight):
+        kept = engine.module.embed.weight.detach().clone()
+    return quantised, torch.equal(kept, make_model().embed.weight.detach().bfloat16())
+
+
+def test_frozen_weights_alone(ranks):
+    for quantised, kept in ranks.run(only_frozen, world_size=2):
+        assert quantised == {True: False, False: True} and kept
+
+
+class Looks(TinyModel):
+    """Looks at its own weight in the forward pass."""
+
+    def forward(self, ids, labels):
+        self.before = self.head.weight.detach().float().clone()
+        with deepzero.zero.GatheredParameters(self.head.weight):
+            self.inside = self.head.weight.detach().float().clone()
+        return super().forward(ids, labels)
+
+
+def exact_on_request(rank, world):
+    torch.manual_seed(0)
+    model = Looks()
+    values = model.head.weight.detach().bfloat16().float()
+    engine = start(model, stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
+    with torch.no_grad():
+        model.head(torch.zeros(1, 24).bfloat16())
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    engine.backward(engine(ids, labels))
+    inside = model.inside
+    engine.step()
+    with deepzero.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        model.head.weight.fill_(0.3)
+    with torch.no_grad():
+        engine(ids, labels)
+    with deepzero.zero.GatheredParameters(model.head.weight):
+        written = model.head.weight.detach().float().clone()
+    return torch.equal(inside, values), bool((written == torch.tensor(0.3).bfloat16().float()).all())
+
+
+def test_gathered_parameters_are_exact(ranks):
+    """Also inside a forward pass, which computes with quantised ones."""
+    assert ranks.run(exact_on_request, world_size=2) == [(True, True)] * 2
+
+
+def a_lost_write(rank, world):
+    engine = start(make_model(), stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
+    model = engine.module
+    handle = model.norm.register_forward_hook(lambda *_: model.head.weight.data.mul_(2))
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    with pytest.raises(deepzero.zero.PartitionedUseError, match=r"written while it was gathered"):
+        engine.backward(engine(ids, labels))
+        engine.step()
+    handle.remove()
+
+
+def test_a_write_to_quantised_values_is_refused(ranks):
+    ranks.run(a_lost_write, world_size=2)
+
+
+def goes_on(rank, world, folder, zero):
+    """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'."""
+    straight, _ = bits(rank, world, settings(zero, precision="bf16"), "frozen", 6)
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
+    for step in range(3):
+        one_step(engine, rank, world, step)
+    engine.save_checkpoint(folder)
+    for step in (7, 8):
+        one_step(engine, rank, world, step)
+    engine.load_checkpoint(folder)
+    seen = []
+    for step in range(3, 6):
+        one_step(engine, rank, world, step)
+        seen += [engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()]
+    return seen == straight[9:]
+
+
+@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+def test_checkpoint_in_the_middle(ranks, tmp_path, zero):
+    assert ranks.run(goes_on, str(tmp_path), zero, world_size=4) == [True] * 4
+
+
+def away_and_back(rank, world):
+    engine = start(make_model(), stage=3, precision="bf16", zero={**MICS, **QWZ, "quantization": SHORT})
+    twin = start(make_model(), stage=3, precision="bf16", zero={**MICS, **QWZ, "quantization": SHORT})
+    for step in range(3):
+        one_step(engine, rank, world, step)
+        one_step(twin, rank, world, step)
+        engine.offload_states()
+        assert sum(t.nbytes for t in engine._zero.partitioning.secondaries() if t.untyped_storage().nbytes()) == 0
+        engine.reload_states()
+    return engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
+
+
+def test_states_that_leave_between_phases(ranks):
+    assert ranks.run(away_and_back, world_size=4) == [True] * 4
+
+
+# ---- counted bytes ---------------------------------------------------------------------------------------------------
+
+SIZE = 128
+
+
+def even_model():
+    """Five square layers that 2, 3, 4 and 6 ranks cut without padding: 192 x 128 = 24,576 elements each."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Linear(SIZE, SIZE + SIZE // 2, bias=False)
+            if i % 2 == 0
+            else nn.Linear(SIZE + SIZE // 2, SIZE, bias=False)
+            for i in range(4)
+        )
+    )
+
+
+def traffic(rank, world, zero, per_node, accumulation):
+    given = settings(
+        {**zero, "stage3_max_reuse_distance": 0},
+        per_node,
+        precision="bf16",
+        bucket=25000,
+        gradient_accumulation_steps=accumulation,
+    )
+    engine, *_ = deepzero.initialize(model=even_model(), config=given)
+    for _ in range(3):
+        for _ in range(accumulation):
+            engine.backward(engine(torch.ones(2, SIZE).bfloat16()).float().square().mean())
+            engine.step()
+    return engine.report()
+
+
+PSI = 4 * SIZE * (SIZE + SIZE // 2)
+LAYER = PSI // 4
+
+
+def between(entry, kind):
+    return entry["communication"].get(kind, {"measured": {"between_node_bytes": 0}})["measured"]["between_node_bytes"]
+
+
+@pytest.mark.parametrize(("world", "per_node", "accumulation"), [(4, 2, 1), (6, 3, 2), (6, 2, 1)])
+def test_bytes_between_nodes(ranks, world, per_node, accumulation):
+    """Closed forms, exactly: qwZ halves both gathers, hpZ leaves one of all, MiCS none but the publication."""
+    quantized = {"zero_quantized_weights": True, "quantization": {"meter_every": 0}}
+    hpz, mics = {"zero_hpz_partition_size": per_node}, {"mics_shard_size": per_node}
+    cases = {"plain": {}, "qwz": quantized, "hpz": hpz, "both": {**quantized, **hpz}, "mics": mics}
+    found = {
+        name: ranks.run(traffic, {**WHOLE, **zero}, per_node, accumulation, world_size=world)[0]
+        for name, zero in cases.items()
+    }
+    for entry in found.values():
+        for kind, counts in entry["communication"].items():
+            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    crossing = (world - per_node) / world
+    # The first layer's weight is read by no backward formula; the last one is still there.
+    forward, backward = 2 * PSI * crossing * accumulation, 2 * (PSI - 2 * LAYER) * crossing * accumulation
+    assert between(found["plain"], FORWARD) == forward and between(found["plain"], BACKWARD) == backward
+    part = LAYER // world
+    packed = (math.ceil((part + 4 * math.ceil(part / 2048)) / 16) * 16) / (2 * part)
+    assert between(found["qwz"], FORWARD) == pytest.approx(forward * packed)
+    assert between(found["qwz"], BACKWARD) == pytest.approx(backward * packed)
+    assert 0.5 < packed <= 0.505
+    assert between(found["hpz"], FORWARD) == forward / accumulation and between(found["hpz"], BACKWARD) == 0
+    assert between(found["both"], FORWARD) == pytest.approx(forward * packed / accumulation)
+    assert between(found["mics"], FORWARD) == between(found["mics"], BACKWARD) == 0
+    groups = world // per_node
+    assert between(found["mics"], TO_REPLICAS) == pytest.approx(2 * PSI / world * (groups - 1))
+    for name, size in (
+        ("hpz", 2 * PSI / per_node),
+        ("mics", 2 * PSI / per_node),
+        ("both", 2 * PSI / per_node * packed),
+    ):
+        held = found[name]["memory"][SECONDARY]
+        assert held["measured"] == held["predicted"] == pytest.approx(size)
+    assert SECONDARY not in found["plain"]["memory"]
+
+
+def test_bad_sizes(ranks):
+    for zero, text in (
+        ({"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size=3: does not divide the 4 ranks.*1, 2 or 4"),
+        ({"mics_shard_size": 3}, r"mics_shard_size=3: does not divide the 4 ranks"),
+    ):
+        with pytest.raises(deepzero.ConfigError, match=text):
+            ranks.run(bits, settings({**WHOLE, **zero}), world_size=4)
+    with pytest.raises(deepzero.ConfigError, match=r"comm.ranks_per_node=3: does not divide the 4 ranks"):
+        ranks.run(bits, settings(WHOLE, per_node=3), world_size=4)
