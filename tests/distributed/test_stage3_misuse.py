@@ -182,7 +182,7 @@ def discarded_on_the_way(rank, world):
     weight = engine.module.first.weight
     interval = weight._zero.home
     interval.launch("test")
-    pending, mine = interval._pending, interval.whole.split(interval.interval.part_numel)[rank]
+    pending, mine = interval.gather._pending, interval.whole.split(interval.interval.part_numel)[rank]
     pending.wait()
     mine.fill_(7.0)
     seen = []
@@ -191,7 +191,7 @@ def discarded_on_the_way(rank, world):
         def wait(self):
             seen.append((bool((mine == 7.0).all()), interval in [owner for owner, _ in interval.pool.owners.values()]))
 
-    interval._pending = Arrival()
+    interval.gather._pending = Arrival()
     interval.discard()
     assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
     assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (interval.shard == 7.0).any()

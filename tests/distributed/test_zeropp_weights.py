@@ -162,15 +162,17 @@ def exact_on_request(rank, world):
         model.head(torch.zeros(1, 24).bfloat16())
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     engine.backward(engine(ids, labels))
-    inside = model.inside
+    before, inside = model.before, model.inside
     engine.step()
-    with deepzero.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+    with deepzero.zero.GatheredParameters(model.head.weight, modifier_rank=0), torch.no_grad():
         model.head.weight.fill_(0.3)
     with torch.no_grad():
         engine(ids, labels)
     with deepzero.zero.GatheredParameters(model.head.weight):
         written = model.head.weight.detach().float().clone()
-    return torch.equal(inside, values), bool((written == torch.tensor(0.3).bfloat16().float()).all())
+    return torch.equal(inside, values) and not torch.equal(before, values), bool(
+        (written == torch.tensor(0.3).bfloat16().float()).all()
+    )
 
 
 def test_gathered_parameters_are_exact(ranks):
@@ -181,7 +183,12 @@ def test_gathered_parameters_are_exact(ranks):
 def a_lost_write(rank, world):
     engine = start(make_model(), stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
     model = engine.module
-    handle = model.norm.register_forward_hook(lambda *_: model.head.weight.data.mul_(2))
+
+    def write(*_):
+        for param in model.parameters():  # one interval, so that every rank's part is written
+            param.data.mul_(2)
+
+    handle = model.norm.register_forward_hook(write)
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     with pytest.raises(deepzero.zero.PartitionedUseError, match=r"written while it was gathered"):
         engine.backward(engine(ids, labels))
