@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.layout", 0),
     ("deepzero.comm", 1),
     ("deepzero.comm.bucket", 2),
+    ("deepzero.comm.quantized_bucket", 2),
     ("deepzero.offload", 2),
     ("deepzero.runtime", 3),
     ("deepzero.checkpoint", 4),

@@ -15,7 +15,8 @@ Two ways of summing:
             not on the stage, not on timing. It is also more accurate than adding in bf16 hop by hop along a ring.
 ``native``  the backend's reduce-scatter or all-reduce in the wire dtype.
 
-Volume per rank: an interval of B elements sends ``(W-1)/W * B``, in both.
+Volume per rank: an interval of B elements sends ``(W-1)/W * B``, in both. Beside ``exact`` a third way may be given,
+which takes some of the intervals: qgZ, in few bits, in ``quantized_bucket.py``.
 
 Sources: the bucket of stage 1 with reduced communication (DeepSpeed post), ``allreduce_bucket`` and
 ``reduce_ipg_grads`` in DeepSpeed's ``stage_1_and_2.py``.
@@ -25,8 +26,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
@@ -45,9 +46,46 @@ Measure = Callable[[torch.Tensor, int], None]
 """Called with each finished chunk of a sum, and where in the sum it starts, while the chunk is in the core's cache."""
 
 
+Key: TypeAlias = tuple[int, int]
+"""Which interval: its group's number, and its own within the group."""
+
+
+class Coded(Protocol):
+    """A contribution that has to be decoded to be read."""
+
+    def read(self, start: int, values: torch.Tensor) -> None:
+        """Write elements ``start`` to ``start + values.numel()`` into 1-D fp32 ``values``."""
+
+
+Part: TypeAlias = torch.Tensor | Coded
+
+
+def sum_chunk(total: torch.Tensor, parts: Sequence[Part], start: int, scratch: torch.Tensor) -> None:
+    """``total = parts[0] + parts[1] + …`` in fp32, left to right, of the elements from ``start`` on.
+
+    Args:
+        total: 1-D fp32; written.
+        parts: in rank order.
+        start: a multiple of the chunk's size, where parts are coded.
+        scratch: fp32, ``total``'s extent.
+    """
+    _widen(parts[0], start, total)
+    for part in parts[1:]:
+        # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
+        _widen(part, start, scratch)
+        total.add_(scratch)
+
+
+def _widen(part: Part, start: int, values: torch.Tensor) -> None:
+    if isinstance(part, torch.Tensor):
+        values.copy_(part[start : start + values.numel()])
+    else:
+        part.read(start, values)
+
+
 def sum_in_rank_order(
     output: torch.Tensor,
-    parts: Sequence[torch.Tensor],
+    parts: Sequence[Part],
     accumulate: bool,
     scratch: torch.Tensor,
     factor: float = 1.0,
@@ -57,9 +95,9 @@ def sum_in_rank_order(
 
     Args:
         output: 1-D; fp32, or a narrower dtype into which the fp32 sum is rounded once.
-        parts: 1-D tensors of ``output``'s extent, in rank order, any float dtype.
+        parts: in rank order; 1-D tensors of ``output``'s extent, any float dtype, or what decodes to such.
         accumulate: add to what ``output`` holds.
-        scratch: fp32, two chunks of elements, on the same device.
+        scratch: fp32, two chunks of elements, on the same device; where parts are coded, of whole blocks each.
         factor: multiplies the sum, not what ``output`` holds already.
         measure: sees what ``output`` holds in the end.
     """
@@ -68,11 +106,7 @@ def sum_in_rank_order(
     for lo in range(0, output.numel(), size):
         target = output[lo : lo + size]
         total = target if in_place else scratch[: target.numel()]
-        widened = scratch[size : size + target.numel()]
-        total.copy_(parts[0][lo : lo + size])
-        for part in parts[1:]:
-            # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
-            total.add_(widened.copy_(part[lo : lo + size]))
+        sum_chunk(total, parts, lo, scratch[size : size + target.numel()])
         if factor != 1.0:
             total.mul_(factor)
         if accumulate:
@@ -84,25 +118,65 @@ def sum_in_rank_order(
 
 
 @dataclass
-class _Bucket:
+class Bucket:
     """One bucket and what it receives. Gates order its filling, its flight and its emptying on a GPU."""
 
     send: torch.Tensor
-    recv: torch.Tensor
+    """1-D, wire dtype, the largest interval's extent."""
+    mail: torch.Tensor
+    """1-D ``uint8``: whatever a way of summing receives, or packs before it sends it. One room for all of them."""
     filled: Gate
     free: Gate
 
 
 @dataclass
-class _InFlight:
-    bucket: _Bucket
+class Flight:
+    """An interval between :meth:`BucketReducer.launch` and the sum in its output."""
+
+    bucket: Bucket
     interval: Interval
-    parts: list[torch.Tensor]
-    pending: Pending
+    key: Key
     output: torch.Tensor
     accumulate: bool
     measure: Measure | None
     leave: Callable[[], None] | None
+    parts: list[Part] = field(default_factory=list)
+    """What has to be added up when ``pending`` is over."""
+    pending: Pending | None = None
+    then: Callable[[], None] | None = None
+    """A second exchange comes after ``pending``: waits for the first, launches it, and puts its ``parts`` and
+    ``pending`` in their place."""
+
+    def sent(self) -> list[torch.Tensor]:
+        """W views of the bucket, the part of every owner."""
+        return list(self.bucket.send[: self.interval.numel].split(self.interval.part_numel))
+
+
+class Way(Protocol):
+    """Another way of summing, for some of the intervals: between the bucket and the parts that are added up."""
+
+    chunk: int
+    """Elements that can be decoded at a time, at least ``SUM_CHUNK`` or so."""
+
+    def takes(self, key: Key) -> bool:
+        """Whether this interval goes this way; the same answer on all ranks."""
+
+    def mail_bytes(self, capacity: int) -> int:
+        """What it needs of a bucket of ``capacity`` elements."""
+
+    def launch(self, flight: Flight, scratch: torch.Tensor) -> None:
+        """Start the exchange, and set the flight's ``parts``, ``pending`` and ``then``; never wait.
+
+        Args:
+            flight: its bucket is filled.
+            scratch: fp32, two chunks.
+        """
+
+    def kept(self) -> list[torch.Tensor]:
+        """What it keeps beside the buckets, from one reduction to the next."""
+
+    def forget(self) -> None:
+        """What was reduced last does not count, or belongs to another run: drop all that is kept of it."""
 
 
 class BucketReducer:
@@ -116,6 +190,7 @@ class BucketReducer:
         whole: every rank gets the whole sum (an all-reduce) instead of its own part (a reduce-scatter).
         depth: buckets; 1 waits for each reduction before the next is filled.
         suffix: ends the ledger's names for what is sent.
+        way: takes some of the intervals; the others go the ``exact`` way. None: there is no other.
     """
 
     def __init__(
@@ -127,32 +202,48 @@ class BucketReducer:
         whole: bool,
         depth: int,
         suffix: str = "",
+        way: Way | None = None,
     ) -> None:
         self.comm, self.method, self.whole, self.depth = comm, method, whole, depth
-        self.wire_dtype, self.suffix = wire_dtype, suffix
+        self.wire_dtype, self.suffix, self.way = wire_dtype, suffix, way
+        if way is not None and (whole or method != "exact"):
+            raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of parts only")
         self._lane = Lane(comm.device)
-        self._scratch = torch.zeros(2 * SUM_CHUNK, dtype=torch.float32, device=comm.device)
+        chunk = way.chunk if way is not None else SUM_CHUNK
+        self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._buckets = deque(self._allocate(capacity) for _ in range(depth))
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[Flight] = deque()
         self._gathers: list[Pending] = []
 
-    def _allocate(self, capacity: int) -> _Bucket:
+    def _allocate(self, capacity: int) -> Bucket:
         """Zeroed, so that the padding behind a shorter interval is never read as garbage."""
         comm = self.comm
         part = capacity // comm.world_size
         # exact: the other ranks' parts, ours stays in the bucket; native: the part that the backend writes.
         received = part * (comm.world_size - 1) if self.method == "exact" else (0 if self.whole else part)
-        return _Bucket(
+        mail = received * self.wire_dtype.itemsize
+        if self.way is not None:
+            mail = max(mail, self.way.mail_bytes(capacity))
+        return Bucket(
             torch.zeros(capacity, dtype=self.wire_dtype, device=comm.device),
-            torch.zeros(received, dtype=self.wire_dtype, device=comm.device),
+            torch.zeros(mail, dtype=torch.uint8, device=comm.device),
             Gate(comm.device),
             Gate(comm.device),
         )
 
     def buffers(self) -> list[torch.Tensor]:
-        """Everything that is kept, for the ledger."""
+        """Everything that is kept and means nothing between two reductions."""
         entries = [*self._buckets, *(flight.bucket for flight in self._in_flight)]
-        return [self._scratch, *(b.send for b in entries), *(b.recv for b in entries)]
+        return [self._scratch, *(b.send for b in entries), *(b.mail for b in entries)]
+
+    def kept(self) -> list[torch.Tensor]:
+        """What a reduction leaves for the next one: error feedback's residuals."""
+        return self.way.kept() if self.way is not None else []
+
+    def forget(self) -> None:
+        """Drop what :meth:`kept` holds. Nothing may be under way."""
+        if self.way is not None:
+            self.way.forget()
 
     def buffer_bytes(self) -> int:
         """Bytes of :meth:`buffers`, read off them: a statement of size, not an independent prediction."""
@@ -188,6 +279,7 @@ class BucketReducer:
         accumulate: bool,
         measure: Measure | None = None,
         leave: Callable[[], None] | None = None,
+        group: int = 0,
     ) -> None:
         """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
 
@@ -198,6 +290,7 @@ class BucketReducer:
             measure: sees all of this rank's part of ``output``, in chunks, when it is written. Not with ``whole``.
             leave: called in stream order when ``output`` is written, to take it elsewhere. It is added there, so with
                 ``leave`` nothing is added here.
+            group: the number of the interval's group.
         """
         if self._stays(accumulate):
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
@@ -209,23 +302,35 @@ class BucketReducer:
             return
         bucket = self._buckets.popleft()
         bucket.filled.record()
-        send = bucket.send[: interval.numel]
-        parts = list(send.split(interval.part_numel))
-        where = f"interval {interval.index}"
-        padding = (interval.numel - interval.part_numel) - (
-            interval.true_numel() - interval.true_numel_of(self.comm.rank)
-        )
-        if self.method == "exact":
-            recv = self._receivers(bucket.recv, interval)
-            pending = self.comm.exchange(REDUCE_SCATTER + self.suffix, parts, recv, padding, where)
-            parts = [parts[q] if q == self.comm.rank else recv[q] for q in range(self.comm.world_size)]
+        key = (group, interval.index)
+        flight = Flight(bucket, interval, key, output, accumulate and leave is None, measure, leave)
+        if self.way is not None and self.way.takes(key):
+            # What packs and unpacks runs beside the backward pass, in the lane's order from here to the sum.
+            with self._lane.running():
+                bucket.filled.wait()
+                self.way.launch(flight, self._scratch)
+        elif self.method == "exact":
+            self._launch_exact(flight)
         else:
-            pending, parts = self._launch_native(bucket, interval, send, padding, where)
-        self._in_flight.append(
-            _InFlight(bucket, interval, parts, pending, output, accumulate and leave is None, measure, leave)
-        )
+            self._launch_native(flight)
+        # **The moment of a second exchange is the same on all ranks**, as launches are: after the launch that follows.
+        # Until then the first one had the time of a whole interval.
+        self._go_on()
+        self._in_flight.append(flight)
         if self.depth == 1:
             self._finish(self._in_flight.popleft())
+
+    def _launch_exact(self, flight: Flight) -> None:
+        interval, parts, me = flight.interval, flight.sent(), self.comm.rank
+        recv = self._receivers(flight.bucket.mail.view(self.wire_dtype), interval)
+        kind, where = REDUCE_SCATTER + self.suffix, f"interval {interval.index}"
+        flight.pending = self.comm.exchange(kind, parts, recv, self._padding(interval), where)
+        flight.parts = [parts[q] if q == me else recv[q] for q in range(self.comm.world_size)]
+
+    def _padding(self, interval: Interval) -> int:
+        """How many of the elements of the other owners' parts are padding."""
+        mine = interval.part_numel - interval.true_numel_of(self.comm.rank)
+        return interval.numel - interval.true_numel() - mine
 
     def _receivers(self, recv: torch.Tensor, interval: Interval) -> list[torch.Tensor]:
         """W views: where each rank's contribution to our part arrives. Our own entry is empty."""
@@ -233,31 +338,43 @@ class BucketReducer:
         slots = [q - (q > me) for q in range(self.comm.world_size)]
         return [recv[:0] if q == me else recv[slots[q] * part : (slots[q] + 1) * part] for q in range(len(slots))]
 
-    def _launch_native(
-        self, bucket: _Bucket, interval: Interval, send: torch.Tensor, padding: int, where: str
-    ) -> tuple[Pending, list[torch.Tensor]]:
+    def _launch_native(self, flight: Flight) -> None:
+        interval, where = flight.interval, f"interval {flight.interval.index}"
+        send, world = flight.bucket.send[: interval.numel], self.comm.world_size
         if self.wire_dtype == torch.float16:
             # A sum of W fp16 numbers can leave fp16's range where their mean cannot.
-            send.div_(self.comm.world_size)
+            send.div_(world)
         if self.whole:
-            padding = 2 * (self.comm.world_size - 1) * (interval.numel - interval.true_numel()) // self.comm.world_size
-            return self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where), [send]
-        part = bucket.recv[: interval.part_numel]
-        return self.comm.reduce_scatter(REDUCE_SCATTER + self.suffix, part, send, padding, where), [part]
+            padding = 2 * (world - 1) * (interval.numel - interval.true_numel()) // world
+            flight.pending, flight.parts = self.comm.all_reduce(ALL_REDUCE + self.suffix, send, padding, where), [send]
+            return
+        part = flight.bucket.mail.view(self.wire_dtype)[: interval.part_numel]
+        kind, padding = REDUCE_SCATTER + self.suffix, self._padding(interval)
+        flight.pending, flight.parts = self.comm.reduce_scatter(kind, part, send, padding, where), [part]
 
-    def _finish(self, flight: _InFlight) -> None:
+    def _go_on(self) -> None:
+        """Second exchanges, where first ones are under way."""
+        for flight in self._in_flight:
+            if flight.then is not None:
+                with self._lane.running():
+                    flight.then()
+
+    def _finish(self, flight: Flight) -> None:
         """Wait for one reduction, add it up into its output, and free its bucket."""
         interval, comm = flight.interval, self.comm
         with self._lane.running():
             flight.bucket.filled.wait()
-            flight.pending.wait()
+            if flight.then is not None:
+                flight.then()
+            if flight.pending is not None:
+                flight.pending.wait()
             output = flight.output
             if self.whole and self.method == "exact":
                 output = output.split(interval.part_numel)[comm.rank]
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
             sum_in_rank_order(output, flight.parts, flight.accumulate, self._scratch, factor, flight.measure)
-            comm.chaos.poison(flight.bucket.send, flight.bucket.recv)
+            comm.chaos.poison(flight.bucket.send, flight.bucket.mail)
             if self.whole and self.method == "exact":
                 self._gather(flight.output, interval)
             if flight.leave is not None:
@@ -274,7 +391,11 @@ class BucketReducer:
         self._gathers.append(comm.all_gather(kind, parts, whole, padding, where))
 
     def drain(self) -> None:
-        """Finish everything under way. Afterwards the outputs may be read on the current stream."""
+        """Finish everything under way. Afterwards the outputs may be read on the current stream.
+
+        Of all ranks at the same place: what is under way may have a second exchange before it.
+        """
+        self._go_on()
         while self._in_flight:
             self._finish(self._in_flight.popleft())
         for gather in self._gathers:

@@ -17,6 +17,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.quantized import Format, Quantizer
+from deepzero.comm.quantized_bucket import QuantizedWay
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.layout import interval_limit, plan_layout
@@ -268,10 +270,27 @@ def _build_stage(
 def _build_reducer(
     groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
 ) -> BucketReducer:
-    method = config.comm.reduce or ("native" if comm.backend == "nccl" else "exact")
+    way = _build_way(groups, config, comm, dtypes)
+    method = config.comm.reduce or ("native" if comm.backend == "nccl" and way is None else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter
     capacity = max(group.layout.largest_interval for group in groups)
-    return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth)
+    return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth, way=way)
+
+
+def _build_way(
+    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
+) -> QuantizedWay | None:
+    """qgZ's, where it is asked for and anything travels."""
+    if not config.zero.zero_quantized_gradients or comm.world_size == 1:
+        return None
+    settings, exact = config.zero.quantization, frozenset[int]()
+    if config.zero.stage == 3:
+        # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
+        # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
+        exact = frozenset(number for number, group in enumerate(groups) if isinstance(group, FlatGroup))
+    quantizer = Quantizer(Format(settings.gradient_bits, settings.block_size))
+    layouts = [group.layout for group in groups]
+    return QuantizedWay(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)
 
 
 def build_step(built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig) -> ShardedStep | DelayedStep:

@@ -8,6 +8,7 @@ import torch
 
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.quantized_bucket import QuantizedWay
 from deepzero.config.engine import EngineConfig
 from deepzero.runtime.zero.build_stage3 import Partitioning
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup
@@ -49,6 +50,11 @@ class Built:
     """Stage 3's."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
+
+    @property
+    def few_bits(self) -> QuantizedWay | None:
+        """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
+        return self.reducer.way if isinstance(self.reducer.way, QuantizedWay) else None
 
     def offload_report(self) -> dict[str, dict[str, float]]:
         """The last step's pipeline between device and host, part by part; empty where nothing is offloaded."""

@@ -39,12 +39,14 @@ import torch
 from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
+from deepzero.comm.quantized import Format
 from deepzero.layout import FlatLayout, Interval
 from deepzero.offload.placement import Placement
 from deepzero.offload.wire import TO_DEVICE, TO_HOST
 from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
+from deepzero.runtime.quantized_forms import reduction_traffic
 from deepzero.runtime.zero.publish import ALL_GATHER
 
 
@@ -62,6 +64,8 @@ class StateSizes:
     whole_reduce: bool
     """Gradients are all-reduced: stage 0, or stage 1 with ``reduce_scatter=False``."""
     exact: bool
+    few_bits: Format | None = None
+    """qgZ's messages; None: gradients travel in the wire dtype."""
 
     @property
     def unreduced(self) -> int:
@@ -266,7 +270,11 @@ def predicted_traffic(
     """
     times, world_size = sizes.micro_batches if sizes.stage >= 2 else 1, nodes.world_size
     forms: dict[str, Traffic] = {}
-    if sizes.whole_reduce and not sizes.exact:
+    if sizes.few_bits is not None:
+        exact = {group for group, layout in enumerate(layouts) if layout in persistent}
+        goes_exact = lambda group, _: group in exact
+        forms |= reduction_traffic(layouts, nodes, sizes.few_bits, sizes.wire, goes_exact, times)
+    elif sizes.whole_reduce and not sizes.exact:
         forms[ALL_REDUCE] = one_collective(layouts, nodes, sizes.wire, times, halves=2)
     else:
         forms[REDUCE_SCATTER] = one_collective(layouts, nodes, sizes.wire, times)

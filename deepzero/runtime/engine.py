@@ -316,6 +316,7 @@ class Engine(EngineCheckpoints):
             self.ledger.note("publish")
         else:
             self.skipped_steps += 1
+            self._zero.reducer.forget()  # what was lost of these gradients, under this loss scale
             self.finish_delayed_update()  # what is ready is not to be two steps late
         self._step_applied = agreement.finite
         self.global_steps += 1

@@ -331,6 +331,7 @@ class EngineCheckpoints(EngineOffload):
         self._sharded_step.forget()
         self.stage.before_writes()
         self.zero_grad()
+        self._zero.reducer.forget()
         self._backward_passes = 0
         self._half_loaded = f"{loader.reader.path} was loaded in part only"
         with self.comm.ledger.aside(), torch.no_grad():

@@ -276,7 +276,7 @@ class EngineOffload(EngineFacts):
             # Between two optimizer steps the sums are those of the last one, which nobody needs.
             return [(t, gradients.present or id(t) in waiting) for t in gradients.held_gradients()]
         there = zero.offload.buffers_on_device() if zero.offload is not None else []
-        return [(t, False) for t in (*zero.reducer.buffers(), *there)]
+        return [*((t, True) for t in zero.reducer.kept()), *((t, False) for t in (*zero.reducer.buffers(), *there))]
 
     def _plain_parameters(self) -> list[torch.Tensor]:
         """Frozen ones outside of stage 3, where nobody but this model refers to their memory."""

@@ -22,6 +22,7 @@ from deepzero.runtime.closed_forms import (
     predicted_traffic,
     predicted_wire,
 )
+from deepzero.runtime.quantized_forms import residual_bytes
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.forecast import expected, secondary_bytes
 from deepzero.runtime.zero.offloading import MOMENTS
@@ -43,6 +44,7 @@ def open_ledger(
         micro_batches=micro_batches,
         whole_reduce=built.reducer.whole,
         exact=built.reducer.method == "exact",
+        few_bits=built.few_bits.format if built.few_bits is not None else None,
     )
     layouts = [group.layout for group in built.groups]
     persistent, frozen = _layouts_of_stage3(built)
@@ -59,11 +61,14 @@ def open_ledger(
         traffic |= expected(intervals, micro_batches) if intervals else {}
         memory[SECONDARY] = sum(secondary_bytes(interval.gather) for interval in intervals)
     memory["buckets"] = sum(t.nbytes for t in _buckets(built))
+    if built.few_bits is not None and config.zero.quantization.error_feedback:
+        memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
     _watch(built, optimizer, ledger, padding)
 
 
 def _buckets(built: Built) -> list[torch.Tensor]:
+    """What is kept for gradients on their way, and means nothing in between."""
     return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
 
 
@@ -90,7 +95,7 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger, paddi
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
-    ledger.watch("buckets", partial(_buckets, built))
+    ledger.watch("buckets", lambda: [*_buckets(built), *built.reducer.kept()])
     if built.partitioning is not None:
         ledger.watch("gathered", built.partitioning.gather_buffers)
         if built.partitioning.secondaries():

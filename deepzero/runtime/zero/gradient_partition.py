@@ -167,7 +167,7 @@ class GradientPartition:
         output, measure, leave = self._destination(entry, accumulate, measure)
         bucket = self.reducer.acquire(entry.interval, output, accumulate)
         self.source.fill(entry, bucket, name_unused=not again)
-        self.reducer.launch(entry.interval, output, accumulate, measure, leave)
+        self.reducer.launch(entry.interval, output, accumulate, measure, leave, entry.group)
         if self._launched is not None:
             self._launched(entry)
 
@@ -265,6 +265,10 @@ class GradientPartition:
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
         self.drain()
+        if self.reduced or self._pass_began:
+            # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a
+            # program merely drops its gradients after every step, and what was lost before still counts.
+            self.reducer.forget()
         if self._host is not None:
             self._host.discard()
         self.source.discard()
