@@ -1,0 +1,373 @@
+"""qgZ's reduction alone: the sums of the plain definition to the bit, on any nodes; what it sends; error feedback."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+
+from deepzero.comm import groups
+from deepzero.comm.bucket import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.groups import Nodes, make_group
+from deepzero.comm.ledger import Ledger, Traffic
+from deepzero.comm.quantized import Format, Quantizer
+from deepzero.comm.quantized_bucket import BETWEEN, INSIDE, QuantizedWay
+from deepzero.config.engine import ChaosConfig
+from deepzero.layout import plan_layout
+from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
+
+CPU = torch.device("cpu")
+SIZES = [700, 64, 3000, 5, 900]
+"""Elements: intervals of several parameters, padding in some owners' parts, blocks that end early."""
+
+
+def layout_of(world, sizes=SIZES, limit=1000):
+    return plan_layout(sizes, world, limit)
+
+
+def gradients(layout, rank, step, dtype):
+    """One rank's gradients of one pass, an interval's each; zero where there is no parameter."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    out = []
+    for interval in layout.intervals:
+        grad = torch.randn(interval.numel, generator=generator) * 10.0 ** (rank % 3 - 1)
+        for lo, hi in interval.gaps():
+            grad[lo:hi] = 0
+        out.append(grad.to(dtype))
+    return out
+
+
+class Plain:
+    """The definition, step by step, in one process that sees all ranks: no message, no chunk, no order of events."""
+
+    def __init__(self, nodes, form, dtype, feedback=False):
+        self.nodes, self.dtype, self.feedback = nodes, dtype, feedback
+        self.form, self.quantizer = form, Quantizer(form)
+        self.lost, self.measured = {}, defaultdict(lambda: [0.0, 0.0])
+
+    def travels(self, x, sender, interval, which):
+        """``x`` as the receiver decodes it."""
+        x, key = x.float(), (sender, interval.index, which)
+        if self.feedback:
+            x = x + self.lost.get(key, torch.zeros(x.numel())).float()
+        packed = self.form.open(torch.zeros(self.form.message_bytes(x.numel()), dtype=torch.uint8), x.numel())
+        self.quantizer.pack(x, packed)
+        decoded = torch.empty(x.numel())
+        self.quantizer.unpack(packed, decoded)
+        self.lost[key] = (x - decoded).nan_to_num(0, 0, 0).to(self.dtype)
+        tally = self.measured[sender, interval.index]
+        tally[0] += float(x.double().square().sum())
+        tally[1] += float((x.double() - decoded.double()).square().sum())
+        return decoded
+
+    def reduce(self, interval, grads):
+        """Every owner's sum. ``grads``: every rank's interval."""
+        per_node, sums = self.nodes.per_node, []
+        for owner in range(self.nodes.world_size):
+            mine = slice(owner * interval.part_numel, (owner + 1) * interval.part_numel)
+            total = None
+            for node in range(self.nodes.count):
+                messenger, inside = node * per_node + owner % per_node, None
+                for rank in range(node * per_node, (node + 1) * per_node):
+                    part = grads[rank][mine]
+                    part = part.float() if rank == messenger else self.travels(part, rank, interval, (1, owner))
+                    inside = part if inside is None else inside + part
+                if messenger != owner:
+                    inside = self.travels(inside, messenger, interval, (3, owner))
+                total = inside if total is None else total + inside
+            sums.append(total)
+        return sums
+
+
+def reducer_over(comm, layout, form, dtype, depth, feedback=False, exact_groups=frozenset()):
+    way = QuantizedWay(comm, [layout], dtype, Quantizer(form), exact_groups, feedback)
+    return BucketReducer(comm, layout.largest_interval, dtype, "exact", whole=False, depth=depth, way=way)
+
+
+def passes(comm, layout, form, dtype, depth, steps, feedback=False):
+    """``steps`` passes that add up, all intervals in flight one after the other. The sums, and what was counted."""
+    reducer = reducer_over(comm, layout, form, dtype, depth, feedback)
+    reducer.way.metering = True
+    outputs = [torch.full((interval.part_numel,), float("nan")) for interval in layout.intervals]
+    for step in range(steps):
+        for interval, output, grad in zip(
+            layout.intervals, outputs, gradients(layout, comm.rank, step, dtype), strict=True
+        ):
+            reducer.acquire(interval, output, step > 0).copy_(grad)
+            reducer.launch(interval, output, step > 0)
+    reducer.drain()
+    return outputs, comm.ledger.traffic, reducer.way.measured, [t.nbytes for t in reducer.kept()]
+
+
+def check(found, nodes, layout, form, dtype, steps, feedback=False):
+    """What every rank found is what the definition says."""
+    world, plain = nodes.world_size, Plain(nodes, form, dtype, feedback)
+    sums = [[torch.zeros(i.part_numel) for i in layout.intervals] for _ in range(world)]
+    for step in range(steps):
+        grads = [gradients(layout, rank, step, dtype) for rank in range(world)]
+        for number, interval in enumerate(layout.intervals):
+            for rank, total in enumerate(plain.reduce(interval, [grad[number] for grad in grads])):
+                sums[rank][number] = sums[rank][number] + total if step else total
+    mean = defaultdict(Traffic)
+    for rank, (outputs, traffic, measured, kept) in enumerate(found):
+        for number, output in enumerate(outputs):
+            assert torch.equal(output, sums[rank][number]), (nodes, rank, number)
+            signal, noise = measured[0, number]
+            assert signal == pytest.approx(plain.measured[rank, number][0], rel=1e-6)
+            assert noise == pytest.approx(plain.measured[rank, number][1], rel=1e-5)
+        for kind, counts in traffic.items():
+            mean[kind].add(counts, 1 / world)
+        assert sum(kept) == (residual_bytes([layout], nodes, dtype.itemsize) if feedback else 0)
+    predicted = reduction_traffic([layout], nodes, form, dtype.itemsize, lambda group, index: False, steps)
+    assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
+
+
+# ---- real ranks -----------------------------------------------------------------------------------------------------
+
+
+def communicator(nodes, chaos=None):
+    settings = ChaosConfig(enabled=chaos is not None, seed=chaos or 0, max_delay_ms=0.5)
+    return Communicator(CPU, Ledger(), Chaos(settings, torch.distributed.get_rank()), nodes)
+
+
+def on_ranks(rank, world, cases):
+    return [
+        passes(communicator(Nodes(world, per_node), chaos), layout_of(world), form, dtype, depth, 2, feedback)
+        for per_node, form, dtype, depth, chaos, feedback in cases
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_plain_definition(ranks, world):
+    """One node, one rank to a node, and both steps; overlap; chaos; feedback; wire dtypes; short blocks."""
+    four, eight = Format(4, 128), Format(8, 192)
+    cases = [
+        (per_node, form, dtype, depth, chaos, feedback)
+        for per_node in (1, 2, 4)[: world // 2 + 1]
+        for form, dtype, depth, chaos, feedback in (
+            (four, torch.bfloat16, 2, 3, False),
+            (eight, torch.float32, 1, None, True),
+            (four, torch.float16, 2, 1, True),
+        )
+    ]
+    found = ranks.run(on_ranks, cases, world_size=world)
+    for number, (per_node, form, dtype, _, _, feedback) in enumerate(cases):
+        nodes = Nodes(world, per_node)
+        check([rank[number] for rank in found], nodes, layout_of(world), form, dtype, 2, feedback)
+
+
+# ---- six ranks, as threads ------------------------------------------------------------------------------------------
+
+
+class Post:
+    """What threads have sent: by number of the collective, sender and receiver."""
+
+    def __init__(self):
+        self.arrived, self.letters = threading.Condition(), {}
+
+
+class Letters:
+    """A pending exchange between threads."""
+
+    def __init__(self, post, wanted):
+        self.post, self.wanted = post, wanted
+
+    def wait(self):
+        for key, kind, target in self.wanted:
+            with self.post.arrived:
+                assert self.post.arrived.wait_for(lambda key=key: key in self.post.letters, timeout=30), key
+                sent_as, letter = self.post.letters.pop(key)
+            assert sent_as == kind, "ranks launched different collectives"
+            target.copy_(letter)
+        self.wanted = []
+
+
+class ThreadComm:
+    """As much of a ``Communicator`` as the reducer uses, for more ranks than the pool has."""
+
+    def __init__(self, post, rank, nodes):
+        self.post, self.rank, self.nodes, self.world_size = post, rank, nodes, nodes.world_size
+        self.device, self.ledger, self.chaos = CPU, Ledger(), Chaos(ChaosConfig(enabled=True, max_delay_ms=0.2), rank)
+        self.number = 0
+
+    def split(self, size):
+        return tuple(make_group(some, self.rank, False) for some in groups.split_ranks(self.world_size, size))
+
+    def exchange(self, kind, send, recv, padding, where, group, numel):
+        self.chaos.delay()
+        self.number += 1
+        wanted = []
+        for place in group.peers:
+            peer = group.ranks[place]
+            with self.post.arrived:
+                self.post.letters[self.number, self.rank, peer] = (kind, where), send[place].clone()
+                self.post.arrived.notify_all()
+            wanted.append(((self.number, peer, self.rank), (kind, where), recv[place]))
+        sent = sum(send[place].nbytes for place in group.peers)
+        between = sum(send[p].nbytes for p in group.peers if self.nodes.of(group.ranks[p]) != self.nodes.of(self.rank))
+        self.ledger.record(kind, numel * len(group.peers), sent, padding, between)
+        return Letters(self.post, wanted)
+
+
+@pytest.mark.parametrize("per_node", [2, 3])
+def test_six_ranks(per_node):
+    nodes, post, form = Nodes(6, per_node), Post(), Format(4, 64)
+    layout, found, errors = layout_of(6), {}, []
+
+    def run(rank):
+        try:
+            found[rank] = passes(ThreadComm(post, rank, nodes), layout, form, torch.bfloat16, 2, 2, True)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and not post.letters
+    check([found[rank] for rank in range(6)], nodes, layout, form, torch.bfloat16, 2, True)
+
+
+# ---- several chunks, the error, what leaves a node ------------------------------------------------------------------
+
+
+def large(rank, world, form):
+    """An interval whose parts are several chunks; qgZ's sum and the exact one, and what each sent."""
+    layout = plan_layout([world * 300_000], world, 1 << 30)
+    (interval,), (grad,) = layout.intervals, gradients(layout, rank, 0, torch.bfloat16)
+    outputs, sent = [], []
+    for exact in (False, True):
+        comm = communicator(Nodes(world, 2))
+        reducer = reducer_over(comm, layout, form, torch.bfloat16, 1, exact_groups=frozenset({0} if exact else ()))
+        outputs.append(torch.empty(interval.part_numel))
+        reducer.acquire(interval, outputs[-1], False).copy_(grad)
+        reducer.launch(interval, outputs[-1], False)
+        reducer.drain()
+        sent.append(comm.ledger.traffic)
+    return outputs, sent
+
+
+def test_chunks_error_and_bytes_between_nodes(ranks):
+    form = Format(4, 2048)
+    found = ranks.run(large, form, world_size=4)
+    layout = plan_layout([4 * 300_000], 4, 1 << 30)
+    grads = [gradients(layout, rank, 0, torch.bfloat16)[0] for rank in range(4)]
+    plain = Plain(Nodes(4, 2), form, torch.bfloat16).reduce(layout.intervals[0], grads)
+    step = torch.stack([grad.float().abs().max() for grad in grads]).sum() / 7
+    for rank, ((few, exact), (sent, sent_exact)) in enumerate(found):
+        assert torch.equal(few, plain[rank])
+        assert torch.equal(exact, sum_of([grad.split(few.numel())[rank] for grad in grads]))
+        # Half a step of each contribution, and of the sum of those of a node.
+        assert 0 < (few - exact).abs().max() <= step * 1.1
+        assert set(sent) == {INSIDE, BETWEEN} and set(sent_exact) == {REDUCE_SCATTER}
+        # An eighth, and the scales; less than a percent of the message is left over.
+        ratio = sent[BETWEEN].between_node_bytes / sent_exact[REDUCE_SCATTER].between_node_bytes
+        assert sent[INSIDE].between_node_bytes == 0 and ratio == pytest.approx(0.125 * (1 + 8 / 2048), rel=1e-3)
+
+
+def sum_of(parts):
+    output = torch.empty(parts[0].numel())
+    sum_in_rank_order(output, parts, False, torch.empty(2048))
+    return output
+
+
+# ---- feedback, exceptions -------------------------------------------------------------------------------------------
+
+
+def constant(rank, world, per_node, feedback, steps):
+    """The mean sum of gradients that never change: one of 7 in each block, the others 0.3 of a step."""
+    layout, form = plan_layout([512], world, 512), Format(4, 64)
+    comm = communicator(Nodes(world, per_node))
+    reducer = reducer_over(comm, layout, form, torch.float32, 2, feedback)
+    interval, output = layout.intervals[0], torch.zeros(512 // world)
+    for step in range(steps):
+        grad = reducer.acquire(interval, output, step > 0)
+        grad.fill_(0.3)
+        grad[::64] = 7
+        reducer.launch(interval, output, step > 0)
+    reducer.drain()
+    small = torch.arange(output.numel()) % 64 != 0
+    kept = [t.clone() for t in reducer.kept()]
+    reducer.forget()
+    assert not any(t.any() for t in reducer.kept())
+    return output[small] / steps, kept
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_feedback_takes_the_bias_away(ranks, per_node):
+    for mean, kept in ranks.run(constant, per_node, True, 64, world_size=2):
+        assert torch.allclose(mean, torch.tensor(0.6), atol=0.02) and kept
+    for mean, kept in ranks.run(constant, per_node, False, 64, world_size=2):
+        # Its own contribution alone: the other's is below half a step, for ever.
+        assert torch.allclose(mean, torch.tensor(0.3)) and not kept
+
+
+def overflow(rank, world, bad):
+    layout = layout_of(world)
+    reducer = reducer_over(communicator(Nodes(world, 2)), layout, Format(4, 64), torch.float16, 2, True)
+    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
+    seen = []
+    for step in range(2):
+        for interval, output, grad in zip(
+            layout.intervals, outputs, gradients(layout, rank, step, torch.float16), strict=True
+        ):
+            if step == 0 and rank == 3 and interval.index == 1:
+                grad[0] = bad
+            reducer.acquire(interval, output, False).copy_(grad)
+            reducer.launch(interval, output, False)
+        reducer.drain()
+        seen.append([bool(output.isfinite().all()) for output in outputs])
+    return seen, all(t.isfinite().all() for t in reducer.kept())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_is_seen_and_does_not_linger(ranks, bad):
+    found = ranks.run(overflow, bad, world_size=4)
+    for rank, ((first, second), kept) in enumerate(found):
+        # Element 0 of interval 1 belongs to rank 0.
+        assert first == [not (rank == 0 and number == 1) for number in range(len(first))]
+        assert all(second) and kept
+
+
+def exceptions(rank, world):
+    layout = layout_of(world)
+    comm = communicator(Nodes(world, 2), chaos=2)
+    reducer = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, 2)
+    reducer.way.exact_intervals.add((0, 1))
+    reducer.way.metering = True
+    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
+    for interval, output, grad in zip(
+        layout.intervals, outputs, gradients(layout, rank, 0, torch.bfloat16), strict=True
+    ):
+        reducer.acquire(interval, output, False).copy_(grad)
+        reducer.launch(interval, output, False)
+    reducer.drain()
+    measured = reducer.way.measured
+    reducer.way.metering = False
+    return outputs, comm.ledger.traffic, measured
+
+
+def test_an_interval_goes_the_exact_way(ranks):
+    layout, plain = layout_of(4), Plain(Nodes(4, 2), Format(4, 64), torch.bfloat16)
+    grads = [gradients(layout, rank, 0, torch.bfloat16) for rank in range(4)]
+    mean = defaultdict(Traffic)
+    for rank, (outputs, traffic, measured) in enumerate(ranks.run(exceptions, world_size=4)):
+        for interval, output in zip(layout.intervals, outputs, strict=True):
+            mine = [grad[interval.index] for grad in grads]
+            if interval.index == 1:
+                assert torch.equal(output, sum_of([grad.split(interval.part_numel)[rank] for grad in mine]))
+            else:
+                assert torch.equal(output, plain.reduce(interval, mine)[rank])
+        assert set(measured) == {(0, interval.index) for interval in layout.intervals} - {(0, 1)}
+        for kind, counts in traffic.items():
+            mean[kind].add(counts, 1 / 4)
+    predicted = reduction_traffic(
+        [layout], Nodes(4, 2), Format(4, 64), 2, lambda group, index: (group, index) == (0, 1)
+    )
+    assert set(predicted) == {INSIDE, BETWEEN, REDUCE_SCATTER}
+    assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
