@@ -1,0 +1,163 @@
+"""qgZ in training: stages 1, 2 and 3 with accumulation, overlap, offload and chaos; what is counted; overflow."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepzero.comm.bucket import REDUCE_SCATTER
+from deepzero.comm.quantized_bucket import BETWEEN, INSIDE
+from deepzero.runtime.engine import NonFiniteError
+from tests.distributed.training import config, make_batch, make_model, one_step, start, train
+
+SMALL = {"stage3_param_persistence_threshold": 48}
+"""Norms and biases of the tiny model."""
+PSI = sum(p.numel() for p in make_model().parameters())
+PERSISTENT = sum(p.numel() for p in make_model().parameters() if p.numel() <= 48)
+
+
+def settings_of(stage, per_node=2, feedback=False, quantized=True, **changes):
+    zero = {**(SMALL if stage == 3 else {}), **changes.pop("zero", {})}
+    if quantized:
+        zero |= {"zero_quantized_gradients": True, "quantization": {"block_size": 64, "error_feedback": feedback}}
+    changes = {"precision": "bf16", "bucket": 2500, "gradient_accumulation_steps": 2, **changes}
+    settings = config(stage=stage, zero=zero, **changes)
+    settings["comm"]["ranks_per_node"] = per_node
+    return settings
+
+
+def many(rank, world, settings_list, steps):
+    out = []
+    for settings in settings_list:
+        result = train(rank, world, settings, steps)
+        out.append((result["losses"], result["norms"], result["sha256"]))
+    return out
+
+
+def reports(rank, world, settings_list):
+    return [train(rank, world, settings, 2)["report"] for settings in settings_list]
+
+
+def test_same_bits_with_overlap_chaos_and_offload(ranks):
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    variants = [settings_of(2, quantized=False)]
+    for stage in (1, 2, 3):
+        variants += [
+            settings_of(stage, feedback=True),
+            settings_of(stage, feedback=True, overlap=True, chaos=stage, zero=offload if stage == 2 else {}),
+        ]
+    (exact, _, _), *found = ranks.run(many, variants, 20, world_size=4)[0]
+    for stage, calm, busy in zip((1, 2, 3), found[::2], found[1::2], strict=True):
+        assert calm == busy, f"stage {stage}"
+        # Four bits: a little noise, and the same way down.
+        assert exact[-1] < exact[0] - 0.2 and exact != calm[0]
+        assert abs(calm[0][-1] - exact[-1]) < 0.15 * (exact[0] - exact[-1])
+
+
+@pytest.mark.parametrize(("world", "per_node"), [(4, 1), (4, 2), (4, 4)])
+def test_counted_bytes(ranks, world, per_node):
+    cases = [settings_of(stage, per_node, feedback=stage == 2, overlap=stage == 2) for stage in (1, 2, 3)]
+    for stage, report in zip((1, 2, 3), ranks.run(reports, cases, world_size=world)[0], strict=True):
+        communication = report["communication"]
+        for kind, counts in communication.items():
+            if kind.startswith("gradients."):
+                assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+        sent = {kind: counts["measured"]["elements"] for kind, counts in communication.items()}
+        times, exact = (1 if stage == 1 else 2), (PERSISTENT if stage == 3 else 0)
+        nodes = world // per_node
+        assert sent.get(INSIDE, 0) == pytest.approx(times * (PSI - exact) * (per_node - 1) / per_node)
+        assert sent.get(BETWEEN, 0) == pytest.approx(times * (PSI - exact) * (nodes - 1) / world)
+        assert sent.get(REDUCE_SCATTER, 0) == pytest.approx(times * exact * (world - 1) / world)
+        held = report["memory"]["buckets"]
+        assert held["measured"] == held["predicted"] > 0
+
+
+def alone(rank, world):
+    report = train(rank, world, settings_of(2, None), 2)
+    quantized, exact = report["sha256"], train(rank, world, settings_of(2, None, quantized=False), 2)["sha256"]
+    return quantized == exact, report["report"]["communication"]
+
+
+def test_one_rank_sends_nothing_and_loses_nothing(ranks):
+    ((same, communication),) = ranks.run(alone, world_size=1)
+    assert same and communication[REDUCE_SCATTER]["measured"]["elements"] == 0
+    for kind, counts in communication.items():
+        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+
+
+def overflow(rank, world, stage):
+    """The first loss scales overflow fp16: skipped on all ranks, until one does not."""
+    settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 24, "hysteresis": 1})
+    engine = start(make_model(), **_changes(settings))
+    before, skipped, kept = engine.params_sha256(), [], []
+    for step in range(24):
+        record = one_step(engine, rank, world, step)
+        if not skipped:
+            kept = [engine.params_sha256() == before, not any(t.any() for t in engine._zero.reducer.kept())]
+        skipped.append(record.skipped)
+    return skipped, kept, all(t.isfinite().all() for t in engine._zero.reducer.kept())
+
+
+def _changes(settings):
+    """``settings`` for ``start``, which calls ``config`` itself."""
+    zero = settings["zero_optimization"]
+    return {
+        "stage": zero["stage"],
+        "zero": zero,
+        "precision": "fp16",
+        "fp16": {key: value for key, value in settings["fp16"].items() if key != "enabled"},
+        "comm": settings["comm"],
+        "gradient_accumulation_steps": 2,
+    }
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp16_overflow_skips_the_step(ranks, stage):
+    first, *others = ranks.run(overflow, stage, world_size=4)
+    skipped, kept, finite = first
+    assert skipped[0] and not skipped[-1] and all(kept) and finite
+    assert all(other[0] == skipped for other in others)
+
+
+def not_finite(rank, world):
+    engine = start(make_model(), **{**_bf16(), "stage": 2})
+    one_step(engine, rank, world)
+    before = engine.params_sha256()
+    try:
+        for number in range(2):
+            ids, labels = make_batch(number, 2)
+            loss = engine(ids, labels)
+            engine.backward(loss * float("inf") if rank == 1 and number == 1 else loss)
+            engine.step()
+    except NonFiniteError:
+        return engine.params_sha256() == before
+    return "no error"
+
+
+def _bf16():
+    settings = settings_of(2)
+    return {"precision": "bf16", "zero": settings["zero_optimization"], "comm": settings["comm"],
+            "gradient_accumulation_steps": 2}  # fmt: skip
+
+
+def test_not_finite_on_one_rank_raises_on_all(ranks):
+    assert ranks.run(not_finite, world_size=4) == [True] * 4
+
+
+def dropped(rank, world):
+    """zero_grad after every step leaves what was lost; zero_grad of gradients that have left takes it away."""
+    settings = settings_of(2, feedback=True)
+    zero = settings["zero_optimization"]
+    engine = start(make_model(), precision="bf16", zero=zero, stage=2, comm=settings["comm"])
+    one_step(engine, rank, world)
+    lost = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    engine.zero_grad()
+    after = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    ids, labels = make_batch(1, 2)
+    engine.backward(engine(ids, labels))
+    engine.zero_grad()
+    return lost, after, [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+
+
+def test_dropped_gradients(ranks):
+    for lost, after, dropped_too in ranks.run(dropped, world_size=4):
+        assert lost == after and all(lost) and not any(dropped_too)
