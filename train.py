@@ -96,7 +96,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                     loss = loss * math.inf
                 engine.backward(loss)
                 engine.step()
-            monitor.step({**vars(engine.last_step), **engine.offload_metrics()}, time.perf_counter() - started)
+            monitor.step({**vars(engine.last_step), **engine.step_metrics()}, time.perf_counter() - started)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:

@@ -7,6 +7,7 @@ happens now.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from deepzero.offload.placement import Placement
 from deepzero.runtime.built import Built, Dtypes
 from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.open_ledger import open_ledger
+from deepzero.runtime.open_meter import open_meter
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers, plan_partitioning
 from deepzero.runtime.zero.delayed_step import DelayedStep
@@ -240,7 +242,7 @@ def build_zero(
     if offload is not None and not isinstance(built.stage, ZeroStage0):
         offload.open_ways(groups, comm.rank, built.stage.arrived)
     open_ledger(built, optimizer, config, comm, micro_batches)
-    return built
+    return dataclasses.replace(built, meter=open_meter(built, config, comm, micro_batches))
 
 
 def _build_stage(

@@ -11,6 +11,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.quantized_bucket import QuantizedWay
 from deepzero.config.engine import EngineConfig
 from deepzero.runtime.zero.build_stage3 import Partitioning
+from deepzero.runtime.zero.error_meter import ErrorMeter
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup
 from deepzero.runtime.zero.offloading import Offload
 from deepzero.runtime.zero.stage3 import ZeroStage3
@@ -50,6 +51,8 @@ class Built:
     """Stage 3's."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
+    meter: ErrorMeter | None = None
+    """Of what is quantised, if anything is."""
 
     @property
     def few_bits(self) -> QuantizedWay | None:
@@ -68,7 +71,9 @@ class Built:
             self.offload.arena.close()
 
     def close_step(self, ledger: Ledger) -> None:
-        """An optimizer step is complete: close the books."""
+        """An optimizer step is complete: measure what is due, close the books."""
+        if self.meter is not None:
+            self.meter.close_step()
         ledger.close_step()
         if self.offload is not None:
             self.offload.meter.close_step()

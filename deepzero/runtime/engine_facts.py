@@ -5,6 +5,7 @@ Apart from :mod:`~deepzero.runtime.engine` only so that the training step can be
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -138,6 +139,23 @@ class EngineFacts(nn.Module):
         """:meth:`offload_report` in flat words, for a log: ``offload/optimizer_step/gb_per_second`` and so on."""
         found = self.offload_report().items()
         return {f"offload/{part}/{name}": value for part, leg in found for name, value in leg.items()}
+
+    # ---- quantisation ------------------------------------------------------------------------------------------------
+
+    def quantization_report(self) -> dict[str, Any]:
+        """What the error meter has read last: signal-to-noise ratios in dB; empty where nothing is quantised.
+
+        Returns:
+            ``weights`` and ``gradients``, each by interval; ``unquantized``, what fell below a bound and travels as it
+            is.
+        """
+        meter = self._zero.meter
+        return dataclasses.asdict(meter.readings) if meter is not None else {}
+
+    def step_metrics(self) -> dict[str, float]:
+        """What the last step has to say beside its record: :meth:`offload_metrics`, and the error meter's readings."""
+        meter = self._zero.meter
+        return {**self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ What a quantised interval is worth is its signal-to-noise ratio, over all ranks:
     SNR = 10 log10( sum x**2 / sum (x - decoded)**2 )   in dB
 
 6 dB are one bit. For numbers of a bell curve in blocks of 2048, 8 bits give some 42 dB and 4 bits 17; a block in which
-one number is much larger than the rest has less, as the scale is that one's.
+one number is much larger than the rest has less, as the scale is that one's: 20 dB in 8 bits at the worst, when the
+rest is as large as half a step.
 
 Every ``meter_every`` steps, the first included, weights are measured on each rank's own part, as it would be sent, and
 gradients as they are sent, both times where they are sent twice. Ranks then add up their sums, in rank order, so that
@@ -21,13 +22,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from deepzero.comm.bucket import Key
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.quantized import Quantizer
+from deepzero.comm.quantized_bucket import QuantizedWay
 from deepzero.config.zero import QuantizationConfig
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
@@ -40,20 +43,6 @@ NO_NOISE_DB = 400.0
 
 CHUNK = 1 << 18
 """Elements that are measured at a time."""
-
-
-@dataclass(frozen=True)
-class MeteredGradient:
-    """One interval of quantised gradients."""
-
-    name: str
-    """Of its first parameters."""
-    take: Callable[[], tuple[float, float]]
-    """This rank's sums of squares, of signal and noise, since the last call."""
-    stop: Callable[[], None]
-    """Send it unquantised from now on."""
-    active: Callable[[], bool]
-    """Whether it still is quantised."""
 
 
 @dataclass
@@ -70,33 +59,36 @@ class ErrorMeter:
     """Measures, tells, and decides.
 
     Args:
-        intervals: those whose weights may travel quantised.
-        quantizer: of weights; None: none of them do.
-        gradients: intervals of gradients that travel quantised.
+        intervals: those whose weights travel quantised.
+        few_bits: qgZ's part of the reducer; None: gradients do not travel quantised.
+        names: of the intervals of gradients that do, by their key there.
         settings: how often, and which bounds.
         comm: the ranks.
-        watch: told whether the step that follows is one of those that are measured.
         changed: called when something is quantised no more.
     """
 
     def __init__(
         self,
         intervals: Sequence[PartitionedInterval],
-        quantizer: Quantizer | None,
-        gradients: Sequence[MeteredGradient],
+        few_bits: QuantizedWay | None,
+        names: Mapping[Key, str],
         settings: QuantizationConfig,
         comm: Communicator,
-        watch: Callable[[bool], None],
         changed: Callable[[], None],
     ) -> None:
-        self.intervals, self.quantizer, self.gradients = list(intervals), quantizer, list(gradients)
-        self.settings, self.comm, self._watch, self._changed = settings, comm, watch, changed
+        self.intervals, self.few_bits, self.names = list(intervals), few_bits, dict(names)
+        self.settings, self.comm, self._changed = settings, comm, changed
         self.readings, self.steps, self.fresh = Readings(), 0, False
         """``fresh``: the last step was measured."""
         comm.ledger.no_part_of_a_step.add(METER)
         self._scratch: torch.Tensor | None = None
         self._message: torch.Tensor | None = None
-        watch(self._due())
+        self._watch()
+
+    def _watch(self) -> None:
+        """Gradients are measured as they are sent: the reducer has to know before."""
+        if self.few_bits is not None:
+            self.few_bits.metering = self._due()
 
     def _due(self) -> bool:
         """Whether the step under way, counted from 0, is measured."""
@@ -108,7 +100,7 @@ class ErrorMeter:
         if self.fresh:
             self._measure()
         self.steps += 1
-        self._watch(self._due())
+        self._watch()
 
     def metrics(self) -> dict[str, float]:
         """For the loggers: every interval's ratio and the worst, after a step that was measured; else nothing."""
@@ -125,21 +117,27 @@ class ErrorMeter:
 
     def _measure(self) -> None:
         weights = [interval for interval in self.intervals if interval.gather.quantizes]
-        gradients = [metered for metered in self.gradients if metered.active()]
-        mine = [self._of_weights(interval) for interval in weights] + [metered.take() for metered in gradients]
+        way = self.few_bits
+        gradients = [key for key in self.names if way is not None and way.takes(key)]
+        sent = way.measured if way is not None else {}
+        mine = [self._of_weights(interval) for interval in weights] + [sent.get(key, (0.0, 0.0)) for key in gradients]
         sums = self._over_ranks(mine)
         self.readings.weights, self.readings.gradients = {}, {}
         stopped = False
         for interval, pair in zip(weights, sums, strict=False):
             stopped |= self._judge("weights", interval.names, pair, interval.gather.stop_quantizing)
-        for metered, pair in zip(gradients, sums[len(weights) :], strict=True):
-            stopped |= self._judge("gradients", metered.name, pair, metered.stop)
+        for key, pair in zip(gradients, sums[len(weights) :], strict=True):
+            stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
         if stopped:
             self._changed()
 
+    def _stop_gradients(self, key: Key) -> None:
+        if self.few_bits is not None:
+            self.few_bits.exact_intervals.add(key)
+
     def _of_weights(self, interval: PartitionedInterval) -> tuple[float, float]:
         """This rank's part, quantised and back, in whole blocks."""
-        quantizer, part = self.quantizer, interval.shard
+        quantizer, part = interval.gather.rules.quantizer, interval.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
@@ -188,16 +186,16 @@ class ErrorMeter:
         ratio = 10 * math.log10(signal / noise) if noise > 0 else NO_NOISE_DB
         readings = self.readings.weights if what == "weights" else self.readings.gradients
         readings[name] = ratio
-        key = f"min_{what.removesuffix('s')}_snr_db"
-        bound = getattr(self.settings, key)
+        bound = self.settings.bound_db("weight" if what == "weights" else "gradient")
         if bound is None or ratio >= bound:
             return False
         stop()
         self.readings.unquantized.append(f"{what} of {name}")
         if self.comm.rank == 0:
             log.warning(
-                "the quantised %s of %s have a signal-to-noise ratio of %.1f dB, below zero.quantization.%s=%g: they "
-                "travel unquantised from now on", what, name, ratio, key, bound,
+                "the quantised %s of %s have a signal-to-noise ratio of %.1f dB, below zero.quantization.min_%s_snr_db,"
+                " which is %g: they travel unquantised from now on",
+                what, name, ratio, what.removesuffix("s"), bound,
             )  # fmt: skip
         return True
 
