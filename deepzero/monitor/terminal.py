@@ -137,14 +137,21 @@ def ledger_table(report: Mapping[str, Any]) -> str:
         if measured["padding_elements"]:
             note += f" + {measured['padding_elements']:,.0f} padding"
         sent.append((kind, None if predicted is None else predicted["bytes"], measured["bytes"], note))
+    crossing = [
+        (values["predicted"] or values["measured"], values["measured"]) for values in report["communication"].values()
+    ]
+    between = [sum(pair[side].get("between_node_bytes", 0) for pair in crossing) for side in (0, 1)]
+    if any(between):
+        sent.append(("of these, between nodes", between[0], between[1], ""))
     sections = [_section("held by one rank", memory), _section("sent by one rank in one step", sent)]
     return "\n".join(line for section in sections for line in section)
 
 
 def _section(title: str, rows: list[tuple[str, float | None, float, str]]) -> list[str]:
-    lines = [f"{title:<30}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
+    width = max([28, *(len(row[0]) for row in rows)])
+    lines = [f"{title:<{width + 2}}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
     for name, predicted, measured, note in rows:
         ratio = f"{measured / predicted:.4f}" if predicted else ("inf" if measured and predicted == 0 else "-")
         expected = "-" if predicted is None else short_bytes(predicted)
-        lines.append(f"  {name:<28}{expected:>14}{short_bytes(measured):>14}{ratio:>9}   {note}".rstrip())
+        lines.append(f"  {name:<{width}}{expected:>14}{short_bytes(measured):>14}{ratio:>9}   {note}".rstrip())
     return lines

@@ -32,6 +32,8 @@ from deepzero.comm.ledger import Ledger
 TO_HOST = "offload.gradients_to_host"
 TO_DEVICE = "offload.parameters_to_device"
 FETCH = "offload.parameters_fetch"
+FETCH_BETWEEN_STEPS = "offload.parameters_fetch_between_steps"
+"""For evaluation and on request."""
 ADAM = "offload.optimizer_step"
 
 

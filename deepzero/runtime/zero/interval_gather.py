@@ -38,7 +38,7 @@ from deepzero.comm.groups import Group
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantized import Quantizer
 from deepzero.layout import Interval
-from deepzero.offload.wire import FETCH, Copy, Wire
+from deepzero.offload.wire import FETCH, FETCH_BETWEEN_STEPS, Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
 TO_REPLICAS = "parameters.publish_to_replicas"
@@ -163,7 +163,9 @@ class IntervalGather:
         if on_host and self._wire is not None:
             mine = whole.split(self.interval.part_numel)[self.comm.rank]
             padding = self._padding_of(self.comm.rank)
-            self._fetch = self.last_fetch = self._wire.to_device(FETCH, mine, shard(), padding, self.where)
+            aside = kind in self.comm.ledger.no_part_of_a_step
+            fetch = FETCH_BETWEEN_STEPS if aside else FETCH
+            self._fetch = self.last_fetch = self._wire.to_device(fetch, mine, shard(), padding, self.where)
             # Behind the copy on its own stream: the model goes on computing, as it does while others send.
             with self._fetch.afterwards(alone=self.comm.world_size == 1):
                 self._launch_over_all(kind, parts, mine)

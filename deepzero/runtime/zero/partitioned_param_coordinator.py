@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.offload.wire import FETCH_BETWEEN_STEPS
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
@@ -163,7 +164,7 @@ class PartitionedParameterCoordinator:
     ) -> None:
         self.intervals, self.limits, self.ledger = list(intervals), limits, comm.ledger
         self._comm, self.device = comm, comm.device
-        self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
+        self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST, FETCH_BETWEEN_STEPS}
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {interval.key: interval.numel for interval in intervals}
         speaks = comm.rank == 0
