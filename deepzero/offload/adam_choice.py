@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from deepzero.comm.compiling import CompilationError, why_not_compiled
 from deepzero.offload.adam_kernels import (
     ChunkedAdam,
-    CompilationError,
     CompiledAdam,
     Kernel,
     Variant,
     warn,
-    why_not_compiled,
 )
 
 COMPILE_FROM = 1 << 23

@@ -29,12 +29,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import shlex
-import shutil
-import sys
 import threading
-import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -43,6 +38,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from deepzero.comm.compiling import CompilationError, compilation, compile_apart, why_not_compiled
 from deepzero.offload.threads import in_threads
 
 CHUNK = 3 << 16
@@ -280,10 +276,6 @@ def exact_root(v: torch.Tensor) -> torch.Tensor:
     return v.to(torch.float64).sqrt().to(torch.float32)
 
 
-class CompilationError(RuntimeError):
-    """There is no compiled kernel, and why."""
-
-
 class CompiledAdam:
     """:func:`adam_lines`, compiled once for each :data:`Variant` in the process.
 
@@ -357,18 +349,13 @@ def _compile_and_check(variant: Variant) -> Lines:
     from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
 
     small_weight = variant[3]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside torch._dynamo are not the user's
-            lines = _compile(variant)
-            got, expected = _sample(variant), _sample(variant)
-            for tensor in got[:5]:
-                if tensor is not None:
-                    mark_dynamic(tensor, 0)
-            lines(*got)
-    except Exception as error:  # whatever a compiler, a linker or dynamo raises
-        text = str(error).strip().splitlines() or [""]
-        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
+    with compilation():
+        lines = _compile(variant)
+        got, expected = _sample(variant), _sample(variant)
+        for tensor in got[:5]:
+            if tensor is not None:
+                mark_dynamic(tensor, 0)
+        lines(*got)
     adam_lines(exact_root, small_weight, *expected)
     for one, other in zip(got, expected, strict=True):
         if one is not None and other is not None and not torch.equal(one, other):
@@ -380,20 +367,10 @@ def _compile_and_check(variant: Variant) -> Lines:
 
 
 def _compile(variant: Variant) -> Lines:
-    """``torch.compile``, so that one function serves all lengths, numbers and thread counts, and never recompiles."""
+    """One function for all lengths, numbers and thread counts."""
     small_weight = variant[3]
-    # Compiled code hangs on the code object, which each variant needs for itself because no guard tells them apart.
     names = "_".join(str(dtype).removeprefix("torch.") for dtype in variant[:3])
-    code = adam_lines.__code__.replace(co_name=f"adam_{names}{'' if small_weight else '_large_weight'}")
-    own = types.FunctionType(code, adam_lines.__globals__, code.co_name)
-    options: dict[str, Any] = {
-        # What the guards would ask (dtypes, contiguity, more than one element) has been asked by then; their other
-        # questions (thread count, gradient mode, views) would only recompile, eight times, and then not any more.
-        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
-        "cpp.dynamic_threads": True,
-        "cpp.enable_floating_point_contract_flag": "off",
-    }
-    call = torch.compile(own, fullgraph=True, options=options)
+    call = compile_apart(adam_lines, f"adam_{names}{'' if small_weight else '_large_weight'}")
 
     def lines(*tensors: torch.Tensor | None) -> None:
         call(torch.sqrt, small_weight, *tensors)
@@ -420,17 +397,6 @@ def _line_by_line(small_weight: bool) -> Lines:
             adam_lines(exact_root, small_weight, *[*chunk, numbers])
 
     return lines
-
-
-def why_not_compiled() -> str:
-    """Why nothing can be compiled here, as far as can be told without trying; empty when it seems possible."""
-    name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
-    words = shlex.split(name)
-    if not words or shutil.which(words[0]) is None:
-        return f"no C++ compiler ({name} is not there; the environment variable CXX can name another)"
-    if any(os.environ.get(switch) == "1" for switch in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
-        return "torch.compile is switched off by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
-    return ""
 
 
 def warn(message: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepzero.comm.compiling import why_not_compiled
 from deepzero.offload import adam_kernels
 from deepzero.offload.adam_kernels import (
     ChunkedAdam,
@@ -20,7 +21,6 @@ from deepzero.offload.adam_kernels import (
     Segment,
     adam_lines,
     exact_root,
-    why_not_compiled,
 )
 from deepzero.ops import CPUAdam
 

@@ -1,0 +1,97 @@
+"""What every ``torch.compile``'d kernel here needs: is there a compiler, and code that never compiles twice.
+
+A kernel is a few lines of torch over whole tensors, written for a reader, which the compiler turns into one pass over
+memory. It is compiled before training, checked against the same lines in plain torch, and then serves every size.
+Who uses one: ``comm/quantize_kernels.py`` and ``offload/adam_kernels.py``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class CompilationError(RuntimeError):
+    """There is no compiled kernel, and why."""
+
+
+def why_not_compiled(device_type: str = "cpu") -> str:
+    """Why nothing can be compiled here, as far as can be told without trying; empty when it seems possible.
+
+    Args:
+        device_type: ``cpu``, which takes a C++ compiler, or ``cuda``, which takes Triton.
+    """
+    if device_type == "cpu":
+        name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+        words = shlex.split(name)
+        if not words or shutil.which(words[0]) is None:
+            return f"no C++ compiler ({name} is not there; the environment variable CXX can name another)"
+    elif device_type != "cuda":
+        return f"nothing is compiled for devices of type {device_type}"
+    elif importlib.util.find_spec("triton") is None:
+        return "no Triton (the package triton is not installed)"
+    if any(os.environ.get(switch) == "1" for switch in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")):
+        return "torch.compile is switched off by TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE"
+    return ""
+
+
+def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu") -> Callable[..., Any]:
+    """``torch.compile``, so that one function serves all lengths and thread counts, and never recompiles.
+
+    **No guard asks anything of later calls.** They must bring tensors of the dtypes, device, dimensions and strides of
+    the first call, whose sizes the caller has marked dynamic where they change.
+
+    Args:
+        lines: a module-level function.
+        name: of this variant, unlike any other's.
+        device_type: ``cpu`` or ``cuda``.
+
+    Returns:
+        What compiles at its first call, inside :func:`compilation`.
+    """
+    # Compiled code hangs on the code object, which each variant needs for itself because no guard tells them apart.
+    code = lines.__code__.replace(co_name=name)
+    own = types.FunctionType(code, lines.__globals__, name)
+    options: dict[str, Any] = {
+        # What the guards would ask (dtypes, contiguity, more than one element) has been asked by then; their other
+        # questions (thread count, gradient mode, views) would only recompile, eight times, and then not any more.
+        "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
+        "cpp.dynamic_threads": True,
+        "cpp.enable_floating_point_contract_flag": "off",
+    }
+    if device_type == "cuda":
+        # Triton's division is approximate and its multiplication may drop denormals, unless told. Older releases of
+        # torch have no such switches; what their code gives is known from the check that follows every compilation.
+        from torch._inductor import config  # seconds
+
+        numerics = getattr(config, "eager_numerics", None)
+        for switch in ("division_rounding", "disable_ftz"):
+            if getattr(numerics, switch, None) is not None:
+                options[f"eager_numerics.{switch}"] = True
+    return torch.compile(own, fullgraph=True, options=options)
+
+
+@contextmanager
+def compilation() -> Iterator[None]:
+    """Around a first call: no warnings from inside the compiler, and one kind of error.
+
+    Raises:
+        CompilationError: for whatever a compiler, a linker or dynamo raises.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside torch._dynamo are not the user's
+            yield
+    except Exception as error:
+        text = str(error).strip().splitlines() or [""]
+        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
