@@ -8,9 +8,9 @@ so q lies in [-L, L], and the error of an element is at most half a step of its 
 
     |decoded - x| <= scale / 2 * (1 + 2**-14)       in fp32; a narrower dtype rounds ``decoded`` once more
 
-Zero is exact, a constant block loses one rounding, and what is smaller than the smallest normal number becomes 0. **A
-block that holds NaN or infinity decodes to NaN or infinity everywhere**: its scale is not finite. So an overflow in a
-gradient is still seen by whoever looks at the sum.
+Zero is exact, a constant block loses one rounding, and what is smaller than half the smallest normal number becomes 0.
+**A block that holds NaN or infinity decodes to NaN or infinity everywhere**: its scale is not finite. So an overflow in
+a gradient is still seen by whoever looks at the sum.
 
 A message of n elements is one ``uint8`` tensor, payload first, so that one send carries it::
 
@@ -29,17 +29,15 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/qua
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
+from deepzero.comm.compiling import CompilationError, why_not_compiled
+from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, Variant, compiled, levels
 from deepzero.layout import ALIGN, round_up
-
-TINY = 2.0**-126
-"""The smallest normal number of fp32: no scale is smaller, so that its inverse is finite."""
-
-CHUNK = 1 << 16
-"""Elements that the plain kernel widens at a time; they stay in a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Format:
     @property
     def levels(self) -> int:
         """L: codes reach from -L to L."""
-        return 127 if self.bits == 8 else 7
+        return levels(self.bits)
 
     def blocks(self, numel: int) -> int:
         """Blocks of a message of ``numel`` elements."""
@@ -76,9 +74,18 @@ class Format:
         Args:
             message: 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes.
             numel: elements, a multiple of ``ALIGN``.
+
+        Raises:
+            ValueError: another number of elements, or a tensor that cannot be such a message.
         """
-        if numel % ALIGN:
+        if numel < 0 or numel % ALIGN:
             raise ValueError(f"a message of {numel} elements: their number must be a multiple of {ALIGN}")
+        if message.dim() != 1 or message.dtype != torch.uint8 or not message.is_contiguous():
+            kind = f"{tuple(message.shape)}, strides {message.stride()}, {message.dtype}"
+            raise ValueError(f"a message must be 1-D, contiguous and uint8, not {kind}")
+        if message.numel() < self.message_bytes(numel):
+            needed = f"{numel} elements in {self.bits} bits, blocks of {self.block}, take {self.message_bytes(numel)}"
+            raise ValueError(f"a message of {message.numel()} bytes is too short: {needed}")
         payload = numel * self.bits // 8
         scales = message[payload : payload + 4 * self.blocks(numel)].view(torch.float32)
         codes = message[:payload].view(torch.int8) if self.bits == 8 else message[:payload]
@@ -118,47 +125,10 @@ class Packed:
         return found
 
 
-# ---- the two directions, written down once: plain torch, the truth for every other kernel ---------------------------
+COMPILE_FROM = 1 << 26
+"""Elements a step. Below, compiled code saves less than a few ms a step, and compiling takes some ten seconds."""
 
-
-def encode(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-    """Quantise rows.
-
-    Args:
-        values: ``[blocks, elements]``, any float dtype; only read.
-        codes: ``[blocks, elements * bits / 8]``, ``int8`` or ``uint8``; written.
-        scales: ``[blocks, 1]`` fp32; written.
-        bits: 8 or 4.
-    """
-    levels = 127 if bits == 8 else 7
-    x = values.to(torch.float32)
-    scale = (x.abs().amax(1, keepdim=True) * (1.0 / levels)).clamp_min(TINY)
-    q = (x * (1.0 / scale)).round()
-    scales.copy_(scale)
-    if bits == 8:
-        codes.copy_(q)
-    else:
-        low, high = q.to(torch.int32).chunk(2, 1)
-        codes.copy_((low & 15) | ((high & 15) << 4))
-
-
-def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-    """The other way.
-
-    Args:
-        codes: as for :func:`encode`; only read.
-        scales: ``[blocks, 1]`` fp32; only read.
-        values: ``[blocks, elements]``, any float dtype; written.
-        bits: 8 or 4.
-    """
-    if bits == 8:
-        values.copy_(codes.to(torch.float32) * scales)
-    else:
-        wide = codes.to(torch.int32)
-        half = values.shape[1] // 2
-        # A shift to the left and back to the right spreads the sign of a half byte.
-        values[:, :half].copy_(((wide << 28) >> 28).to(torch.float32) * scales)
-        values[:, half:].copy_(((wide << 24) >> 28).to(torch.float32) * scales)
+KERNELS = ("auto", "plain", "compiled")
 
 
 class Quantizer:
@@ -166,25 +136,136 @@ class Quantizer:
 
     Args:
         form: of its messages.
+        kernel: ``plain`` torch, ``compiled``, or ``auto``: plain, unless :meth:`prepare` finds that compiling pays.
+            Both give the same bits on a CPU; see ``comm/quantize_kernels.py``.
+
+    Example:
+        >>> form = Format(bits=8, block=64)
+        >>> message = torch.empty(form.message_bytes(128), dtype=torch.uint8)
+        >>> packed, back = form.open(message, 128), torch.empty(128)
+        >>> quantizer = Quantizer(form)
+        >>> quantizer.pack(torch.arange(128.0), packed)
+        >>> quantizer.unpack(packed, back)
+        >>> bool(((back - torch.arange(128.0)).abs() <= packed.scales.repeat_interleave(64) / 2 * (1 + 2**-14)).all())
+        True
     """
 
-    def __init__(self, form: Format) -> None:
+    def __init__(self, form: Format, kernel: str = "auto") -> None:
+        if kernel not in KERNELS:
+            raise ValueError(f"Quantizer(kernel={kernel!r}) must be one of {', '.join(KERNELS)}")
         self.format = form
+        self.request = kernel
+        self.kernel = "compiled" if kernel == "compiled" else "plain"
+        self.reason = "not prepared" if kernel == "auto" else "as asked for"
+        self._plain = PlainKernel()
+        self._compiled = CompiledKernel()
+        # (direction, dtype, device) that turned out not to compile, in the middle of training.
+        self._uncompiled: set[tuple[str, torch.dtype, torch.device]] = set()
+
+    def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
+        """Decide on the kernel, and compile both directions, before training.
+
+        Args:
+            numel: elements packed and unpacked in a step, together.
+            dtypes: of the values that will come.
+            device: where they lie.
+
+        Raises:
+            RuntimeError: ``compiled`` was asked for and cannot be had.
+        """
+        if self.request == "plain":
+            return
+        device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
+        if self.request == "auto":
+            missing = why_not_compiled(device.type)
+            if numel < COMPILE_FROM:
+                missing = f"{numel:,} elements a step are too few to compile for, below {COMPILE_FROM:,}"
+            if missing:
+                self.kernel, self.reason = "plain", missing
+                return
+        try:
+            for dtype in dtypes:
+                for direction in ("pack", "unpack"):
+                    compiled(Variant(direction, dtype, self.format.bits, self.format.block, device))
+        except CompilationError as error:
+            if self.request == "compiled":
+                raise RuntimeError(
+                    f"Quantizer(kernel='compiled'): {error}. Use kernel='plain', which needs no compiler, or 'auto'"
+                ) from error
+            _warn(f"{error}. Using the plain kernel")
+            self.kernel, self.reason = "plain", f"compiling failed ({error})"
+            return
+        if self.request == "auto":
+            tool = "a C++ compiler" if device.type == "cpu" else "Triton"
+            self.kernel, self.reason = "compiled", f"{numel:,} elements a step and {tool}"
+
+    def describe(self) -> str:
+        """Format, kernel, and why this kernel, in a line."""
+        bits, block = self.format.bits, self.format.block
+        return f"Quantizer: {bits} bits, blocks of {block}: {self.kernel} kernel, {self.reason}"
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, packed: Packed) -> None:
-        """Quantise 1-D ``values`` of any float dtype into a message of their number."""
-        step = max(CHUNK // self.format.block, 1) * self.format.block
-        for lo in range(0, packed.numel, step):
-            for where, codes, scales in packed.rows(lo, min(lo + step, packed.numel)):
-                encode(values[where].view(codes.shape[0], -1), codes, scales, self.format.bits)
+        """Quantise into a message of their number.
+
+        Args:
+            values: 1-D, contiguous, any float dtype; only read.
+            packed: of this quantizer's format and as many elements; written.
+
+        Raises:
+            ValueError: another format or number of elements, or values of another shape or kind.
+        """
+        self._check(values, packed)
+        if values.numel() != packed.numel:
+            raise ValueError(f"{values.numel()} values do not fit a message of {packed.numel} elements")
+        for where, codes, scales in packed.rows(0, packed.numel):
+            rows = values[where].view(codes.shape[0], -1)
+            self._kernel("pack", rows).encode(rows, codes, scales, self.format.bits)
 
     @torch.no_grad()
     def unpack(self, packed: Packed, values: torch.Tensor, start: int = 0) -> None:
-        """Decode elements ``start`` to ``start + values.numel()``, whole blocks, into 1-D ``values``."""
-        step = max(CHUNK // self.format.block, 1) * self.format.block
+        """Decode a range of whole blocks.
+
+        Args:
+            packed: of this quantizer's format; only read.
+            values: 1-D, contiguous, any float dtype; written.
+            start: the first element to decode, a multiple of the block size; ``values.numel()`` are decoded.
+
+        Raises:
+            ValueError: another format, a range of other than whole blocks or beyond the end, or values of another shape
+                or kind.
+        """
+        self._check(values, packed)
         stop = start + values.numel()
-        for lo in range(start, stop, step):
-            for where, codes, scales in packed.rows(lo, min(lo + step, stop)):
-                piece = values[where.start - start : where.stop - start]
-                decode(codes, scales, piece.view(codes.shape[0], -1), self.format.bits)
+        if start < 0 or stop > packed.numel:
+            raise ValueError(f"elements {start} to {stop} are not all in a message of {packed.numel} elements")
+        for where, codes, scales in packed.rows(start, stop):
+            rows = values[where.start - start : where.stop - start].view(codes.shape[0], -1)
+            self._kernel("unpack", rows).decode(codes, scales, rows, self.format.bits)
+
+    def _check(self, values: torch.Tensor, packed: Packed) -> None:
+        if packed.format != self.format:
+            raise ValueError(f"a message of {packed.format} was given to a quantizer of {self.format}")
+        if values.dim() != 1 or not values.is_floating_point() or not values.is_contiguous():
+            kind = f"{tuple(values.shape)}, strides {values.stride()}, {values.dtype}"
+            raise ValueError(f"values must be 1-D, contiguous and of a float dtype, not {kind}")
+
+    def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | CompiledKernel:
+        """The one for these rows; a shorter last block is a row of its own, not worth a compilation."""
+        if self.kernel == "plain" or rows.shape[1] != self.format.block:
+            return self._plain
+        if self.request == "compiled":
+            return self._compiled
+        case = (direction, rows.dtype, rows.device)
+        if case not in self._uncompiled:
+            try:
+                compiled(Variant(direction, rows.dtype, self.format.bits, self.format.block, rows.device))
+                return self._compiled
+            except CompilationError as error:
+                self._uncompiled.add(case)
+                _warn(f"{error}. The plain kernel will {direction} {rows.dtype} here from now on: slower")
+        return self._plain
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"Quantizer: {message}", RuntimeWarning, stacklevel=3)

@@ -1,0 +1,377 @@
+"""Quantised messages: every block's error within its bound, NaN and infinity, ranges, sizes, and the kernels' bits."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.comm import quantize_kernels, quantized
+from deepzero.comm.compiling import CompilationError, why_not_compiled
+from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, Variant, decode, encode
+from deepzero.comm.quantized import Format, Packed, Quantizer
+
+BITS = (8, 4)
+BLOCKS = (64, 256, 2048)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCKS_AND_DTYPES = list(itertools.product(BITS, BLOCKS, DTYPES))
+
+
+def randn(numel: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def one_hot(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """One element in 64, so that every block has some."""
+    x = torch.zeros(numel)
+    x[17::64] = -5.0
+    return x
+
+
+INPUTS: dict[str, Callable[[int, torch.dtype], torch.Tensor]] = {
+    "random": lambda n, dtype: randn(n),
+    "constant": lambda n, dtype: torch.full((n,), -0.3),
+    "zero": lambda n, dtype: torch.zeros(n),
+    "one-hot": one_hot,
+    "denormal": lambda n, dtype: randn(n).clamp(-1, 1) * torch.finfo(dtype).tiny,
+    "huge": lambda n, dtype: torch.finfo(dtype).max * torch.where(randn(n) < 0, -1.0, torch.rand(n)),
+    "mixed": lambda n, dtype: randn(n) * torch.logspace(-37, 4, n)[torch.randperm(n)],
+}
+
+
+def sizes(block: int) -> list[int]:
+    """Whole blocks, and where there can be one, a short last block; one block only; less than one."""
+    return [3 * block] + ([block + 64, 64] if block > 64 else [])
+
+
+def message(form: Format, numel: int) -> Packed:
+    """Filled with ones in every bit, which no kernel may leave."""
+    return form.open(torch.full((form.message_bytes(numel),), 255, dtype=torch.uint8), numel)
+
+
+def of(form: Format, values: torch.Tensor, kernel: str = "plain") -> Packed:
+    packed = message(form, values.numel())
+    Quantizer(form, kernel).pack(values, packed)
+    return packed
+
+
+def bound(values: torch.Tensor, packed: Packed) -> torch.Tensor:
+    """What the format promises for each element, in float64."""
+    block = packed.format.block
+    tops = torch.stack([part.abs().amax() for part in values.to(torch.float64).split(block)])
+    scales = (tops / packed.format.levels).clamp_min(2.0**-126)
+    return (scales / 2 * (1 + 2.0**-14)).repeat_interleave(block)[: values.numel()]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+class TestError:
+    @pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
+    @pytest.mark.parametrize("kind", INPUTS)
+    def test_every_element_is_within_half_a_step_of_its_block(self, bits, block, dtype, kind):
+        torch.manual_seed(0)
+        form = Format(bits, block)
+        for numel in sizes(block):
+            values = INPUTS[kind](numel, dtype).to(dtype)
+            packed = of(form, values)
+            wide, narrow = torch.empty(numel), torch.empty(numel, dtype=dtype)
+            Quantizer(form).unpack(packed, wide)
+            Quantizer(form).unpack(packed, narrow)
+            assert torch.isfinite(narrow).all()
+            assert ((wide.double() - values.double()).abs() <= bound(values, packed)).all()
+            assert same_bits(narrow, wide.to(dtype))
+            if kind == "zero":
+                assert not wide.any()
+            if kind == "constant":
+                assert torch.allclose(wide, values.float(), rtol=2.0**-22, atol=0)
+            if kind == "one-hot":
+                assert torch.equal(wide == 0, values == 0)
+
+    def test_halves_go_to_the_even_code(self):
+        values = torch.zeros(64)
+        values[:5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -0.5])
+        back = torch.empty(64)
+        Quantizer(Format(4, 64)).unpack(of(Format(4, 64), values), back)
+        assert back[:5].tolist() == [7.0, 0.0, 2.0, 2.0, 0.0]
+
+    def test_what_is_below_half_the_smallest_normal_number_becomes_zero(self):
+        values = torch.tensor([0.49, 0.51] * 32) * 2.0**-126
+        back = torch.empty(64)
+        Quantizer(Format(8, 64)).unpack(of(Format(8, 64), values), back)
+        assert back.tolist() == [0.0, 2.0**-126] * 32
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+    def test_a_bad_element_spoils_its_whole_block_and_no_other(self, bits, block, dtype, bad):
+        form, numel = Format(bits, block), 3 * block + (64 if block > 64 else 0)
+        values = randn(numel).to(dtype)
+        clean, spoiled = torch.empty(numel), torch.empty(numel)
+        Quantizer(form).unpack(of(form, values), clean)
+        values[block + 5] = bad
+        values[-1] = bad
+        Quantizer(form).unpack(of(form, values), spoiled)
+        last = (numel - 1) // block * block
+        for start in range(0, numel, block):
+            part = slice(start, start + block)
+            if start in (block, last):
+                assert not torch.isfinite(spoiled[part]).any()
+            else:
+                assert same_bits(spoiled[part], clean[part])
+
+
+class TestMessages:
+    def test_bytes(self):
+        assert Format(8, 2048).message_bytes(4096) == 4096 + 8 + 8
+        assert Format(4, 2048).message_bytes(4096) == 2048 + 8 + 8
+        assert Format(8, 2048).message_bytes(2048 + 64) == 2112 + 8 + 8
+        assert Format(8, 64).message_bytes(4 * 64) == 256 + 16
+        assert Format(4, 64).message_bytes(0) == 0
+
+    @pytest.mark.parametrize(("bits", "block"), [*itertools.product(BITS, BLOCKS)])
+    def test_a_message_holds_nothing_else(self, bits, block):
+        form = Format(bits, block)
+        for numel in sizes(block):
+            payload, blocks = numel * bits // 8, -(-numel // block)
+            assert form.message_bytes(numel) == -(-(payload + 4 * blocks) // 16) * 16
+            packed = message(form, numel)
+            assert (packed.codes.numel(), packed.scales.numel()) == (payload, blocks)
+
+    def test_places_of_four_bits(self):
+        """Element i in the low half of byte i, element i + m/2 in the high half."""
+        values = torch.zeros(64)
+        values[0], values[1], values[32], values[33] = 7.0, -1.0, 2.0, -7.0
+        assert of(Format(4, 64), values).codes[:3].tolist() == [0x27, 0x9F, 0]
+
+    @pytest.mark.parametrize(("bits", "block"), [*itertools.product(BITS, BLOCKS)])
+    def test_a_range_is_that_range_of_the_whole(self, bits, block):
+        form, numel = Format(bits, block), 5 * block + (64 if block > 64 else 0)
+        packed, whole = of(form, randn(numel).to(torch.bfloat16)), torch.empty(numel)
+        Quantizer(form).unpack(packed, whole)
+        for start, stop in ((0, block), (2 * block, 4 * block), (3 * block, numel), (5 * block, numel), (block, block)):
+            part = torch.empty(stop - start)
+            Quantizer(form).unpack(packed, part, start)
+            assert same_bits(part, whole[start:stop])
+
+    def test_nothing(self):
+        packed = of(Format(8, 64), torch.empty(0))
+        Quantizer(Format(8, 64)).unpack(packed, torch.empty(0))
+
+    def test_refused_formats(self):
+        for bits, block in ((2, 64), (8, 0), (8, 100), (4, 32)):
+            with pytest.raises(ValueError, match=f"bits={bits}" if bits == 2 else f"block={block}"):
+                Format(bits, block)
+
+    def test_refused_messages(self):
+        form, room = Format(8, 64), torch.zeros(144, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="a message of 100 elements: their number must be a multiple of 64"):
+            form.open(room, 100)
+        with pytest.raises(ValueError, match="144 bytes is too short: 192 elements in 8 bits, blocks of 64, take 208"):
+            form.open(room, 192)
+        for wrong in (room.view(torch.int8), room.view(2, 72), room[::2]):
+            with pytest.raises(ValueError, match="must be 1-D, contiguous and uint8"):
+                form.open(wrong, 64)
+
+    def test_refused_values(self):
+        form, x = Format(8, 64), randn(256)
+        packed, quantizer = of(form, x), Quantizer(form)
+        with pytest.raises(ValueError, match="128 values do not fit a message of 256 elements"):
+            quantizer.pack(x[:128], packed)
+        for wrong in (x.view(4, 64), torch.zeros(512)[::2], x.to(torch.int32)):
+            for verb in (lambda v: quantizer.pack(v, packed), lambda v: quantizer.unpack(packed, v)):
+                with pytest.raises(ValueError, match="must be 1-D, contiguous and of a float dtype"):
+                    verb(wrong)
+        for start in (192, -64):
+            with pytest.raises(ValueError, match="are not all in a message of 256 elements"):
+                quantizer.unpack(packed, x[:128].clone(), start)
+        with pytest.raises(ValueError, match="elements 32 to 96 of 256 are not whole blocks of 64"):
+            quantizer.unpack(packed, x[:64].clone(), 32)
+        for other in (Format(4, 64), Format(8, 128)):
+            with pytest.raises(ValueError, match=r"a message of Format\(bits=8, block=64\).*quantizer of Format"):
+                Quantizer(other).unpack(packed, x.clone())
+
+
+def agree(form: Format, values: torch.Tensor, kernel: PlainKernel | CompiledKernel) -> None:
+    """The kernel and the truth give the same bits, both ways, for rows of finite values."""
+    rows = values.view(-1, form.block)
+    ours, truth = message(form, values.numel()), message(form, values.numel())
+    (_, codes, scales), *_ = ours.rows(0, values.numel())
+    (_, true_codes, true_scales), *_ = truth.rows(0, values.numel())
+    kernel.encode(rows, codes, scales, form.bits)
+    encode(rows, true_codes, true_scales, form.bits)
+    assert same_bits(codes, true_codes)
+    assert same_bits(scales, true_scales)
+    back, true_back = torch.full_like(rows, torch.nan), torch.empty_like(rows)
+    kernel.decode(codes, scales, back, form.bits)
+    decode(codes, scales, true_back, form.bits)
+    assert same_bits(back, true_back)
+
+
+class TestPlain:
+    @pytest.mark.parametrize(("bits", "dtype"), [*itertools.product(BITS, (*DTYPES, torch.float64))], ids=str)
+    @pytest.mark.parametrize("kind", INPUTS)
+    def test_gives_the_bits_of_the_truth(self, bits, dtype, kind, monkeypatch):
+        monkeypatch.setattr(quantize_kernels, "CHUNK", 512)  # two rows, then one
+        torch.manual_seed(0)
+        of_input = torch.float32 if dtype == torch.float64 else dtype
+        agree(Format(bits, 256), INPUTS[kind](5 * 256, of_input).to(dtype), PlainKernel())
+
+    def test_scratch_serves_long_and_short_rows_and_several_threads(self, monkeypatch):
+        monkeypatch.setattr(quantize_kernels, "CHUNK", 256)
+        kernel = PlainKernel()
+        for block in (64, 2048, 256):
+            agree(Format(4, block), randn(4 * block).to(torch.bfloat16), kernel)
+        errors: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            try:
+                for _ in range(20):
+                    agree(Format(4, 256), randn(16 * 256, seed).to(torch.bfloat16), kernel)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+
+class TestChoice:
+    FORM = Format(8, 64)
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Nothing is compiled yet, and everything is large enough to be."""
+        monkeypatch.setattr(quantize_kernels, "_COMPILED", {})
+        monkeypatch.setattr(quantized, "COMPILE_FROM", 5)
+        self.monkeypatch = monkeypatch
+        yield
+
+    def compiler(self, compile: Callable[[Variant], Any]) -> None:
+        for module in (quantize_kernels, quantized):
+            self.monkeypatch.setattr(module, "why_not_compiled", lambda kind: "")
+        self.monkeypatch.setattr(quantize_kernels, "_compile", compile)
+
+    def lines(self, variant: Variant) -> Any:
+        return getattr(quantize_kernels, f"{variant.direction}{variant.bits}_lines")
+
+    def broken(self, variant: Variant) -> Any:
+        raise OSError("cc1plus: killed")
+
+    def test_too_few_elements(self):
+        quantizer = Quantizer(self.FORM)
+        assert quantizer.describe() == "Quantizer: 8 bits, blocks of 64: plain kernel, not prepared"
+        quantizer.prepare(4, [torch.float32])
+        reason = "4 elements a step are too few to compile for, below 5"
+        assert quantizer.describe() == f"Quantizer: 8 bits, blocks of 64: plain kernel, {reason}"
+
+    def test_no_compiler(self):
+        self.monkeypatch.setenv("CXX", "/no/such/compiler")
+        quantizer = Quantizer(self.FORM)
+        quantizer.prepare(5, [torch.float32])
+        assert (quantizer.kernel, quantizer.reason[:15]) == ("plain", "no C++ compiler")
+        with pytest.raises(RuntimeError, match=r"kernel='compiled'\): no C\+\+ compiler.*kernel='plain'"):
+            Quantizer(self.FORM, "compiled").prepare(5, [torch.float32])
+        with pytest.raises(CompilationError, match=r"no C\+\+ compiler"):
+            of(self.FORM, randn(64), "compiled")
+
+    def test_no_kernel_for_other_devices(self):
+        quantizer = Quantizer(self.FORM)
+        quantizer.prepare(5, [torch.float32], "meta")
+        assert quantizer.reason == "nothing is compiled for devices of type meta"
+
+    def test_as_asked_for(self):
+        self.compiler(self.lines)
+        for kernel in ("plain", "compiled"):
+            quantizer = Quantizer(self.FORM, kernel)
+            quantizer.prepare(1, [torch.float32])
+            assert quantizer.describe() == f"Quantizer: 8 bits, blocks of 64: {kernel} kernel, as asked for"
+        with pytest.raises(ValueError, match=r"kernel='fast'\) must be one of auto, plain, compiled"):
+            Quantizer(self.FORM, "fast")
+
+    @pytest.mark.parametrize("bits", BITS)
+    def test_compiled_before_training(self, bits):
+        """Here the lines stand in for the compiled; so their arithmetic is checked where there is no compiler."""
+        self.compiler(self.lines)
+        quantizer, values = Quantizer(Format(bits, 128)), randn(3 * 128 + 64)
+        quantizer.prepare(5, DTYPES)
+        assert (quantizer.kernel, quantizer.reason) == ("compiled", "5 elements a step and a C++ compiler")
+        self.compiler(self.broken)  # nothing is left to compile
+        for dtype in DTYPES:
+            ours, theirs = message(quantizer.format, 448), of(quantizer.format, values.to(dtype))
+            quantizer.pack(values.to(dtype), ours)
+            assert same_bits(ours.codes, theirs.codes)
+            assert same_bits(ours.scales, theirs.scales)
+            mine, plain = torch.empty(448, dtype=dtype), torch.empty(448, dtype=dtype)
+            quantizer.unpack(ours, mine)
+            Quantizer(quantizer.format).unpack(ours, plain)
+            assert same_bits(mine, plain)
+
+    def test_compiling_fails_at_first(self):
+        self.compiler(self.broken)
+        quantizer = Quantizer(self.FORM)
+        with pytest.warns(RuntimeWarning, match="cc1plus: killed. Using the plain kernel"):
+            quantizer.prepare(5, [torch.float32])
+        assert quantizer.describe().endswith("compiling failed (torch.compile failed: OSError: cc1plus: killed)")
+        of(self.FORM, randn(64))
+
+    def test_compiling_fails_later(self):
+        self.compiler(self.lines)
+        quantizer, packed = Quantizer(self.FORM), message(self.FORM, 64)
+        quantizer.prepare(5, [torch.float32])
+        self.compiler(self.broken)
+        with pytest.warns(RuntimeWarning, match=r"plain kernel will pack torch.bfloat16 here from now on: slower"):
+            quantizer.pack(randn(64).to(torch.bfloat16), packed)
+        quantizer.pack(randn(64).to(torch.bfloat16), packed)  # once said is enough
+        quantizer.pack(randn(64), packed)
+
+    @pytest.mark.parametrize(("direction", "which"), [("pack", 1), ("unpack", 2)])
+    def test_code_that_gives_other_bits_is_not_used(self, direction, which):
+        def off_by_one(variant: Variant) -> Any:
+            right = self.lines(variant)
+
+            def lines(*tensors: torch.Tensor) -> Any:
+                result = right(*tensors)
+                if variant.direction == direction:
+                    tensors[which].view(-1)[0] += 1
+                return result
+
+            return lines
+
+        self.compiler(off_by_one)
+        with pytest.raises(RuntimeError, match=f"to {direction} 8 bits gives other bits than plain torch"):
+            Quantizer(self.FORM, "compiled").prepare(5, [torch.float32])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
+@pytest.mark.parametrize(("bits", "block", "dtype"), [*itertools.product(BITS, (64, 2048), DTYPES)], ids=str)
+def test_compiled_gives_the_bits_of_the_truth_and_never_recompiles(bits, block, dtype):
+    form = Format(bits, block)
+    quantizer = Quantizer(form, "compiled")
+    quantizer.prepare(1, [dtype])
+    torch.manual_seed(0)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows, kind in itertools.product((1, 2, 7, 64), INPUTS):
+            agree(form, INPUTS[kind](rows * block, dtype).to(dtype), CompiledKernel())
+        values = randn(5 * block + (64 if block > 64 else 0)).to(dtype)
+        values[2 * block + 1] = torch.inf
+        ours, theirs = of(form, values, "compiled"), of(form, values)
+        back, plain = torch.empty_like(values), torch.empty_like(values)
+        quantizer.unpack(ours, back)
+        Quantizer(form).unpack(theirs, plain)
+        assert not torch.isfinite(back[2 * block : 3 * block]).any()
+        for part in (slice(0, 2 * block), slice(3 * block, None)):
+            assert same_bits(back[part], plain[part])
+        piece = torch.empty(2 * block, dtype=dtype)
+        quantizer.unpack(ours, piece, 3 * block)
+        assert same_bits(piece, back[3 * block : 5 * block])
