@@ -125,8 +125,8 @@ class Packed:
         return found
 
 
-COMPILE_FROM = 1 << 26
-"""Elements a step. Below, compiled code saves less than a few ms a step, and compiling takes some ten seconds."""
+COMPILE_FROM = 1 << 23
+"""Elements a step. Below, compiled code saves less than 2 ms (two cores), and compiling takes some ten seconds."""
 
 KERNELS = ("auto", "plain", "compiled")
 
