@@ -18,7 +18,6 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.quantized import Format, Quantizer
 from deepzero.comm.quantized_bucket import QuantizedWay
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
@@ -36,6 +35,7 @@ from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
 from deepzero.runtime.zero.offloading import Offload, PlannedGroup, open_host, place
+from deepzero.runtime.zero.quantizers import build_quantizer
 from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
@@ -290,8 +290,10 @@ def _build_way(
         # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
         # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
         exact = frozenset(number for number, group in enumerate(groups) if isinstance(group, FlatGroup))
-    quantizer = Quantizer(Format(settings.gradient_bits, settings.block_size))
     layouts = [group.layout for group in groups]
+    numel = 2 * sum(layout.padded_numel for layout in layouts)
+    dtypes_on_the_way = {dtypes.wire, torch.float32}
+    quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
     return QuantizedWay(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.quantized import Format, Quantizer
 from deepzero.config.zero import ZeroConfig
 from deepzero.layout import interval_limit, plan_layout
 from deepzero.offload.placement import Placement
@@ -23,6 +22,7 @@ from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_group import HostSide, PartitionedGroup, make_whole
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepzero.runtime.zero.quantizers import build_quantizer
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ def partition_model(
     trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
     place_whole(names, partitioned, trained, comm, dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
-    rules, messages = gather_rules(config, comm)
+    gathered = {
+        frozen: sum(group.layout.padded_numel for group in plan.groups if (group.optimizer_group is None) is frozen)
+        for frozen in (False, True)
+    }
+    rules, messages = gather_rules(config, comm, dtype, gathered)
     groups: list[ParameterGroup] = []
     frozen: list[PartitionedGroup] = []
     intervals: list[PartitionedInterval] = []
@@ -163,10 +167,18 @@ def partition_model(
     return Partitioning(groups, frozen, coordinator, pool, messages)
 
 
-def gather_rules(config: ZeroConfig, comm: Communicator) -> tuple[dict[bool, GatherRules], BufferPool | None]:
+def gather_rules(
+    config: ZeroConfig, comm: Communicator, dtype: torch.dtype, numels: Mapping[bool, int]
+) -> tuple[dict[bool, GatherRules], BufferPool | None]:
     """How intervals travel, those of frozen parameters under True; and where quantised messages have room.
 
-    With one rank nothing travels, and nothing is quantised.
+    With one rank nothing travels, and nothing is quantised. A collective.
+
+    Args:
+        config: the settings.
+        comm: the ranks.
+        dtype: compute dtype.
+        numels: elements of all intervals, of frozen parameters under True.
     """
     size = config.secondary_size
     if comm.world_size == 1:
@@ -178,8 +190,11 @@ def gather_rules(config: ZeroConfig, comm: Communicator) -> tuple[dict[bool, Gat
         True: config.zero_quantized_weights or config.zero_quantized_nontrainable_weights,
     }
     messages = BufferPool(torch.uint8, comm.device, config.stage3_max_live_parameters) if quantized[True] else None
-    settings = config.quantization
-    quantizer = Quantizer(Format(settings.weight_bits, settings.block_size)) if quantized[True] else None
+    settings, quantizer = config.quantization, None
+    if quantized[True]:
+        # Every rank decodes everything twice, and encodes its own part.
+        numel = 2 * sum(numels[frozen] for frozen, chosen in quantized.items() if chosen)
+        quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
     rules = {
         frozen: GatherRules(
             inside,

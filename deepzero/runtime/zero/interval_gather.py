@@ -28,7 +28,7 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -285,23 +285,25 @@ class IntervalGather:
         Args:
             inside: from the secondary partition.
         """
-        world, group = self.comm.world_size, self.rules.inside
+        world, group, kept = self.comm.world_size, self.rules.inside, self.kept_messages
         if inside and group is not None:
             first = [rank // group.size * group.size for rank in range(world)]
             peers = [set(range(lo, lo + group.size)) - {rank} for rank, lo in enumerate(first)]
-            return self._mean(peers, self.kept_messages)
-        return self._mean([set(range(world)) - {rank} for rank in range(world)], 1)
+            numbers = [range((rank - lo) * kept, (rank - lo + 1) * kept) for rank, lo in enumerate(first)]
+            return self._mean(peers, numbers)
+        return self._mean([set(range(world)) - {rank} for rank in range(world)], [[rank] for rank in range(world)])
 
     def forecast_share(self) -> Traffic:
         """What :meth:`share` sends, mean over ranks."""
         world = self.comm.world_size
-        return self._mean([self.keepers_of(rank) - {rank} for rank in range(world)], 1)
+        return self._mean([self.keepers_of(rank) - {rank} for rank in range(world)], [[rank] for rank in range(world)])
 
-    def _mean(self, peers: list[set[int]], messages: int) -> Traffic:
-        """Every rank sends so many messages to each of its peers."""
-        nodes, world = self.comm.nodes, self.comm.world_size
-        sends = messages * sum(map(len, peers)) / world
-        crossing = messages * sum(len(nodes.crossing(rank, list(others))) for rank, others in enumerate(peers)) / world
-        true = self.interval.true_numel() / world
-        size = self.message_bytes
-        return Traffic(1, true * sends, (self.interval.part_numel - true) * sends, size * sends, size * crossing)
+    def _mean(self, peers: Sequence[set[int]], numbers: Sequence[Sequence[int]]) -> Traffic:
+        """Rank r sends the messages ``numbers[r]`` to each of ``peers[r]``."""
+        nodes, world, true, sends, crossing = self.comm.nodes, self.comm.world_size, 0, 0, 0
+        for rank, (others, sent) in enumerate(zip(peers, numbers, strict=True)):
+            true += len(others) * sum(self.interval.true_numel_of(number) for number in sent)
+            sends += len(others) * len(sent)
+            crossing += len(nodes.crossing(rank, list(others))) * len(sent)
+        padding, size = sends * self.interval.part_numel - true, self.message_bytes
+        return Traffic(1, true / world, padding / world, size * sends / world, size * crossing / world)
