@@ -59,8 +59,7 @@ def test_counted_bytes(ranks, world, per_node):
     for stage, report in zip((1, 2, 3), ranks.run(reports, cases, world_size=world)[0], strict=True):
         communication = report["communication"]
         for kind, counts in communication.items():
-            if kind.startswith("gradients."):
-                assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
         sent = {kind: counts["measured"]["elements"] for kind, counts in communication.items()}
         times, exact = (1 if stage == 1 else 2), (PERSISTENT if stage == 3 else 0)
         nodes = world // per_node
@@ -86,10 +85,10 @@ def test_one_rank_sends_nothing_and_loses_nothing(ranks):
 
 def overflow(rank, world, stage):
     """The first loss scales overflow fp16: skipped on all ranks, until one does not."""
-    settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 24, "hysteresis": 1})
+    settings = settings_of(stage, feedback=True, precision="fp16", fp16={"initial_scale_power": 20, "hysteresis": 1})
     engine = start(make_model(), **_changes(settings))
     before, skipped, kept = engine.params_sha256(), [], []
-    for step in range(24):
+    for step in range(14):
         record = one_step(engine, rank, world, step)
         if not skipped:
             kept = [engine.params_sha256() == before, not any(t.any() for t in engine._zero.reducer.kept())]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 
 import pytest
 import torch
 
-from deepzero.comm import groups
 from deepzero.comm.bucket import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import Nodes, make_group
+from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Ledger, Traffic
 from deepzero.comm.quantized import Format, Quantizer
 from deepzero.comm.quantized_bucket import BETWEEN, INSIDE, QuantizedWay
@@ -126,9 +124,6 @@ def check(found, nodes, layout, form, dtype, steps, feedback=False):
     assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
 
 
-# ---- real ranks -----------------------------------------------------------------------------------------------------
-
-
 def communicator(nodes, chaos=None):
     settings = ChaosConfig(enabled=chaos is not None, seed=chaos or 0, max_delay_ms=0.5)
     return Communicator(CPU, Ledger(), Chaos(settings, torch.distributed.get_rank()), nodes)
@@ -141,96 +136,23 @@ def on_ranks(rank, world, cases):
     ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_plain_definition(ranks, world):
+@pytest.mark.parametrize(("world", "sizes"), [(2, (1, 2)), (4, (1, 2, 4)), (6, (2, 3))])
+def test_the_plain_definition(ranks, world, sizes):
     """One node, one rank to a node, and both steps; overlap; chaos; feedback; wire dtypes; short blocks."""
     four, eight = Format(4, 128), Format(8, 192)
     cases = [
         (per_node, form, dtype, depth, chaos, feedback)
-        for per_node in (1, 2, 4)[: world // 2 + 1]
+        for per_node in sizes
         for form, dtype, depth, chaos, feedback in (
             (four, torch.bfloat16, 2, 3, False),
             (eight, torch.float32, 1, None, True),
             (four, torch.float16, 2, 1, True),
-        )
+        )[: 3 if world < 6 else 1]
     ]
     found = ranks.run(on_ranks, cases, world_size=world)
     for number, (per_node, form, dtype, _, _, feedback) in enumerate(cases):
         nodes = Nodes(world, per_node)
         check([rank[number] for rank in found], nodes, layout_of(world), form, dtype, 2, feedback)
-
-
-# ---- six ranks, as threads ------------------------------------------------------------------------------------------
-
-
-class Post:
-    """What threads have sent: by number of the collective, sender and receiver."""
-
-    def __init__(self):
-        self.arrived, self.letters = threading.Condition(), {}
-
-
-class Letters:
-    """A pending exchange between threads."""
-
-    def __init__(self, post, wanted):
-        self.post, self.wanted = post, wanted
-
-    def wait(self):
-        for key, kind, target in self.wanted:
-            with self.post.arrived:
-                assert self.post.arrived.wait_for(lambda key=key: key in self.post.letters, timeout=30), key
-                sent_as, letter = self.post.letters.pop(key)
-            assert sent_as == kind, "ranks launched different collectives"
-            target.copy_(letter)
-        self.wanted = []
-
-
-class ThreadComm:
-    """As much of a ``Communicator`` as the reducer uses, for more ranks than the pool has."""
-
-    def __init__(self, post, rank, nodes):
-        self.post, self.rank, self.nodes, self.world_size = post, rank, nodes, nodes.world_size
-        self.device, self.ledger, self.chaos = CPU, Ledger(), Chaos(ChaosConfig(enabled=True, max_delay_ms=0.2), rank)
-        self.number = 0
-
-    def split(self, size):
-        return tuple(make_group(some, self.rank, False) for some in groups.split_ranks(self.world_size, size))
-
-    def exchange(self, kind, send, recv, padding, where, group, numel):
-        self.chaos.delay()
-        self.number += 1
-        wanted = []
-        for place in group.peers:
-            peer = group.ranks[place]
-            with self.post.arrived:
-                self.post.letters[self.number, self.rank, peer] = (kind, where), send[place].clone()
-                self.post.arrived.notify_all()
-            wanted.append(((self.number, peer, self.rank), (kind, where), recv[place]))
-        sent = sum(send[place].nbytes for place in group.peers)
-        between = sum(send[p].nbytes for p in group.peers if self.nodes.of(group.ranks[p]) != self.nodes.of(self.rank))
-        self.ledger.record(kind, numel * len(group.peers), sent, padding, between)
-        return Letters(self.post, wanted)
-
-
-@pytest.mark.parametrize("per_node", [2, 3])
-def test_six_ranks(per_node):
-    nodes, post, form = Nodes(6, per_node), Post(), Format(4, 64)
-    layout, found, errors = layout_of(6), {}, []
-
-    def run(rank):
-        try:
-            found[rank] = passes(ThreadComm(post, rank, nodes), layout, form, torch.bfloat16, 2, 2, True)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and not post.letters
-    check([found[rank] for rank in range(6)], nodes, layout, form, torch.bfloat16, 2, True)
 
 
 # ---- several chunks, the error, what leaves a node ------------------------------------------------------------------
