@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from deepzero.comm.bucket import REDUCE_SCATTER
 from deepzero.comm.quantized_bucket import BETWEEN, INSIDE
@@ -160,3 +161,50 @@ def dropped(rank, world):
 def test_dropped_gradients(ranks):
     for lost, after, dropped_too in ranks.run(dropped, world_size=4):
         assert lost == after and all(lost) and not any(dropped_too)
+
+
+def resumed(rank, world, stage, folder):
+    """Saved after two steps; two more, without stopping and from the checkpoint."""
+    settings = settings_of(stage)
+    settings = {key: settings[key] for key in ("comm", "gradient_accumulation_steps")} | {
+        "zero": settings["zero_optimization"], "precision": "bf16", "stage": stage, "bucket": 2500
+    }  # fmt: skip
+    first, second = start(make_model(), **settings), start(make_model(1), **settings)
+    for step in range(2):
+        one_step(first, rank, world, step)
+    first.save_checkpoint(folder)
+    second.load_checkpoint(folder)
+    for engine in (first, second):
+        for step in range(2, 4):
+            one_step(engine, rank, world, step)
+    return first.params_sha256(), second.params_sha256()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_without_feedback_gives_the_same_bits(ranks, tmp_path, stage):
+    assert len({text for pair in ranks.run(resumed, stage, str(tmp_path), world_size=4) for text in pair}) == 1
+
+
+def metered(rank, world):
+    """Two equal runs, one of them with the meter; and what is lost survives a phase without the device."""
+    settings = settings_of(3, feedback=True)
+    changes = {"zero": settings["zero_optimization"], "comm": settings["comm"], "precision": "bf16", "bucket": 2500}
+    plain, watched = (start(make_model(), stage=3, **changes) for _ in range(2))
+    few_bits = watched._zero.few_bits
+    for step in range(2):
+        few_bits.metering = step == 1
+        for engine in (plain, watched):
+            one_step(engine, rank, world, step)
+    lost = [t.clone() for t in watched._zero.reducer.kept()]
+    watched.offload_states()
+    watched.reload_states()
+    same = all(torch.equal(a, b) for a, b in zip(lost, watched._zero.reducer.kept(), strict=True))
+    intervals = {(g, i.index) for g, group in enumerate(watched._zero.groups) for i in group.layout.intervals}
+    exact = {key for key in intervals if not few_bits.takes(key)}
+    return plain.params_sha256() == watched.params_sha256(), same, intervals - exact, exact, few_bits.measured
+
+
+def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(ranks):
+    for same_bits, kept, quantized, exact, measured in ranks.run(metered, world_size=4):
+        assert same_bits and kept and exact and set(measured) == quantized
+        assert all(0 < noise < signal / 4 for signal, noise in measured.values() if signal)
