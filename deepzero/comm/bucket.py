@@ -156,7 +156,7 @@ class Way(Protocol):
     """Another way of summing, for some of the intervals: between the bucket and the parts that are added up."""
 
     chunk: int
-    """Elements that can be decoded at a time, at least ``SUM_CHUNK`` or so."""
+    """Elements to decode at a time: whole blocks, a multiple of ``ALIGN``, near ``SUM_CHUNK``."""
 
     def takes(self, key: Key) -> bool:
         """Whether this interval goes this way; the same answer on all ranks."""

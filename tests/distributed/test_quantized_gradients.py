@@ -71,6 +71,15 @@ def test_counted_bytes(ranks, world, per_node):
         assert held["measured"] == held["predicted"] > 0
 
 
+def test_counted_bytes_of_all_of_zeropp(ranks):
+    """qwZ, hpZ and qgZ at once."""
+    zero = {"zero_quantized_weights": True, "zero_hpz_partition_size": 2}
+    ((report,), *_) = ranks.run(reports, [settings_of(3, overlap=True, chaos=5, zero=zero)], world_size=4)
+    for kind, counts in report["communication"].items():
+        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    assert {INSIDE, BETWEEN} < set(report["communication"])
+
+
 def alone(rank, world):
     report = train(rank, world, settings_of(2, None), 2)
     quantized, exact = report["sha256"], train(rank, world, settings_of(2, None, quantized=False), 2)["sha256"]

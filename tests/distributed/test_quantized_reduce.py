@@ -293,3 +293,36 @@ def test_an_interval_goes_the_exact_way(ranks):
     )
     assert set(predicted) == {INSIDE, BETWEEN, REDUCE_SCATTER}
     assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
+
+
+# ---- the order of events --------------------------------------------------------------------------------------------
+
+
+def events(rank, world, depth):
+    layout, comm = layout_of(world, [900] * 4), communicator(Nodes(world, 2))
+    reducer, comm.ledger.trace = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, depth), True
+    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
+    for interval, output in zip(layout.intervals, outputs, strict=True):
+        reducer.acquire(interval, output, False).zero_()
+        reducer.launch(interval, output, False)
+    reducer.drain()
+    short = {INSIDE: "in", BETWEEN: "out"}
+    return [f"{event.what} {short[event.kind]}{event.where[-1]}" for event in comm.ledger.events]
+
+
+def test_a_launch_waits_for_nothing_of_its_own(ranks):
+    """Each exchange has the time of a whole interval: its wait comes after the next launch, on all ranks."""
+    first, *others = ranks.run(events, 2, world_size=4)
+    assert all(other == first for other in others)
+    assert first == [
+        "launch in0",
+        *("launch in1", "wait in0", "launch out0"),
+        *("wait out0", "launch in2", "wait in1", "launch out1"),
+        *("wait out1", "launch in3", "wait in2", "launch out2"),
+        *("wait in3", "launch out3", "wait out2", "wait out3"),
+    ]
+
+
+def test_one_bucket_does_everything_at_once(ranks):
+    expected = [f"{what}{number}" for number in range(4) for what in ("launch in", "wait in", "launch out", "wait out")]
+    assert all(found == expected for found in ranks.run(events, 1, world_size=4))
