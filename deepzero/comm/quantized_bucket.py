@@ -107,7 +107,8 @@ class QuantizedWay:
         self.inside, self.across = comm.split(comm.nodes.per_node)
         self.chunk = max(SUM_CHUNK // self.format.block, 1) * self.format.block
         self.exact_intervals: set[Key] = set()
-        """These go the exact way. The same on all ranks; change it between two steps only."""
+        """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
+        an interval that is sent the exact way waits, unused."""
         self._metering, self._tallies = False, dict[Key, torch.Tensor]()
         # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
         self._lost: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -170,8 +171,12 @@ class QuantizedWay:
         """For each interval the signal ``sum(x ** 2)`` and the noise ``sum((x - decoded) ** 2)`` of what *this* rank
         has quantised in steps 1 and 3 since :attr:`metering` was set. Nothing may be under way.
         """
-        found = {key: tally.tolist() for key, tally in self._tallies.items()}
-        return {key: (float(signal), float(noise)) for key, (signal, noise) in found.items()}
+        return {key: _pair(tally) for key, tally in self._tallies.items()}
+
+    def take_measured(self, key: Key) -> tuple[float, float]:
+        """One interval's entry of :attr:`measured`, which starts at 0 again; zeros where nothing was quantised."""
+        tally = self._tallies.pop(key, None)
+        return _pair(tally) if tally is not None else (0.0, 0.0)
 
     # ---- steps 1 to 3 ------------------------------------------------------------------------------------------------
 
@@ -293,6 +298,11 @@ class QuantizedWay:
             return iter([None] * parts)
         start = parts * flight.interval.shard_offset
         return iter(pair[which][start : start + parts * part].split(part))
+
+
+def _pair(tally: torch.Tensor) -> tuple[float, float]:
+    signal, noise = tally.tolist()
+    return signal, noise
 
 
 def _cut(packed: Packed, start: int, stop: int) -> Packed:

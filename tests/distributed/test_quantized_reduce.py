@@ -270,7 +270,8 @@ def exceptions(rank, world):
         reducer.launch(interval, output, False)
     reducer.drain()
     measured = reducer.way.measured
-    reducer.way.metering = False
+    assert {key: reducer.way.take_measured(key) for key in measured} == measured
+    assert reducer.way.take_measured((0, 0)) == reducer.way.take_measured((0, 1)) == (0, 0) and not reducer.way.measured
     return outputs, comm.ledger.traffic, measured
 
 
