@@ -197,6 +197,7 @@ def test_resume_without_feedback_gives_the_same_bits(ranks, tmp_path, stage):
 def metered(rank, world):
     """Two equal runs, one of them with the meter; and what is lost survives a phase without the device."""
     settings = settings_of(3, feedback=True)
+    settings["zero_optimization"]["quantization"]["meter_every"] = 0  # switched here, not by the engine
     changes = {"zero": settings["zero_optimization"], "comm": settings["comm"], "precision": "bf16", "bucket": 2500}
     plain, watched = (start(make_model(), stage=3, **changes) for _ in range(2))
     few_bits = watched._zero.few_bits
