@@ -38,6 +38,15 @@ from deepzero.layout import Interval
 SUM_CHUNK = 1 << 17
 """Elements. The sum runs over pieces this long, whose fp32 scratch (512 KiB) stays in the core's cache."""
 
+DEVICE_CHUNK = 1 << 24
+"""The same where chunks only cost launches: on a GPU, for parts that long. 128 MiB of scratch at the most."""
+
+
+def chunk_for(device: torch.device, part_numel: int) -> int:
+    """Elements to sum at a time on ``device``, where no part is longer than ``part_numel``."""
+    return SUM_CHUNK if device.type == "cpu" else max(SUM_CHUNK, min(part_numel, DEVICE_CHUNK))
+
+
 REDUCE_SCATTER = "gradients.reduce_scatter"
 ALL_REDUCE = "gradients.all_reduce"
 ALL_GATHER_GRADIENTS = "gradients.all_gather"
@@ -209,7 +218,7 @@ class BucketReducer:
         if way is not None and (whole or method != "exact"):
             raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of parts only")
         self._lane = Lane(comm.device)
-        chunk = way.chunk if way is not None else SUM_CHUNK
+        chunk = way.chunk if way is not None else chunk_for(comm.device, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._buckets = deque(self._allocate(capacity) for _ in range(depth))
         self._in_flight: deque[Flight] = deque()

@@ -46,7 +46,7 @@ from functools import partial
 
 import torch
 
-from deepzero.comm.bucket import SUM_CHUNK, Flight, Key, Part, sum_chunk, sum_in_rank_order
+from deepzero.comm.bucket import Flight, Key, Part, chunk_for, sum_chunk, sum_in_rank_order
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.groups import Group
 from deepzero.comm.quantized import Packed, Quantizer
@@ -105,7 +105,8 @@ class QuantizedWay:
     ) -> None:
         self.comm, self.quantizer, self.format, self.exact_groups = comm, quantizer, quantizer.format, exact_groups
         self.inside, self.across = comm.split(comm.nodes.per_node)
-        self.chunk = max(SUM_CHUNK // self.format.block, 1) * self.format.block
+        longest = max((layout.largest_interval for layout in layouts), default=0) // comm.world_size
+        self.chunk = max(chunk_for(comm.device, longest) // self.format.block, 1) * self.format.block
         self.exact_intervals: set[Key] = set()
         """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
         an interval that is sent the exact way waits, unused."""
