@@ -28,7 +28,7 @@ def message_of(form: Format, values: torch.Tensor, kernel: str) -> tuple[torch.T
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("block", [64, 2048])
 def test_a_gpu_reads_and_writes_what_a_cpu_does(bits, block, dtype, kernel):
-    """Scales alike to the bit; a code may differ by one where a division rounds otherwise, and decodes within a step."""
+    """Scales alike to the bit; a code may differ by one where a division rounds otherwise."""
     form, generator = Format(bits, block), torch.Generator().manual_seed(0)
     values = torch.randn(NUMEL, generator=generator).mul_(torch.logspace(-6, 3, NUMEL)).to(dtype)
     expected, decoded = message_of(form, values, "plain")
