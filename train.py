@@ -53,6 +53,7 @@ from deepzero.profiling.trace import check_profiler, trace
 from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.runtime.world import check_ranks
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -86,10 +87,8 @@ def train(run: RunConfig, run_dir_name: str) -> None:
             if run.train.eval_every and step % run.train.eval_every == 0:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
             started = time.perf_counter()
-            for micro_step in range(engine.batch.accumulation):
-                mine = sampler.rank_indices(
-                    step, micro_step, engine.global_rank, engine.batch.micro_batch, engine.world_size
-                )
+            for k in range(engine.batch.accumulation):
+                mine = sampler.rank_indices(step, k, engine.global_rank, engine.batch.micro_batch, engine.world_size)
                 input_ids, labels = (tensor.to(engine.device) for tensor in train_data.batch(mine))
                 loss = engine(input_ids, labels)
                 if run.debug.inject_overflow_at == step + 1 and engine.global_rank == 0:
@@ -421,6 +420,7 @@ def choose_device(run: RunConfig, nproc: int) -> str:
 def preflight(run: RunConfig, world_size: int, device: str) -> None:
     """Raise what would fail on every rank, once and before any rank starts: batch, precision, optimizer, data."""
     batch = resolve_batch(run.engine, world_size)
+    check_ranks(run.engine, world_size)
     check_precision(run.engine.precision.dtype, torch.device(device))
     check_profiler(run.profiler, run.train.steps, world_size)
     check_library(run.model)

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 COLOURS = ("#1f4e9c", "#d1660a", "#2a7f3f", "#8a2f8f")
+PICTURES = (".svg", ".png", ".pdf")
 STYLES = ("-", "--", "-.", ":")
 
 
@@ -23,11 +24,16 @@ def read(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise SystemExit(f"{path} is not there; give the folder of a run")
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    training = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    entries = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            print(f"{path}, line {number} is not whole (a run under way, or one that was killed) and is left out")
+    training = {entry["step"]: entry["loss"] for entry in entries if entry.get("loss") is not None}
     if not training:
         raise SystemExit(f"{path} holds no loss")
-    return training, {entry["step"]: entry["val_loss"] for entry in entries if "val_loss" in entry}
+    return training, {entry["step"]: entry["val_loss"] for entry in entries if entry.get("val_loss") is not None}
 
 
 def running_mean(values: list[float], length: int) -> list[float]:
@@ -76,16 +82,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write a picture, for example curves.svg")
     parser.add_argument("--mean", type=int, default=10, help="steps of the running mean")
     given = parser.parse_args()
+    if given.mean < 1:
+        parser.error(f"--mean {given.mean}: a running mean is of at least 1 step")
+    if given.out is not None and (given.out.suffix not in PICTURES or not given.out.parent.is_dir()):
+        parser.error(f"--out {given.out}: give a file in a folder that exists, ending in {', '.join(PICTURES)}")
     names = given.names or [folder.name for folder in given.runs]
     if len(names) != len(given.runs) or len(set(names)) != len(names):
-        raise SystemExit(f"{len(given.runs)} runs need as many different names, not {names}")
+        parser.error(f"{len(given.runs)} runs need as many different names, not {names}; give them with --names")
     runs = {name: read(folder) for name, folder in zip(names, given.runs, strict=True)}
     reference = next(iter(runs.values()))[1]
     print("| step | " + " | ".join(names) + " |\n| --- |" + " --- |" * len(names))
-    for step, expected in reference.items():
-        found = [validation.get(step) for _, validation in runs.values()]
-        cells = ["-" if value is None else f"{value:.4f} ({value / expected - 1:+.2%})" for value in found]
-        print(f"| {step} | {' | '.join([f'{expected:.4f}', *cells[1:]])} |")
+    for step in sorted({step for _, validation in runs.values() for step in validation}):
+        expected, cells = reference.get(step), []
+        for _, validation in runs.values():
+            value = validation.get(step)
+            apart = (
+                "" if value is None or not expected or validation is reference else f" ({value / expected - 1:+.2%})"
+            )
+            cells.append("-" if value is None else f"{value:.4f}{apart}")
+        print(f"| {step} | {' | '.join(cells)} |")
+    if not any(validation for _, validation in runs.values()):
+        print("(no run has a validation loss)")
     if given.out is not None:
         draw(runs, given.out, given.mean)
 

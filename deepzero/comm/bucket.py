@@ -249,6 +249,11 @@ class BucketReducer:
         """What a reduction leaves for the next one: error feedback's residuals."""
         return self.way.kept() if self.way is not None else []
 
+    def rescale(self, factor: float) -> None:
+        """The next gradients are ``factor`` times as large: so is what :meth:`kept` holds of the last ones."""
+        for kept in self.kept() if factor != 1.0 else ():
+            kept.mul_(factor)
+
     def forget(self) -> None:
         """Drop what :meth:`kept` holds. Nothing may be under way."""
         if self.way is not None:

@@ -50,13 +50,20 @@ class Nodes:
         return (self.world_size - self.per_node) / max(self.world_size - 1, 1)
 
 
-def find_nodes(ranks_per_node: int | None, world_size: int) -> Nodes:
+def told_by_launcher() -> int | None:
+    """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None
+
+
+def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int | None] = ()) -> Nodes:
     """The nodes of this run.
 
     Args:
-        ranks_per_node: ``comm.ranks_per_node``; None asks the launcher (torchrun's ``LOCAL_WORLD_SIZE``), and where it
-            says nothing, or nodes differ in size, all ranks count as one node.
+        ranks_per_node: ``comm.ranks_per_node``; None goes by what the launcher has told, and where it has told nothing,
+            or machines differ in size, all ranks count as one node. With one rank it says nothing.
         world_size: W.
+        told: every rank's :func:`told_by_launcher`: **all ranks have to come to the same nodes**.
 
     Raises:
         ConfigError: ``ranks_per_node`` does not divide W.
@@ -65,10 +72,12 @@ def find_nodes(ranks_per_node: int | None, world_size: int) -> Nodes:
         >>> find_nodes(2, world_size=6).count
         3
     """
+    if world_size == 1:
+        return Nodes(1, 1)
     if ranks_per_node is None:
-        told = os.environ.get("LOCAL_WORLD_SIZE", "")
-        local = int(told) if told.isdigit() and int(told) > 0 else world_size
-        return Nodes(world_size, local if world_size % local == 0 else world_size)
+        sizes = set(told)
+        local = sizes.pop() if len(sizes) == 1 else None
+        return Nodes(world_size, local if local is not None and world_size % local == 0 else world_size)
     if world_size % ranks_per_node:
         raise ConfigError(
             f"comm.ranks_per_node={ranks_per_node}: does not divide the {world_size} ranks of this run; nodes have "
@@ -116,7 +125,9 @@ def split_ranks(world_size: int, size: int) -> tuple[list[tuple[int, ...]], list
     return inside, across
 
 
-_HANDLES: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = {}
+_HANDLES: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_WORLD: list[dist.ProcessGroup] = []
+"""The process group that they are parts of."""
 
 
 def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> Group:
@@ -130,14 +141,17 @@ def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -
     mine = next(some for some in ranks if rank in some)
     if not with_handle:
         return Group(mine, mine.index(rank), None)
-    world = id(dist.group.WORLD)
+    if not _WORLD or _WORLD[0] is not dist.group.WORLD:
+        forget()  # the caller has ended that process group and begun another
+        _WORLD.append(dist.group.WORLD)  # type: ignore[arg-type]
     for some in ranks:
         # Every rank has made the same groups so far, so that all find one here or all make it.
-        if (world, some) not in _HANDLES:
-            _HANDLES[world, some] = dist.new_group(list(some))
-    return Group(mine, mine.index(rank), _HANDLES[world, mine])
+        if some not in _HANDLES:
+            _HANDLES[some] = dist.new_group(list(some))
+    return Group(mine, mine.index(rank), _HANDLES[mine])
 
 
 def forget() -> None:
     """The process group is about to end, and its parts with it."""
     _HANDLES.clear()
+    _WORLD.clear()

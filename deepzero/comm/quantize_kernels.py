@@ -103,12 +103,14 @@ class PlainKernel:
         self._kept = threading.local()
 
     def _scratch(self, name: str, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
-        """Room for a chunk, good until the next chunk."""
+        """Room for a chunk, good until the next chunk **on the same stream**: streams do not wait for each other."""
         kept: dict[Any, torch.Tensor] = self._kept.__dict__
-        room = kept.get(f"{name} {device}")
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        key = f"{name} {device} {stream}"
+        room = kept.get(key)
         if room is None or room.numel() < shape.numel():
             room = torch.empty(max(shape.numel(), CHUNK), dtype=dtype, device=device)
-            kept[f"{name} {device}"] = room
+            kept[key] = room
         return room[: shape.numel()].view(shape)
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:

@@ -87,6 +87,10 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
         "save_16bit_model gathers the weights when it is called",
     ),
     "zero_optimization.use_multi_rank_bucket_allreduce": ((True, False), "a bucket always goes to all of its owners"),
+    "zero_optimization.mics_hierarchical_params_gather": (
+        (False,),
+        "no gather leaves a group of mics_shard_size ranks",
+    ),
     "zero_optimization.memory_efficient_linear": ((True, False), "no view of a weight is ever saved"),
     "bf16.check_grad_overflow": ((True,), "a gradient that is not finite always stops the run"),
     "bf16.immediate_grad_update": (
@@ -146,16 +150,20 @@ NOT_IMPLEMENTED = (
     "zero_optimization.leaf_module",
     "zero_optimization.legacy_stage1",
     "zero_optimization.log_trace_cache_warnings",
-    "zero_optimization.mics_hierarchical_params_gather",
     "zero_optimization.override_module_apply",
     "zero_optimization.parameter_alignment",
     "zero_optimization.pipeline_loading_checkpoint",
     "zero_optimization.stage3_allgather_sequential",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save",
     "zero_optimization.zenflow",
-    "zeropp_loco_param",
+    "zero_optimization.zeropp_loco_param",
 )
 """Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
+
+INSTEAD = {
+    "zero_optimization.zeropp_loco_param": "error feedback is zero_optimization.quantization.error_feedback, a bool",
+}
+"""What deepzero has in their place."""
 
 
 def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | None) -> EngineConfig:
@@ -246,7 +254,8 @@ def _read(mapping: Mapping[str, Any]) -> EngineConfig:
 def _refused(key: str, implemented: Iterable[str], where: str) -> ConfigError:
     path = f"{where}.{key}" if where else key
     if path in NOT_IMPLEMENTED:
-        return ConfigError(f"{path!r} is a DeepSpeed key that deepzero does not implement; leave it out")
+        instead = f": {INSTEAD[path]}" if path in INSTEAD else ""
+        return ConfigError(f"{path!r} is a DeepSpeed key that deepzero does not implement; leave it out{instead}")
     return unknown_key(key, implemented, where)
 
 

@@ -5,11 +5,13 @@ Sources: DeepSpeed's ``runtime/zero/config.py`` and ``runtime/zero/offload_confi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from deepzero.config.parse import require
 
+MOST = 1 << 20
 UNIT = 64
 """Elements. Every rank's part is a multiple of it, so blocks have to be too: ``layout.ALIGN``, as a test sees to."""
 
@@ -115,6 +117,12 @@ class QuantizationConfig:
         for name in ("weight_bits", "gradient_bits"):
             require(getattr(self, name) in (4, 8), f"{where}.{name}", getattr(self, name), "must be 8 or 4")
         require(
+            self.block_size <= MOST,
+            f"{where}.block_size",
+            self.block_size,
+            f"must be at most {MOST} elements: one scale for so many is no scale for most of them",
+        )
+        require(
             self.block_size >= UNIT and self.block_size % UNIT == 0,
             f"{where}.block_size",
             self.block_size,
@@ -122,6 +130,8 @@ class QuantizationConfig:
         )
         for name in ("min_weight_snr_db", "min_gradient_snr_db"):
             value = getattr(self, name)
+            finite = value is None or value == "never" or math.isfinite(value)
+            require(finite, f"{where}.{name}", value, "must be a number of dB, never, or null for the usual one")
             require(self.meter_every > 0 or value is None, f"{where}.{name}", value, f"needs {where}.meter_every > 0")
         require(self.meter_every >= 0, f"{where}.meter_every", self.meter_every, "must not be negative")
 

@@ -69,11 +69,19 @@ class Built:
         """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
         if self.offload is not None:
             self.offload.arena.close()
+        if self.partitioning is not None:
+            self.partitioning.clear()
 
-    def close_step(self, ledger: Ledger) -> None:
+    def forget_gradients(self) -> None:
+        """The step's gradients are not used: what was kept and measured of them goes with them."""
+        self.reducer.forget()
+        if self.meter is not None:
+            self.meter.restart()
+
+    def close_step(self, ledger: Ledger, applied: bool) -> None:
         """An optimizer step is complete: measure what is due, close the books."""
         if self.meter is not None:
-            self.meter.close_step()
+            self.meter.close_step(applied)
         ledger.close_step()
         if self.offload is not None:
             self.offload.meter.close_step()

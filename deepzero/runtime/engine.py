@@ -306,6 +306,7 @@ class Engine(EngineCheckpoints):
         self._check_finite(agreement)
         if self._scaled:
             self._scaler.update(not agreement.finite)
+            self._zero.reducer.rescale(self._scaler.scale / scale)
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
@@ -316,7 +317,7 @@ class Engine(EngineCheckpoints):
             self.ledger.note("publish")
         else:
             self.skipped_steps += 1
-            self._zero.reducer.forget()  # what was lost of these gradients, under this loss scale
+            self._zero.forget_gradients()
             self.finish_delayed_update()  # what is ready is not to be two steps late
         self._step_applied = agreement.finite
         self.global_steps += 1
@@ -324,7 +325,7 @@ class Engine(EngineCheckpoints):
         self.last_step = StepRecord(
             self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
         )
-        self._zero.close_step(self.ledger)
+        self._zero.close_step(self.ledger, agreement.finite)
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         self._print_progress(self.last_step)
@@ -345,6 +346,7 @@ class Engine(EngineCheckpoints):
         """Outside fp16 there is no scale to lower: stop before anything is updated, and say where it began."""
         if agreement.finite or self._scaled:
             return
+        self._zero.forget_gradients()
         self.ledger.close_step()
         where = find_bad_gradient(self.module, self._zero.groups, self._sharded_step.parts)
         raise NonFiniteError(

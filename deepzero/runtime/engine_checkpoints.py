@@ -33,6 +33,7 @@ from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.built import Built
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
+from deepzero.runtime.zero.partitioned_interval import send_to_replicas
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -342,6 +343,8 @@ class EngineCheckpoints(EngineOffload):
         for group in loader.holdings.frozen:
             for interval in group.intervals:
                 interval.generation += 1
+            with self.comm.ledger.aside():
+                send_to_replicas(group.intervals)
 
     def _saved_schedule(self, loader: Loader) -> Any:
         """The schedule's state, when there is one here and there.

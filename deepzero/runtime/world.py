@@ -9,7 +9,7 @@ import torch
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import Nodes, divisors_text, find_nodes
+from deepzero.comm.groups import Nodes, divisors_text, find_nodes, told_by_launcher
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
@@ -17,34 +17,55 @@ from deepzero.config.parse import ConfigError
 log = logging.getLogger(__name__)
 
 
-def check_ranks(config: EngineConfig, world_size: int) -> Nodes:
-    """The nodes of a run over ``world_size`` ranks.
+def check_ranks(config: EngineConfig, world_size: int) -> None:
+    """Refuse sizes that do not divide the ranks. A run of one rank takes any: it has nothing to divide.
 
     Raises:
-        ConfigError: a size that does not divide the ranks.
+        ConfigError: which, why, and which would.
     """
-    nodes = find_nodes(config.comm.ranks_per_node, world_size)
-    zero = config.zero
-    for name, size in (
-        ("zero_hpz_partition_size", zero.zero_hpz_partition_size),
-        ("mics_shard_size", zero.mics_shard_size),
-    ):
+    if world_size == 1:
+        return
+    find_nodes(config.comm.ranks_per_node, world_size)
+    for name in ("zero_hpz_partition_size", "mics_shard_size"):
+        size = getattr(config.zero, name)
         if size > 0 and world_size % size:
             raise ConfigError(
-                f"zero.{name}={size}: does not divide the {world_size} ranks of this run, so they cannot be cut into "
-                f"groups of {size}; {divisors_text(world_size)} would"
+                f"{name}={size}: does not divide the {world_size} ranks of this run, so they cannot be cut into groups "
+                f"of {size}; {divisors_text(world_size)} would"
             )
-    return nodes
 
 
 def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger) -> Communicator:
-    """The collectives of one engine; says once what is odd about its groups."""
+    """The collectives of one engine; rank 0 says what is odd about its groups. A collective."""
     rank, world_size = process_group.rank(), process_group.world_size()
-    nodes, size = check_ranks(config, world_size), config.zero.secondary_size
-    if size > nodes.per_node and nodes.count > 1 and rank == 0:
-        name = "mics_shard_size" if config.zero.mics_shard_size == size else "zero_hpz_partition_size"
-        log.warning(
-            "zero.%s=%d is more than the %d ranks of a node: gathers inside the group leave the node", name, size,
-            nodes.per_node,
-        )  # fmt: skip
+    check_ranks(config, world_size)
+    told = process_group.all_gather_object(told_by_launcher())
+    nodes = find_nodes(config.comm.ranks_per_node, world_size, told)
+    if rank == 0:
+        for line in _oddities(config, nodes, told):
+            log.warning(line)
     return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
+
+
+def _oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> list[str]:
+    zero, lines = config.zero, []
+    name = "mics_shard_size" if zero.mics_shard_size > 0 else "zero_hpz_partition_size"
+    size = getattr(zero, name)
+    if nodes.world_size == 1:
+        if size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights:
+            lines.append("one rank: nothing travels, so ZeRO++'s settings do nothing in this run")
+        return lines
+    if config.comm.ranks_per_node is None and len(set(told)) > 1:
+        sizes = ", ".join(str(number) for number in sorted({number or 0 for number in told}))
+        lines.append(
+            f"machines have different numbers of ranks ({sizes}): all ranks count as one node, and nothing is said to "
+            "travel between nodes; comm.ranks_per_node can name a number that divides all"
+        )
+    if size > 1 and nodes.count > 1 and nodes.per_node % size:
+        lines.append(
+            f"{name}={size} does not divide the {nodes.per_node} ranks of a node: some of its groups lie on two nodes, "
+            "and gathers inside a group leave the node"
+        )
+    if name == "zero_hpz_partition_size" and size == nodes.world_size:
+        lines.append(f"{name}={size} is all ranks: the second partition is the first once more, and saves nothing")
+    return lines

@@ -11,9 +11,13 @@ from deepzero.runtime.zero.module_hooks import (
 )
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParamStatus
 
+MiCS_Init = Init
+"""DeepSpeed's name for scripts with ``mics_shard_size``: which ranks keep what is decided by ``initialize``."""
+
 __all__ = [
     "GatheredParameters",
     "Init",
+    "MiCS_Init",
     "PartitionedUseError",
     "ZeroParamStatus",
     "register_external_parameter",

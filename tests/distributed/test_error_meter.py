@@ -29,7 +29,7 @@ def model(outlier=0.0):
     return layers
 
 
-def settings(zero=None, precision="bf16", **quantization):
+def settings(zero=None, precision="bf16", fp16=None, **quantization):
     given = {
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,
@@ -40,7 +40,10 @@ def settings(zero=None, precision="bf16", **quantization):
         **(zero or {}),
     }
     comm = {"ranks_per_node": 2}
-    return config(stage=3, zero=given, comm=comm, bucket=SIZE * SIZE, precision=precision, gradient_clipping=0.0)
+    more = {"fp16": fp16} if fp16 is not None else {}
+    return config(
+        stage=3, zero=given, comm=comm, bucket=SIZE * SIZE, precision=precision, gradient_clipping=0.0, **more
+    )
 
 
 def run(rank, world, given, outlier, steps):
@@ -118,3 +121,49 @@ def test_without_a_meter(ranks):
 def test_the_meter_changes_no_bit(ranks):
     with_it, without = (ranks.run(run, settings(meter_every=every), 0.0, 4, world_size=4) for every in (1, 0))
     assert [result[3] for result in with_it] == [result[3] for result in without]
+
+
+def overflows(rank, world, given):
+    """Steps that are skipped at first; how many were, and what was decided when."""
+    engine, *_ = deepzero.initialize(model=model(), config=given)
+    decided = []
+    for _ in range(32):
+        x = torch.ones(4, SIZE).half() / SIZE
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+        decided.append((engine.last_step.skipped, len(engine.quantization_report()["unquantized"])))
+    return decided
+
+
+def test_a_skipped_step_is_measured_later(ranks):
+    """fp16 begins with overflows: the first step that is applied is the first that is measured."""
+    given = settings(
+        {"zero_quantized_weights": False}, "fp16", meter_every=50, min_gradient_snr_db=200.0,
+        fp16={"initial_scale_power": 32, "hysteresis": 1},
+    )  # fmt: skip
+    for decided in ranks.run(overflows, given, world_size=2):
+        skipped = [one for one, _ in decided]
+        first = skipped.index(False)
+        assert first > 0 and [count for _, count in decided] == [0] * first + [LAYERS] * (len(decided) - first)
+
+
+def stopped(rank, world, given):
+    """The account of the step in which intervals have just been stopped, and of the next."""
+    engine, *_ = deepzero.initialize(model=model(100.0), config=given)
+    accounts = []
+    for _ in range(4):
+        engine.backward(engine(torch.ones(4, SIZE).bfloat16() / SIZE).float().square().mean())
+        engine.step()
+        accounts.append(engine.report())
+    return accounts, engine.quantization_report()["unquantized"]
+
+
+def test_the_account_of_the_steps_after_a_stop(ranks):
+    """MiCS: what has stopped is kept anew at once, and nothing leaves the group that was not said."""
+    zero = {"zero_hpz_partition_size": 1, "mics_shard_size": 2}
+    given = settings(zero, block_size=2048, meter_every=2, min_gradient_snr_db=1000.0)
+    for accounts, unquantized in ranks.run(stopped, given, world_size=4):
+        assert "weights of 1.weight" in unquantized and len(unquantized) == 1 + LAYERS
+        for account in accounts[1:]:
+            for kind, counts in account["communication"].items():
+                assert counts["measured"] == pytest.approx(counts["predicted"]), kind

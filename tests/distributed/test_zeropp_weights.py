@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -327,3 +328,108 @@ def test_bad_sizes(ranks):
             ranks.run(bits, settings({**WHOLE, **zero}), world_size=4)
     with pytest.raises(deepzero.ConfigError, match=r"comm.ranks_per_node=3: does not divide the 4 ranks"):
         ranks.run(bits, settings(WHOLE, per_node=3), world_size=4)
+
+
+# ---- what must not be seen -------------------------------------------------------------------------------------------
+
+
+class LooksInBetween(TinyModel):
+    """Gathers a block's weight for itself after that block, and uses the block again."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        x = x + self.blocks[0](x)
+        with deepzero.zero.GatheredParameters(self.blocks[0][1].weight):
+            pass
+        x = x + self.blocks[1](x) + self.blocks[0](x)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def looking(rank, world, limits):
+    torch.manual_seed(0)
+    zero = {**QWZ, "quantization": SHORT, **limits}
+    engine, *_ = deepzero.initialize(model=LooksInBetween(), config=settings(zero, precision="bf16"))
+    return [(one_step(engine, rank, world, step).loss, engine.params_sha256()) for step in range(3)]
+
+
+def test_a_look_at_the_very_values_leaves_no_trace(ranks):
+    """Whether an interval was released between the look and its next use depends on limits, and must not be seen."""
+    limits = [
+        {},
+        {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+        {"stage3_max_live_parameters": 1},
+    ]
+    results = [ranks.run(looking, given, world_size=2) for given in limits]
+    assert results[1] == results[0] and results[2] == results[0]
+
+
+def between_of_evaluations(rank, world, zero):
+    """Bytes between nodes of each of three evaluations after a step, and of the step after them."""
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
+    for step in range(3):
+        one_step(engine, rank, world, step)
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    sent, before = [], 0
+    for _ in range(3):
+        with torch.no_grad():
+            engine(ids, labels)
+        aside = engine.ledger.between_steps["parameters.all_gather_evaluation"].between_node_bytes
+        sent.append(aside - before)
+        before = aside
+    one_step(engine, rank, world, 3)
+    return sent, engine.report()["communication"]
+
+
+@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpz", "mics"])
+def test_evaluations_stay_inside_the_node(ranks, zero):
+    """hpZ: but for the first after a step. The next step sends what it would have sent without them."""
+    for sent, account in ranks.run(between_of_evaluations, zero, world_size=4):
+        assert (sent[0] > 0) is (zero is HPZ) and sent[1:] == [0, 0]
+        for kind, counts in account.items():
+            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+
+
+def after_a_load(rank, world, folder, zero):
+    engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
+    for step in range(2):
+        one_step(engine, rank, world, step)
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    one_step(engine, rank, world, 2)
+    secondaries = engine._zero.partitioning.secondaries
+    held = len(secondaries())
+    account = engine.report()["communication"]
+    engine.destroy()
+    return account, held, len(secondaries())
+
+
+@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+def test_the_account_after_a_load(ranks, tmp_path, zero):
+    """Frozen parameters and MiCS: what is kept is renewed by the load. Nothing is kept after the engine's end."""
+    for account, held, left in ranks.run(after_a_load, str(tmp_path), zero, world_size=4):
+        for kind, counts in account.items():
+            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+        assert held > 0 and left == 0
+
+
+def uneven(rank, world, local, zero):
+    os.environ["LOCAL_WORLD_SIZE"] = str(local[rank])
+    given = config(stage=3, zero=zero, precision="bf16", comm={})
+    seen, report = bits(rank, world, given, "plain", 2)
+    return seen, sum(entry["measured"]["between_node_bytes"] for entry in report["communication"].values())
+
+
+@pytest.mark.parametrize("local", [[1, 2, 2], [2, 1, 1]])
+def test_machines_of_different_sizes_count_as_one_node(ranks, local):
+    zero = {**QWZ, "zero_quantized_gradients": True, "quantization": SHORT}
+    results = ranks.run(uneven, local, zero, world_size=3)
+    assert all(between == 0 for _, between in results) and all(seen == results[0][0] for seen, _ in results)
+
+
+def test_one_rank_takes_any_sizes(ranks):
+    zero = {**WHOLE, "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    (one,) = ranks.run(bits, settings(zero), world_size=1)
+    (plain,) = ranks.run(bits, settings(WHOLE, per_node=None), world_size=1)
+    assert one[0] == plain[0]

@@ -28,6 +28,7 @@ if __package__ in (None, ""):  # run as a file
 
 import torch
 
+from tools.bench.arguments import positive
 from tools.bench.stats import median
 from tools.bench.workload import TINY, Workload, batch, build_model, make_tokens, tokens_needed
 
@@ -158,10 +159,12 @@ def rank_program(settings: dict[str, Any]) -> None:
     dist.barrier()
 
 
-def print_report(measured: dict[str, Any], bandwidths: list[float]) -> None:
+def print_report(measured: dict[str, Any], bandwidths: list[float], quick: bool) -> None:
     """The two tables, in Markdown."""
     totals = {name: sum(kinds.values()) for name, kinds in measured["between"].items()}
     base = next(iter(totals))
+    if quick:
+        print("--quick: does everything run? The times mean nothing.\n")
     print("| variant | between nodes, MB per rank and step | of stage 3's |\n| --- | --- | --- |")
     for name, total in totals.items():
         print(f"| {name} | {total / 1e6:.2f} | {total / totals[base]:.3f} |")
@@ -188,8 +191,8 @@ def main() -> None:
     from deepzero.comm.launcher import launch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4, help="steps in a block")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=4, help="steps in a block")
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--bandwidth", type=float, nargs="+", default=[0.1, 0.025], help="of a node's link, in GB/s")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
@@ -204,7 +207,7 @@ def main() -> None:
     environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     try:
         launch(str(Path(__file__).resolve()), "rank_program", (settings,), nproc=RANKS, environment=environment)
-        print_report(json.loads((folder / "measured.json").read_text()), settings["bandwidths"])
+        print_report(json.loads((folder / "measured.json").read_text()), settings["bandwidths"], given.quick)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

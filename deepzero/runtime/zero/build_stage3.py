@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import interval_limit, plan_layout
+from deepzero.layout import FlatLayout, interval_limit, plan_layout
 from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
@@ -23,6 +24,8 @@ from deepzero.runtime.zero.partitioned_group import HostSide, PartitionedGroup, 
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.quantizers import build_quantizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -135,10 +138,12 @@ def partition_model(
     place_whole(names, partitioned, trained, comm, dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
     gathered = {
-        frozen: sum(group.layout.padded_numel for group in plan.groups if (group.optimizer_group is None) is frozen)
+        frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
         for frozen in (False, True)
     }
     rules, messages = gather_rules(config, comm, dtype, gathered)
+    if comm.rank == 0 and comm.world_size > 1:
+        _name_idle_switches(config, gathered)
     groups: list[ParameterGroup] = []
     frozen: list[PartitionedGroup] = []
     intervals: list[PartitionedInterval] = []
@@ -167,8 +172,24 @@ def partition_model(
     return Partitioning(groups, frozen, coordinator, pool, messages)
 
 
+def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
+    """Say which of ZeRO++'s settings have nothing to work on in this model."""
+    threshold = config.stage3_param_persistence_threshold
+    for name, works, why in (
+        ("zero_quantized_weights", any(layouts.values()), ""),
+        ("zero_hpz_partition_size", any(layouts.values()), ""),
+        ("mics_shard_size", any(layouts.values()), ""),
+        ("zero_quantized_nontrainable_weights", bool(layouts[True]), "frozen "),
+    ):
+        if getattr(config, name) not in (False, 1, -1) and not works:
+            log.warning(
+                "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
+                "elements, so none is partitioned", name, why, threshold,
+            )  # fmt: skip
+
+
 def gather_rules(
-    config: ZeroConfig, comm: Communicator, dtype: torch.dtype, numels: Mapping[bool, int]
+    config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
 ) -> tuple[dict[bool, GatherRules], BufferPool | None]:
     """How intervals travel, those of frozen parameters under True; and where quantised messages have room.
 
@@ -178,7 +199,7 @@ def gather_rules(
         config: the settings.
         comm: the ranks.
         dtype: compute dtype.
-        numels: elements of all intervals, of frozen parameters under True.
+        layouts: of all partitioned groups, those of frozen parameters under True.
     """
     size = config.secondary_size
     if comm.world_size == 1:
@@ -190,17 +211,21 @@ def gather_rules(
         True: config.zero_quantized_weights or config.zero_quantized_nontrainable_weights,
     }
     messages = BufferPool(torch.uint8, comm.device, config.stage3_max_live_parameters) if quantized[True] else None
-    settings, quantizer = config.quantization, None
+    settings, quantizer, room = config.quantization, None, 0
     if quantized[True]:
         # Every rank decodes everything twice, and encodes its own part.
-        numel = 2 * sum(numels[frozen] for frozen, chosen in quantized.items() if chosen)
+        chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
+        numel = 2 * sum(layout.padded_numel for layout in chosen)
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
+        part = max((layout.largest_interval for layout in chosen), default=0) // comm.world_size
+        room = comm.world_size * quantizer.format.message_bytes(part)
     rules = {
         frozen: GatherRules(
             inside,
             replicated,
             quantizer if quantized[frozen] else None,
             messages if quantized[frozen] else None,
+            room if quantized[frozen] else 0,
             frozen,
         )
         for frozen in (False, True)

@@ -11,7 +11,8 @@ rest is as large as half a step.
 Every ``meter_every`` steps, the first included, weights are measured on each rank's own part, as it would be sent, and
 gradients as they are sent, both times where they are sent twice. Ranks then add up their sums, in rank order, so that
 all come to the same numbers and the same decision: an interval below ``min_weight_snr_db`` or ``min_gradient_snr_db``
-travels unquantised from the next step on, which is said once. A step whose gradients are not finite decides nothing.
+travels unquantised from the next step on, which is said once. A step that is skipped, as its gradients are not finite,
+is not measured; the next one is.
 
 Left out: the decision is not saved. A run that goes on from a checkpoint measures in its first step, and decides again.
 
@@ -94,12 +95,21 @@ class ErrorMeter:
         """Whether the step under way, counted from 0, is measured."""
         return self.settings.meter_every > 0 and self.steps % self.settings.meter_every == 0
 
-    def close_step(self) -> None:
-        """An optimizer step is complete. A collective, if it was one that is measured."""
-        self.fresh = self._due()
+    def close_step(self, applied: bool) -> None:
+        """An optimizer step is complete. A collective, if it was one that is measured.
+
+        Args:
+            applied: the parameters have changed. A step that was skipped counts for nothing, and the next one is
+                measured in its place.
+        """
+        self.fresh = applied and self._due()
         if self.fresh:
             self._measure()
-        self.steps += 1
+        self.steps += int(applied)
+        self._watch()
+
+    def restart(self) -> None:
+        """The gradients of the step under way are dropped, and what was measured of them."""
         self._watch()
 
     def metrics(self) -> dict[str, float]:
@@ -125,7 +135,7 @@ class ErrorMeter:
         self.readings.weights, self.readings.gradients = {}, {}
         stopped = False
         for interval, pair in zip(weights, sums, strict=False):
-            stopped |= self._judge("weights", interval.names, pair, interval.gather.stop_quantizing)
+            stopped |= self._judge("weights", _name_of(interval), pair, interval.gather.stop_quantizing)
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
         if stopped:
@@ -198,6 +208,20 @@ class ErrorMeter:
                 what, name, ratio, what.removesuffix("s"), bound,
             )  # fmt: skip
         return True
+
+
+def _name_of(interval: PartitionedInterval) -> str:
+    return short_name([param._zero.name for param in interval.params])
+
+
+def short_name(names: Sequence[str]) -> str:
+    """An interval's name in logs: its first parameter's, and how many more it has.
+
+    Example:
+        >>> short_name(["head.weight"]), short_name(["a.weight", "a.bias", "b.weight"])
+        ('head.weight', 'a.weight+2')
+    """
+    return names[0] + (f"+{len(names) - 1}" if len(names) > 1 else "")
 
 
 def squares(values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:

@@ -48,13 +48,13 @@ def planned(intervals: Sequence[PartitionedInterval], uses: Sequence[Use], plan:
     seen: set[int] = set()
     live: set[int] = set()
     flying: set[int] = set()
-    most = most_flying = 0
+    most, most_flying = 0, _publishing(intervals)
     for use, action in zip(uses, plan, strict=True):
         launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
         keys = {key for key, _ in launched}
         live, flying = (live - set(action.release)) | keys, flying | keys
         most = max(most, _bytes(intervals[key].numel * intervals[key].gather.dtype.itemsize for key in live))
-        most_flying = max(most_flying, _bytes(intervals[key].gather.message_room for key in flying))
+        most_flying = max(most_flying, sum(intervals[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
         for key, backward in launched:
             interval, rules = intervals[key], intervals[key].gather.rules
@@ -66,7 +66,14 @@ def planned(intervals: Sequence[PartitionedInterval], uses: Sequence[Use], plan:
     traffic = {**forms, **_replicas(intervals), **({FETCH: fetched} if fetched.calls else {})}
     # One rank computes with its share itself.
     alone = not fetched.calls and all(interval.comm.world_size == 1 for interval in intervals)
-    return Forecast(traffic, 0 if alone else most + most_flying)
+    room = max((interval.gather.rules.room for interval in intervals), default=0)
+    return Forecast(traffic, 0 if alone else most + most_flying * room)
+
+
+def _publishing(intervals: Sequence[PartitionedInterval]) -> int:
+    """Buffers for quantised messages that a publication to replicas has under way at once."""
+    sent = [i for i in intervals if i.gather.quantizes and i.gather.rules.replicated and not i.gather.rules.fixed]
+    return min(len(sent), 2)
 
 
 def secondary_bytes(gather: IntervalGather) -> int:

@@ -25,7 +25,7 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParameter,
     ZeroParamStatus,
 )
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import ON_REQUEST, ON_REQUEST_BROADCAST
 
 
@@ -104,6 +104,8 @@ class GatheredParameters:
                 if interval.pins == 0 and interval.only_pinned:
                     interval.only_pinned = False
                     interval.release() if complete else interval.discard()
+                elif interval.pins == 0 and complete:
+                    interval.coarsen(ON_REQUEST)
 
     def _refuse_other_writes(self) -> None:
         """A write that nobody has taken over: without ``modifier_rank``, or to a neighbour in the same interval."""
@@ -133,6 +135,9 @@ class GatheredParameters:
             home.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             home.write(param, values.reshape(-1))
             home.permit_write(param)
+        if self.intervals:
+            with self.intervals[0].comm.ledger.aside():
+                send_to_replicas(self.intervals)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

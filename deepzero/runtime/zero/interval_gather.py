@@ -56,6 +56,8 @@ class GatherRules:
     """qwZ."""
     messages: BufferPool | None = None
     """qwZ: where buffers for quantised messages come from."""
+    room: int = 0
+    """qwZ: bytes of each of them, which any interval's messages fit into, so that all serve all."""
     fixed: bool = False
     """Frozen parameters, whose values do not change from step to step."""
 
@@ -96,6 +98,7 @@ class IntervalGather:
         self.secondary: torch.Tensor | None = None
         """What this rank keeps for its group; its values are those of generation …"""
         self._secondary_of = -1
+        self._kept_in_training = False
         self._make_secondary()
 
     @property
@@ -122,6 +125,10 @@ class IntervalGather:
             numel = self.kept_messages * self.message_bytes // dtype.itemsize
             self.secondary = torch.zeros(numel, dtype=dtype, device=self.comm.device)
             self._secondary_of = -1
+
+    def drop_secondary(self) -> None:
+        """Its memory goes; nothing is gathered here any more."""
+        self.secondary, self._secondary_of = None, -1
 
     def stop_quantizing(self) -> None:
         """From the next gather on the values travel as they are."""
@@ -150,15 +157,18 @@ class IntervalGather:
             on_host: the part is in host memory.
             generation: of the values.
             exact: the very values, as they are in the ranks' parts.
-            keep: keep a secondary partition of what arrives, if there is to be one.
+            keep: for training. What an evaluation has kept serves evaluations alone: else what a step sends would
+                depend on whether one came before it, and could not be said in advance.
         """
         self._whole, self.lossy = whole, self.quantizes and not exact
         self._target = self._take(self.message_room) if self.lossy else whole
-        inside = self.rules.inside if not exact and self.secondary is not None else None
-        if inside is not None and self._secondary_of == generation:
+        # Quantised messages are not the very values.
+        inside = self.rules.inside if self.secondary is not None and (not exact or not self.quantizes) else None
+        if inside is not None and self._secondary_of == generation and (self._kept_in_training or not keep):
             self._launch_inside(kind, inside)
             return
-        self._keeps = generation if keep and inside is not None else None
+        self._keeps = generation if inside is not None else None
+        self._kept_in_training = keep or self.rules.fixed
         parts = self._target.split(self._target.numel() // self.comm.world_size)
         if on_host and self._wire is not None:
             mine = whole.split(self.interval.part_numel)[self.comm.rank]
@@ -227,7 +237,7 @@ class IntervalGather:
         """Room for quantised messages, in bytes."""
         if self.rules.messages is None:
             raise RuntimeError(f"{self.where} is not quantised")
-        self._buffer = self.rules.messages.take(size)
+        self._buffer = self.rules.messages.take(max(size, self.rules.room))
         return self._buffer[:size]
 
     def _give(self) -> None:
@@ -240,13 +250,14 @@ class IntervalGather:
     def _padding_of(self, rank: int) -> int:
         return self.interval.part_numel - self.interval.true_numel_of(rank)
 
-    # ---- MiCS: the new part goes to those that keep it ---------------------------------------------------------------
+    # ---- the new part goes to those that keep it: MiCS, and frozen parameters ----------------------------------------
 
     def share(self, shard: torch.Tensor, generation: int) -> Pending | None:
-        """Launch this rank's new message to all ranks that keep it; :meth:`shared` ends it."""
+        """Launch this rank's new message to all ranks that keep it; :meth:`shared` ends it. None: nobody does."""
         inside, kept = self.rules.inside, self.kept_messages
-        if inside is None or self.secondary is None or not self.rules.replicated:
+        if inside is None or self.secondary is None or not (self.rules.replicated or self.rules.fixed):
             return None
+        self._kept_in_training = True
         rank, world = self.comm.rank, self.comm.world_size
         message = shard
         if self.quantizes:

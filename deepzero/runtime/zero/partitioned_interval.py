@@ -8,6 +8,7 @@ called.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -111,6 +112,19 @@ class PartitionedInterval:
         """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
         self._arrival = copy
         self.generation += 1
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def coarsen(self, kind: str) -> None:
+        """The inverse of :meth:`refine`, with the bits that a gather for computing has. A collective.
+
+        **Whether the values were exact for a while must not be seen later**: when this interval would have been
+        released in between, the next use had quantised ones.
+        """
+        if self.status is ZeroParamStatus.AVAILABLE and self.gather.quantizes and not self.gather.lossy:
+            self.gather.launch(kind, self.whole, self._my_part, self.shard_on_host, self.generation, False, False)
+            self.gather.finish()
+            self.permit_writes()
 
     def launch_share(self) -> Pending | None:
         """MiCS: launch my new part to the ranks that keep it, if there are any."""
@@ -285,6 +299,7 @@ class PartitionedInterval:
             self.pool.owners.pop(self.buffer.data_ptr(), None)
             self._give_back(self.buffer)
         self.params, self.buffer, self._whole = [], None, None
+        self.gather.drop_secondary()
         self.status = ZeroParamStatus.NOT_AVAILABLE
 
     # ---- reading and writing -----------------------------------------------------------------------------------------
@@ -335,12 +350,25 @@ class PartitionedInterval:
 
 
 def send_to_replicas(intervals: Sequence[PartitionedInterval]) -> None:
-    """MiCS: every rank's new parts go to the ranks of other groups that keep them. A collective; harmless without."""
-    under_way = [(interval, interval.launch_share()) for interval in intervals]
-    for interval, pending in under_way:
+    """Every rank's new parts go to the ranks that keep them: MiCS, and frozen parameters. A collective.
+
+    Two are under way at a time, so that the messages of two need room.
+    """
+    under_way: deque[tuple[PartitionedInterval, Pending]] = deque()
+
+    def finish() -> None:
+        interval, pending = under_way.popleft()
+        pending.wait()
+        interval.gather.shared()
+
+    for interval in intervals:
+        pending = interval.launch_share()
         if pending is not None:
-            pending.wait()
-            interval.gather.shared()
+            under_way.append((interval, pending))
+        if len(under_way) == 2:
+            finish()
+    while under_way:
+        finish()
 
 
 def _write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:
