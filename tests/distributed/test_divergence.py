@@ -184,7 +184,7 @@ def be_slow(rank, world, seconds):
         process_group.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_slow_rank_is_no_divergence(ranks):
     ends = ranks.run(be_slow, 5.0, world_size=3, process_group=False)
     assert ends == [[[-1.0 if q == r else float(q) for q in range(3)]] * 2 for r in range(3)]

@@ -127,6 +127,31 @@ def test_fp16_overflow_skips_the_step(ranks, stage):
     assert all(other[0] == skipped for other in others)
 
 
+def growing_scale(rank, world):
+    """What is kept, before and after each change of the loss scale."""
+    zero = {"zero_quantized_gradients": True, "quantization": {"error_feedback": True, "block_size": 64}}
+    fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
+    engine = start(make_model(), stage=2, precision="fp16", fp16=fp16, zero=zero, comm={"ranks_per_node": 1})
+    reducer, seen = engine._zero.reducer, []
+    rescale = reducer.rescale
+
+    def spy(factor):
+        before = torch.cat([kept.flatten() for kept in reducer.kept()])
+        rescale(factor)
+        after = torch.cat([kept.flatten() for kept in reducer.kept()])
+        seen.append((factor, bool(before.any()), torch.equal(after, before * factor)))
+
+    reducer.rescale = spy
+    for step in range(5):
+        one_step(engine, rank, world, step)
+    return seen
+
+
+def test_what_is_kept_follows_the_loss_scale(ranks):
+    for seen in ranks.run(growing_scale, world_size=2):
+        assert [factor for factor, *_ in seen].count(2.0) >= 1 and all(some and exact for _, some, exact in seen)
+
+
 def not_finite(rank, world):
     engine = start(make_model(), **{**_bf16(), "stage": 2})
     one_step(engine, rank, world)

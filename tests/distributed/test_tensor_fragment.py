@@ -116,15 +116,18 @@ def as_a_plain_loop(rank, world, stage, precision, changes):
     return True
 
 
+EXHAUSTIVE = pytest.mark.exhaustive
+SOME = [(2, "bf16"), (3, "fp32"), pytest.param(2, "fp32", marks=EXHAUSTIVE), pytest.param(3, "bf16", marks=EXHAUSTIVE)]
+
+
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "precision"), SOME)
 def test_a_plain_loop_has_the_same(ranks, stage, precision, world):
     assert all(ranks.run(as_a_plain_loop, stage, precision, {}, world_size=world))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=EXHAUSTIVE), "bf16"])
 def test_micro_batches(ranks, stage, precision):
     changes = {"gradient_accumulation_steps": 2, "overlap": True}
     assert all(ranks.run(as_a_plain_loop, stage, precision, changes, world_size=2))

@@ -49,12 +49,13 @@ def test_a_rank_that_leaves(tmp_path: Path) -> None:
     assert done.err == ""
 
 
+@pytest.mark.slow
 def test_a_save_under_way_at_the_end_of_the_program(tmp_path: Path) -> None:
     launch("save", tmp_path)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_save_under_way_when_all_ranks_fail(tmp_path: Path) -> None:
     done = launch("save and fail", tmp_path)
     assert "all ranks alike" in done.out
@@ -96,6 +97,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
         runs.wait_until(lambda: command.processes() == {}, "the ranks' end", 15)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_of_training(tiny: list[str], tmp_path: Path) -> None:
     arguments = [sys.executable, runs.TRAIN, *tiny, "train.steps=100000", "train.eval_every=0", "hydra.run.dir=run"]
     metrics = tmp_path / "run" / "metrics.jsonl"

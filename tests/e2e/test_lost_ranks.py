@@ -48,7 +48,7 @@ def test_survivors_name_the_killed_rank(tmp_path: Path) -> None:
         assert f"Rank {rank} still needs it: it is in step 5, backward, waiting for collective 5" in done.err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
     with plain_ranks("freeze", 3, tmp_path) as (first, stopped, last):
         ends = [first.wait(SOON + 30), last.wait(SOON + 30)]

@@ -20,6 +20,7 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="ascii").splitlines()
 
 
+@pytest.mark.slow
 def test_ranks_are_started_again(tmp_path: Path) -> None:
     with runs.started([sys.executable, "-W", "error", PROGRAMS, "again", str(tmp_path)], tmp_path) as command:
         done = command.wait()
@@ -93,7 +94,7 @@ def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], sai
     assert (done.out, done.err) == (f"interrupted by {said}\n", "")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_note_survives_torchruns_restart(tmp_path: Path) -> None:
     command_line = [*TORCHRUN, "--max-restarts=2", PROGRAMS, "note", str(tmp_path)]
     with runs.started(command_line, tmp_path, TMPDIR=str(tmp_path)) as command:
