@@ -171,7 +171,7 @@ def test_more_kills_than_restarts(tiny: list[str], tmp_path: Path) -> None:
     assert runs.summary(run_dir)["error"].startswith("rank 0 was killed by signal 9 (SIGKILL)")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_killed_rank_under_torchrun(reference: Reference, tiny: list[str], tmp_path: Path) -> None:
     arguments = [argument for argument in (*tiny, *LONG, *STAGE_2) if not argument.startswith("hydra.run.dir")]
     (tmp_path / "here").mkdir()

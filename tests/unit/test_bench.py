@@ -229,7 +229,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     assert children() <= before, "every rank was reaped"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(480)
 def test_quick_run_of_deepzero_and_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "samples.json"
