@@ -46,7 +46,7 @@ def test_same_bits_with_overlap_chaos_and_offload(ranks):
             settings_of(stage, feedback=True),
             settings_of(stage, feedback=True, overlap=True, chaos=stage, zero=offload if stage == 2 else {}),
         ]
-    (exact, _, _), *found = ranks.run(many, variants, 20, world_size=4)[0]
+    (exact, _, _), *found = ranks.run(many, variants, 10, world_size=4)[0]
     for stage, calm, busy in zip((1, 2, 3), found[::2], found[1::2], strict=True):
         assert calm == busy, f"stage {stage}"
         # Four bits: a little noise, and the same way down.

@@ -90,6 +90,7 @@ def test_signals_to_the_launcher(signals: list[signal.Signals], said: str, tmp_p
     assert (done.out, done.err) == (said, "")
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
     with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
