@@ -15,6 +15,7 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.2 and 3.3; MiCS (Zhang et al. 202
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,14 @@ class Nodes:
     def crossing(self, rank: int, peers: Sequence[int]) -> list[int]:
         """Which of ``peers``, given by their rank, are on another node than ``rank``; their positions in ``peers``."""
         return [place for place, peer in enumerate(peers) if self.of(peer) != self.of(rank)]
+
+    def crossing_inside(self, size: int) -> float:
+        """How many of a rank's ``size - 1`` peers in its run of ``size`` ranks are on other nodes, mean over ranks."""
+        total = 0
+        for first in range(0, self.world_size, size):
+            members = Counter(self.of(rank) for rank in range(first, first + size))
+            total += sum(number * (size - number) for number in members.values())
+        return total / self.world_size
 
     @property
     def share_between(self) -> float:

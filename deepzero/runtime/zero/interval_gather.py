@@ -28,7 +28,7 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -259,7 +259,8 @@ class IntervalGather:
             return None
         self._kept_in_training = True
         rank, world = self.comm.rank, self.comm.world_size
-        message = shard
+        # Offloaded parts are in host memory, from which nothing is sent.
+        message = shard = shard.to(self.comm.device)
         if self.quantizes:
             message = self._take(self.message_bytes)
             self._pack(shard, message)
@@ -271,6 +272,7 @@ class IntervalGather:
         send = [message if q in keepers else message[:0] for q in range(world)]
         if rank in keepers:
             recv[rank].copy_(message)
+        self._target = message  # it belongs to the exchange until it is over
         sends = len(keepers - {rank})
         self._secondary_of = generation
         padding = sends * self._padding_of(rank)
@@ -278,6 +280,7 @@ class IntervalGather:
 
     def shared(self) -> None:
         """What :meth:`share` has launched is over."""
+        self._target = torch.empty(0)
         if self.quantizes:
             self._give()
 
@@ -296,25 +299,22 @@ class IntervalGather:
         Args:
             inside: from the secondary partition.
         """
-        world, group, kept = self.comm.world_size, self.rules.inside, self.kept_messages
+        nodes, group, kept = self.comm.nodes, self.rules.inside, self.kept_messages
+        world, true, size = nodes.world_size, self.interval.true_numel(), self.message_bytes
+        sends, crossing, share = world - 1, float(world - nodes.per_node), (world - 1) / world
         if inside and group is not None:
-            first = [rank // group.size * group.size for rank in range(world)]
-            peers = [set(range(lo, lo + group.size)) - {rank} for rank, lo in enumerate(first)]
-            numbers = [range((rank - lo) * kept, (rank - lo + 1) * kept) for rank, lo in enumerate(first)]
-            return self._mean(peers, numbers)
-        return self._mean([set(range(world)) - {rank} for rank in range(world)], [[rank] for rank in range(world)])
+            sends, share = (group.size - 1) * kept, (group.size - 1) / group.size
+            crossing = kept * nodes.crossing_inside(group.size)
+        padding = (self.interval.numel - true) * share
+        return Traffic(1, true * share, padding, size * sends, size * crossing)
 
     def forecast_share(self) -> Traffic:
-        """What :meth:`share` sends, mean over ranks."""
-        world = self.comm.world_size
-        return self._mean([self.keepers_of(rank) - {rank} for rank in range(world)], [[rank] for rank in range(world)])
-
-    def _mean(self, peers: Sequence[set[int]], numbers: Sequence[Sequence[int]]) -> Traffic:
-        """Rank r sends the messages ``numbers[r]`` to each of ``peers[r]``."""
-        nodes, world, true, sends, crossing = self.comm.nodes, self.comm.world_size, 0, 0, 0
-        for rank, (others, sent) in enumerate(zip(peers, numbers, strict=True)):
-            true += len(others) * sum(self.interval.true_numel_of(number) for number in sent)
-            sends += len(others) * len(sent)
-            crossing += len(nodes.crossing(rank, list(others))) * len(sent)
-        padding, size = sends * self.interval.part_numel - true, self.message_bytes
-        return Traffic(1, true / world, padding / world, size * sends / world, size * crossing / world)
+        """What :meth:`share` sends, mean over ranks: some keep their own message, and send one less."""
+        nodes, world, part, size = self.comm.nodes, self.comm.world_size, self.interval.part_numel, self.message_bytes
+        true, sends, crossing = 0, 0, 0
+        for rank in range(world):
+            others = self.keepers_of(rank) - {rank}
+            true += len(others) * self.interval.true_numel_of(rank)
+            sends += len(others)
+            crossing += len(nodes.crossing(rank, list(others)))
+        return Traffic(1, true / world, (sends * part - true) / world, size * sends / world, size * crossing / world)
