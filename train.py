@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import hydra
 import torch
@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 import deepzero
 from deepzero.checkpoint.folder import acquire, holds, release
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of
+from deepzero.checkpoint.resume import find_start, keep_global_batch, manifest_of
 from deepzero.comm import elastic, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
@@ -40,25 +40,23 @@ from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
 from deepzero.config.words import dotted, explain, no_such_choice, plain_names
-from deepzero.data.corpus import Corpus, load_corpus
-from deepzero.data.loader import TokenSequences
+from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.models.gpt import GPT
-from deepzero.models.hf import HFModel, check_library
-from deepzero.monitor.files import ERROR, clear, write_failed_summary
-from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
-from deepzero.monitor.throughput import peak_flops
+from deepzero.models.hf import check_library
+from deepzero.monitor.files import ERROR, write_failed_summary
 from deepzero.profiling.trace import check_profiler, trace
 from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
+from deepzero.training.pieces import build_model, sequences
+from deepzero.training.reporting import build_monitor, final_facts
+from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
 MAIN_PROCESS = os.getpid()
-RUN_FOLDER_NOTE = "run-folder"
 STATUS = [0]
 """Exit status so far: a job of a sweep that fails does not stop the others."""
 
@@ -108,129 +106,6 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
     monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
-
-
-def join(run: RunConfig, run_dir_name: str) -> Path:
-    """Meet the other ranks; returns the run folder: rank 0's, or that of the attempts before this one."""
-    process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
-    # A host that joins a running job may get rank 0, and would begin a folder of its own.
-    earlier = [note for note in process_group.all_gather_object(elastic.recall(RUN_FOLDER_NOTE)) if note]
-    run_dir = Path(earlier[0] if earlier else process_group.broadcast_object(run_dir_name)).resolve()
-    elastic.remember(RUN_FOLDER_NOTE, str(run_dir))
-    return run_dir
-
-
-def load_start(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: GlobalBatchSampler) -> int:
-    """Load what the run begins with, if anything; returns how many steps have been taken already."""
-    path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
-    try:
-        if path is not None:
-            saved = engine.load_checkpoint(path)[1].get("data")
-            sampler.go_on(engine.global_steps, engine.global_samples)
-            if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
-                print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
-        elif run.train.init_from is not None:
-            engine.load_checkpoint(run.train.init_from, load_module_only=True)
-    except CheckpointError as error:  # the message says it all, and another attempt would read the same files
-        advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
-        raise ConfigError(str(error) + advice) from None
-    if engine.global_rank == 0:  # not before: a run that is refused removes nothing
-        when = clear(run_dir, going_on=engine.global_steps > 0)
-        if when is not None and path is None and elastic.restart_count() == 0:
-            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
-    return engine.global_steps
-
-
-def data_of(run: RunConfig, sampler: GlobalBatchSampler) -> dict[str, Any]:
-    """What the order of the data depends on; the position in it is the number of sequences seen."""
-    return {"data": run.data.name, "sequences": sampler.num_sequences, "seed": run.train.seed}
-
-
-def save_if_due(run: RunConfig, run_dir: Path, engine: deepzero.Engine, sampler: GlobalBatchSampler) -> None:
-    """A checkpoint every so many steps, after the last step, and before the run leaves."""
-    every, step, last = run.train.save_every, engine.global_steps, run.train.steps
-    if every and (step % every == 0 or step == last or engine.stopping):
-        engine.save_checkpoint(
-            run_dir / CHECKPOINTS,
-            tag_of(step),
-            client_state={"data": data_of(run, sampler)},
-            asynchronous=run.train.save_async and not engine.stopping,
-            keep_last=run.train.keep_last,
-        )
-
-
-def stop(run: RunConfig, engine: deepzero.Engine, monitor: Monitor) -> NoReturn:
-    """Leave in order: every rank is here, and the checkpoint is on the disk."""
-    engine.wait_for_checkpoint()
-    monitor.line(f"stopped by SIGTERM after step {engine.global_steps}; saved, and the same command goes on")
-    monitor.stopped("stopped by SIGTERM", dataclasses.asdict(run))  # under torchrun nobody else will say it
-    engine.barrier()
-    leave(128 + signal.SIGTERM)
-
-
-def build_model(run: RunConfig) -> GPT | HFModel:
-    """Our own model, or Hugging Face's; blocks that choose experts by the data are leaves for stage 3."""
-    model = HFModel(run.model) if run.model.library == "hf" else GPT(run.model)
-    if run.engine.zero.stage == 3 and (blocks := model.expert_blocks()):
-        deepzero.zero.set_z3_leaf_modules(model, blocks)
-    return model
-
-
-def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequences]:
-    """The corpus for training and for validation, cut into sequences of the model's length."""
-    size, vocabulary = run.model.block_size, run.model.vocab_size
-    return (
-        TokenSequences(corpus.train, size, "training corpus", vocabulary),
-        TokenSequences(corpus.val, size, "validation corpus", vocabulary),
-    )
-
-
-def build_monitor(
-    run: RunConfig, run_dir: Path, engine: deepzero.Engine, model: GPT | HFModel, corpus: Corpus
-) -> Monitor:
-    """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
-    batch, dtype = engine.batch, run.engine.precision.dtype
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
-    workload = Workload(
-        total_steps=run.train.steps,
-        tokens_per_step=batch.global_batch * run.model.block_size,
-        flops_per_token=model.flops_per_token(),
-        world_size=engine.world_size,
-        peak_flops=peak_flops(device, dtype),
-        bytes_per_token=corpus.bytes_per_token,
-    )
-    if engine.global_rank != 0:
-        return Monitor(workload, run_dir)
-    settings, done, seen = dataclasses.asdict(run), engine.global_steps, engine.global_samples * run.model.block_size
-    monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, log_every=run.train.log_every)
-    monitor.line(f"data   {corpus.description}")
-    shape = f"{engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
-    monitor.line(f"model  {run.model.name}: {shape}")
-    sizes = f"batch {batch.global_batch} = {batch.micro_batch} x {batch.accumulation} x {batch.world_size} ranks"
-    monitor.line(f"run    ZeRO stage {run.engine.zero.stage}, {dtype}, {device}, {sizes}; {run_dir}")
-    if offload := engine.describe_offload():
-        monitor.line(offload)
-    if done:
-        monitor.line(f"going on after step {done}, from the checkpoint that was saved there")
-    return monitor
-
-
-def final_facts(run: RunConfig, engine: deepzero.Engine, sample_text: str | None) -> dict[str, Any]:
-    """What the summary says besides losses. Collective: every rank calls it."""
-    rss = process_group.all_gather_object(peak_rss_bytes())
-    device_bytes = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
-    return {
-        "params_sha256": engine.params_sha256(),
-        "model_numel": engine.model_numel,
-        "world_size": engine.world_size,
-        **engine.report(),
-        "peak_rss_bytes": max(rss),
-        "peak_rss_bytes_per_rank": rss,
-        "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
-        "skipped_steps": engine.skipped_steps,
-        "sample": sample_text,
-        "config": dataclasses.asdict(run),
-    }
 
 
 # ---- from Hydra to ranks ---------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""What a run is built of, as its settings say: the model, the sequences that it is trained on."""
+
+from __future__ import annotations
+
+from deepzero.config.run import RunConfig
+from deepzero.data.corpus import Corpus
+from deepzero.data.loader import TokenSequences
+from deepzero.models.gpt import GPT
+from deepzero.models.hf import HFModel
+from deepzero.zero import set_z3_leaf_modules
+
+
+def build_model(run: RunConfig) -> GPT | HFModel:
+    """Our own model, or Hugging Face's; blocks that choose experts by the data are leaves for stage 3."""
+    model = HFModel(run.model) if run.model.library == "hf" else GPT(run.model)
+    if run.engine.zero.stage == 3 and (blocks := model.expert_blocks()):
+        set_z3_leaf_modules(model, blocks)
+    return model
+
+
+def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequences]:
+    """The corpus for training and for validation, cut into sequences of the model's length."""
+    size, vocabulary = run.model.block_size, run.model.vocab_size
+    return (
+        TokenSequences(corpus.train, size, "training corpus", vocabulary),
+        TokenSequences(corpus.val, size, "validation corpus", vocabulary),
+    )
