@@ -32,6 +32,7 @@ from typing import Literal, Protocol, TypeAlias
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.pretended import stands_for
 from deepzero.comm.streams import Gate, Lane
 from deepzero.layout import Interval
 
@@ -44,7 +45,7 @@ DEVICE_CHUNK = 1 << 24
 
 def chunk_for(device: torch.device, part_numel: int) -> int:
     """Elements to sum at a time on ``device``, where no part is longer than ``part_numel``."""
-    return SUM_CHUNK if device.type == "cpu" else max(SUM_CHUNK, min(part_numel, DEVICE_CHUNK))
+    return SUM_CHUNK if stands_for(device) == "cpu" else max(SUM_CHUNK, min(part_numel, DEVICE_CHUNK))
 
 
 REDUCE_SCATTER = "gradients.reduce_scatter"

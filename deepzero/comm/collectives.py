@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import process_group, watchdog
+from deepzero.comm import pretended, process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.groups import Group, Nodes, make_group, split_ranks
 from deepzero.comm.ledger import Ledger
@@ -80,7 +80,8 @@ class Communicator:
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
-        self._pairwise = self.backend == "gloo" and device.type == "cpu"
+        self._pairwise = self.backend == "gloo" and pretended.stands_for(device) == "cpu"
+        self._pretends = pretended.current() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = Group(tuple(range(self.world_size)), self.rank, None)
         self._watch = watchdog.current()
@@ -88,7 +89,8 @@ class Communicator:
     def split(self, size: int) -> tuple[Group, Group]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
         inside, across = split_ranks(self.world_size, size)
-        return make_group(inside, self.rank, not self._pairwise), make_group(across, self.rank, not self._pairwise)
+        with_handle = not self._pairwise and not self._pretends
+        return make_group(inside, self.rank, with_handle), make_group(across, self.rank, with_handle)
 
     def fingerprint(self) -> int:
         """32 bits of everything launched so far: the same on all ranks that launched the same in the same order."""
@@ -133,12 +135,13 @@ class Communicator:
             group: who takes part; None: all ranks. All groups of a partition of the ranks do so at the same time.
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
-        launch, among = self._before(kind, where), group or self.everybody
+        among = group or self.everybody
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
         between = sum(send[sent[place]].nbytes for place in crossing)
-        self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between)
+        launch = self._before(kind, where)
+        self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between, where, among.size)
         if among.size == 1:
             return self._pending(launch)
         if self._pairwise:
@@ -168,9 +171,10 @@ class Communicator:
         if self._pairwise or among.size == 1:
             return self.exchange(kind, [mine] * among.size, parts, padding, where, group, numel)
         launch, others = self._before(kind, where), among.size - 1
-        crossing = len(self.nodes.crossing(self.rank, among.ranks))
+        crossing = self.nodes.leaving(self.rank, among.ranks)
         elements = mine.numel() if numel is None else numel
-        self.ledger.record(kind, others * elements, others * mine.nbytes, padding, crossing * mine.nbytes)
+        sent, between = others * mine.nbytes, crossing * mine.nbytes
+        self.ledger.record(kind, others * elements, sent, padding, between, where, among.size)
         return self._pending(launch, lambda: [_all_gather_single(whole, mine, among.handle, async_op=True)])
 
     def reduce_scatter(
@@ -179,7 +183,8 @@ class Communicator:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
         launch, others = self._before(kind, where), self.world_size - 1
         between = (self.world_size - self.nodes.per_node) * output.nbytes
-        self.ledger.record(kind, others * output.numel(), others * output.nbytes, padding, between)
+        sent = others * output.nbytes
+        self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size)
         return self._pending(launch, lambda: [_reduce_scatter_single(output, whole, async_op=True)])
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
@@ -190,7 +195,8 @@ class Communicator:
         launch = self._before(kind, where)
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         nbytes = sent * tensor.element_size()
-        self.ledger.record(kind, sent, nbytes, padding, nbytes * self.nodes.share_between)
+        between = nbytes * self.nodes.share_between
+        self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size)
         if self.world_size == 1:
             return self._pending(launch)
         return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])
@@ -201,18 +207,22 @@ class Communicator:
             return
         sent = self.rank == src
         between = tensor.nbytes * (self.world_size - self.nodes.per_node) / self.world_size if sent else 0
-        self.ledger.record(kind, tensor.numel() if sent else 0, tensor.nbytes if sent else 0, 0, between)
+        elements, sent_bytes = (tensor.numel(), tensor.nbytes) if sent else (0, 0)
+        self.ledger.record(kind, elements, sent_bytes, 0, between, "", self.world_size)
+        if self._pretends:
+            return
         with self._watch.blocking(kind):
             dist.broadcast(tensor, src=src)
 
     def _before(self, kind: str, where: str) -> Launch:
         self.chaos.delay()
-        self.ledger.note("launch", kind, where)
         return self._watch.trail.launch(kind, where)
 
     def _pending(self, launch: Launch, start: Callable[[], _Works] = list) -> Pending:
         """What ``start()`` has under way. It raises when the group is broken: the watchdog may know why."""
         trail = self._watch.trail
+        if self._pretends:
+            start = list
         trail.waiting = launch  # the host exchange blocks here, and so does gloo when its buffers are full
         try:
             works = start()

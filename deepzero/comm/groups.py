@@ -45,6 +45,12 @@ class Nodes:
         """Which of ``peers``, given by their rank, are on another node than ``rank``; their positions in ``peers``."""
         return [place for place, peer in enumerate(peers) if self.of(peer) != self.of(rank)]
 
+    def leaving(self, rank: int, peers: Sequence[int]) -> int:
+        """How many of ``peers`` are on another node than ``rank``; for all ranks without asking each of them."""
+        if len(peers) == self.world_size:
+            return self.world_size - self.per_node
+        return len(self.crossing(rank, peers))
+
     def crossing_inside(self, size: int) -> float:
         """How many of a rank's ``size - 1`` peers in its run of ``size`` ranks are on other nodes, mean over ranks."""
         total = 0

@@ -15,10 +15,13 @@ the order that the book describes.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+
+from deepzero.comm.storage import memory_of
 
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
@@ -64,12 +67,28 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What one call sends from this rank."""
+
+    elements: int
+    """Padding included."""
+    bytes: int
+    between_node_bytes: float
+    ranks: int
+    """That take part; 1 for a copy between host and device."""
+
+
+@dataclass(frozen=True)
 class Event:
     """One thing that happened, in order. ``what`` is a word of the book: launch, wait, gradient_ready, step …"""
 
     what: str
     kind: str
     where: str
+    sent: Sent | None = None
+    """Of a launch, and of a copy between host and device."""
+    at: float = field(default=0.0, compare=False)
+    """When, by the ledger's :attr:`Ledger.clock`."""
 
 
 @dataclass
@@ -91,13 +110,25 @@ class Ledger:
     trace: bool = False
     """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
     events: list[Event] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter
+    """Seconds; in a rehearsal the work that was done so far."""
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
     _aside: bool = False
 
-    def record(self, kind: str, elements: int, sent_bytes: int, padding: int = 0, between_bytes: float = 0) -> None:
-        """Count one call.
+    def record(
+        self,
+        kind: str,
+        elements: int,
+        sent_bytes: int,
+        padding: int = 0,
+        between_bytes: float = 0,
+        where: str = "",
+        ranks: int = 1,
+        what: str = "launch",
+    ) -> None:
+        """Count one call, and keep it as an event when the order is being traced.
 
         Args:
             kind: of collective.
@@ -105,7 +136,12 @@ class Ledger:
             sent_bytes: what they take on the wire.
             padding: how many of them are padding.
             between_bytes: how many of the bytes leave this rank's node.
+            where: which interval.
+            ranks: that take part.
+            what: the event's word.
         """
+        if self.trace:
+            self.events.append(Event(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks), self.clock()))
         account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
@@ -113,7 +149,7 @@ class Ledger:
     def note(self, what: str, kind: str = "", where: str = "") -> None:
         """Keep an event, when the order is being traced."""
         if self.trace:
-            self.events.append(Event(what, kind, where))
+            self.events.append(Event(what, kind, where, None, self.clock()))
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -168,7 +204,7 @@ class Ledger:
                     total += sum(t.numel() * t.element_size() for t in (tensor._values(), tensor._indices()))
                     continue
                 storage = tensor.untyped_storage()
-                key = (tensor.device, storage.data_ptr())
+                key = (tensor.device, memory_of(tensor))
                 if key not in seen:
                     seen.add(key)
                     total += storage.nbytes()

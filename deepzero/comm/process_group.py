@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import groups, watchdog
+from deepzero.comm import groups, pretended, watchdog
 from deepzero.comm.meeting import agents_store, shared_by_attempts
 from deepzero.config.parse import ConfigError
 
@@ -29,6 +29,10 @@ _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def is_initialized() -> bool:
     """Whether this process has joined a group."""
+    return pretended.current() is not None or _has_joined()
+
+
+def _has_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
@@ -39,6 +43,8 @@ def local_rank() -> int:
 
 def default_device() -> torch.device:
     """The GPU of this rank where there is one, else the CPU. ``DEEPZERO_DEVICE=cpu`` keeps a run off the GPUs."""
+    if pretended.current() is not None:
+        return torch.device("meta")
     if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
@@ -88,7 +94,7 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
 
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
-    if is_initialized():
+    if _has_joined():
         watchdog.leave("has left the process group")
         groups.forget()
         dist.destroy_process_group()
@@ -96,31 +102,42 @@ def shutdown() -> None:
 
 def backend_for(device: torch.device) -> str:
     """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
-    if not is_initialized():
+    if (who := pretended.current()) is not None:
+        return who.backend
+    if not _has_joined():
         return "none"
     return dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
 
 
 def rank() -> int:
     """This process's number; 0 without a group."""
-    return dist.get_rank() if is_initialized() else 0
+    if (who := pretended.current()) is not None:
+        return who.rank
+    return dist.get_rank() if _has_joined() else 0
 
 
 def world_size() -> int:
     """How many ranks there are; 1 without a group."""
-    return dist.get_world_size() if is_initialized() else 1
+    if (who := pretended.current()) is not None:
+        return who.world_size
+    return dist.get_world_size() if _has_joined() else 1
+
+
+def _talks() -> bool:
+    """Whether there is anybody to talk to: pretended ranks all say what this one says."""
+    return pretended.current() is None and world_size() > 1
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
-    if world_size() > 1:
+    if _talks():
         with watchdog.current().blocking("barrier"):
             dist.barrier()
 
 
 def broadcast_object(value: Any, src: int = 0) -> Any:
     """Every rank gets rank ``src``'s picklable ``value``."""
-    if world_size() == 1:
+    if not _talks():
         return value
     box = [value]
     with watchdog.current().blocking("broadcast_object"):
@@ -130,14 +147,14 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 
 def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
     """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
-    if world_size() > 1:
+    if _talks():
         dist.broadcast(tensor, src=src)
 
 
 def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
-    if world_size() == 1:
-        return [value]
+    if not _talks():
+        return [value] * world_size()
     box: list[Any] = [None] * world_size()
     with watchdog.current().blocking("all_gather_object"):
         dist.all_gather_object(box, value)

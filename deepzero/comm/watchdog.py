@@ -36,6 +36,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from deepzero.comm import pretended
 from deepzero.comm.autopsy import (
     ASKING_SECONDS,
     CONNECTION,
@@ -359,6 +360,8 @@ _current: Watchdog | None = None
 def current() -> Watchdog:
     """The watchdog of the process group that this process is in now; made when it is first asked for."""
     global _current, _groups
+    if (who := pretended.current()) is not None:
+        return Watchdog(None, who.rank, who.world_size, "pretended")
     if _current is None or not _current.of_current_group:
         if _groups == 0:
             atexit.register(_program_ends)

@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 
+from deepzero.comm.storage import memory_of
+
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
 
@@ -148,9 +150,12 @@ class HostArena:
         self.regions = list(regions)
         self.nbytes = required_bytes(self.regions)
         self.pinned = False
+        self._pretends = device.type == "meta"
         self._offset = 0
         self._next = 0
         self._carved: list[tuple[str, torch.Tensor]] = []
+        if self._pretends:  # a rehearsal: host memory that is not there either
+            return
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
@@ -176,12 +181,17 @@ class HostArena:
         start, self._offset = self._offset, self._offset + wanted.stride_bytes
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
+        if self._pretends:
+            made = torch.empty(numel, dtype=dtype, device="meta")
+        else:
+            made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
         self._carved.append((category, made))
         return made
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the arena's."""
+        if self._pretends:
+            return any(memory_of(tensor) == memory_of(carved) for _, carved in self._carved)
         first = self._address
         return tensor.device.type == "cpu" and first <= tensor.data_ptr() < first + max(self.nbytes, 1)
 

@@ -216,8 +216,7 @@ class Wire:
                 f"{kind}: cannot copy {source.numel()} x {source.dtype} to {target.numel()} x {target.dtype}"
             )
         self.chaos.delay()
-        self.ledger.record(kind, source.numel(), source.nbytes, padding)
-        self.ledger.note("copy", kind, where)
+        self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
         if stream is None:
             return self._in_line(kind, target, source)
         timing = _Timing(kind, source.nbytes)

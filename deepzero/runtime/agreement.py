@@ -177,6 +177,8 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float, stop: boo
     own = torch.cat([losses, torch.tensor([int(stop), path, path * path])])
     words = torch.cat([square_words, own.to(square_words.device)])
     comm.all_reduce(AGREEMENT, words).wait()
+    if words.is_meta:  # a rehearsal, which has no values
+        return StepAgreement(0.0, 0.0)
     numbers = words.tolist()
     total = 0.0
     # By Cauchy and Schwarz W * sum(p^2) = (sum p)^2 exactly if all p are equal.

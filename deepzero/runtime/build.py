@@ -204,9 +204,7 @@ def build_zero(
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
-    # What is offloaded is stepped on by the CPU.
-    steps_on = torch.device("cpu") if config.zero.offload_optimizer.device == "cpu" else comm.device
-    moment_bytes = [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(chosen))]
+    moment_bytes = _moment_bytes(optimizer, config, comm.device)
     plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None
     planned = plan.groups if plan is not None else plan_groups(chosen, config, comm.world_size)
     placements = place(planned, config.zero, dtypes.compute)
@@ -243,6 +241,13 @@ def build_zero(
         offload.open_ways(groups, comm.rank, built.stage.arrived)
     open_ledger(built, optimizer, config, comm, micro_batches)
     return dataclasses.replace(built, meter=open_meter(built, config, comm, micro_batches))
+
+
+def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
+    """Per element, of each optimizer group; tried out on the CPU where that will step, and in a rehearsal."""
+    on_cpu = config.zero.offload_optimizer.device == "cpu" or device.type == "meta"
+    steps_on = torch.device("cpu") if on_cpu else device
+    return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
 
 
 def _build_stage(

@@ -340,7 +340,7 @@ class Engine(EngineCheckpoints):
 
     def _mean_loss(self) -> float:
         losses, self._losses = self._losses, []
-        return sum(float(loss) for loss in losses) / len(losses) if losses else math.nan
+        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else math.nan
 
     def _check_finite(self, agreement: StepAgreement) -> None:
         """Outside fp16 there is no scale to lower: stop before anything is updated, and say where it began."""

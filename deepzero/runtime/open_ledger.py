@@ -8,6 +8,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
+from deepzero.comm.storage import memory_of
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
 from deepzero.offload.host_gradients import LANDING
@@ -88,8 +89,8 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger, paddi
         if built.offload is None:
             return kept
         # What the CPU steps on has its state with it, counters too.
-        there = {t.untyped_storage().data_ptr() for t in host_moments()}
-        return [t for t in kept if t.dim() and t.untyped_storage().data_ptr() not in there]
+        there = {memory_of(t) for t in host_moments()}
+        return [t for t in kept if t.dim() and memory_of(t) not in there]
 
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])

@@ -106,7 +106,7 @@ def state_like(state: Mapping[str, Any], real: torch.Tensor, other: torch.Tensor
     new: dict[str, Any] = {}
     for name, value in state.items():
         if torch.is_tensor(value) and value.dim() > 0 and value.numel() == real.numel():
-            first = value.reshape(-1)[0].item() if value.numel() else 0.0
+            first = value.reshape(-1)[0].item() if value.numel() and not value.is_meta else 0.0
             new[name] = torch.full_like(other, first, dtype=value.dtype, requires_grad=False)
         else:
             new[name] = copy.deepcopy(value)

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 
+from deepzero.comm.pretended import stands_for
+from deepzero.comm.storage import memory_of
+
 
 class BufferPool:
     """Kept one-dimensional buffers of one dtype and device. See [Note: buffers and who still holds them]."""
@@ -37,16 +40,16 @@ class BufferPool:
         else:
             self._trim(numel)
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
-        self._taken[buffer.data_ptr()] = buffer
+        self._taken[memory_of(buffer)] = buffer
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as nobody holds a view of it."""
-        del self._taken[buffer.data_ptr()]
-        if self.device.type == "cpu":
+        del self._taken[memory_of(buffer)]
+        if stands_for(self.device) == "cpu":
             self._free.append(buffer)
         else:
-            self.owners.pop(buffer.data_ptr(), None)  # the allocator will give this place to anybody
+            self.owners.pop(memory_of(buffer), None)  # the allocator will give this place to anybody
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
@@ -61,7 +64,7 @@ class BufferPool:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
         self._free.sort(key=torch.Tensor.numel)
         while self._free and self.numel() + numel > self.limit_numel:
-            self.owners.pop(self._free.pop(0).data_ptr(), None)
+            self.owners.pop(memory_of(self._free.pop(0)), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""

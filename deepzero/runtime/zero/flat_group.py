@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from deepzero.comm.storage import place_of
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
 from deepzero.offload.arena import HostArena
@@ -125,7 +126,7 @@ class FlatGroup:
         }
         for index, param in enumerate(self.params):
             self._move_in(index, param)
-        self._places = [param.data_ptr() for param in self.params]
+        self._places = [place_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @property
@@ -184,7 +185,7 @@ class FlatGroup:
             RuntimeError: a parameter no longer lies in the flat buffer, for example after ``model.to(...)``.
         """
         for index, param in enumerate(self.params):
-            if param.data_ptr() != self._places[index] or param.dtype != self.dtype:
+            if place_of(param) != self._places[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device}. Do not call model.to(), .half() or .bfloat16(), or assign param.data, after "
@@ -225,10 +226,10 @@ class FlatGroup:
 
     def has_moved(self) -> None:
         """The flat buffer's memory is another (``offload_states``), and the views of it have followed."""
-        start = self.flat_P.data_ptr()
+        memory, start = place_of(self.flat_P)
         for index, slot in enumerate(self.layout.slots):
             if slot.numel:  # what has no elements lies nowhere
-                self._places[index] = start + slot.offset * self.flat_P.itemsize
+                self._places[index] = (memory, start + slot.offset * self.flat_P.itemsize)
 
     def release(self) -> None:
         """Let the parameters belong to nobody again."""

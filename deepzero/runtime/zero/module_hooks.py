@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepzero.comm.pretended import stands_for
 from deepzero.runtime.outputs import output_tensors
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
@@ -196,7 +197,7 @@ class ModuleHooks:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is not None and (in_backward() or outer[0].__qualname__.startswith("_checkpoint_hook")):
             return False  # non-reentrant checkpointing counts what is saved, with hooks of its own
-        if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.device.type):
+        if not self._warned_autocast and torch.is_autocast_enabled(stands_for(self.coordinator.device)):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.storage import memory_of, place_of
 from deepzero.layout import Interval, Slot
 from deepzero.offload.wire import Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
@@ -166,7 +167,7 @@ class PartitionedInterval:
         self.refuse_away()
         self.buffer = self._shard_as_buffer() if self._in_place else self.pool.take(self.numel)
         self._whole = self.buffer[: self.numel]
-        self.pool.owners[self.buffer.data_ptr()] = (self, self.generation)
+        self.pool.owners[memory_of(self.buffer)] = (self, self.generation)
         self.gather.launch(kind, self._whole, self._my_part, self.shard_on_host, self.generation, exact, keep)
         self.status = ZeroParamStatus.INFLIGHT
 
@@ -187,7 +188,7 @@ class PartitionedInterval:
 
     def _shard_as_buffer(self) -> torch.Tensor:
         """With one rank my part is the whole, and nothing is copied: the same memory under a storage of its own."""
-        return torch.from_dlpack(self.shard)
+        return torch.from_dlpack(self.shard) if not self.shard.is_meta else torch.empty_like(self.shard)
 
     def _give_back(self, buffer: torch.Tensor) -> None:
         """The end of a gathered interval's buffer."""
@@ -230,9 +231,10 @@ class PartitionedInterval:
         write through ``.data`` does neither: on a CPU a sample of this rank's part is compared with what it was, which
         sees whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
         """
+        memory, start = place_of(self.whole)
         for param, slot, version in zip(self.params, self.interval.slots, self._versions, strict=True):
-            start = self.whole.data_ptr() + (slot.offset - self.interval.offset) * self.whole.itemsize
-            if param._version != version or (slot.numel and param.data_ptr() != start):
+            inside = (slot.offset - self.interval.offset) * self.whole.itemsize
+            if param._version != version or (slot.numel and place_of(param) != (memory, start + inside)):
                 return param
         if self.whole.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
             mine, step = self._mine(), self._sampling
@@ -283,7 +285,7 @@ class PartitionedInterval:
         if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be discarded")
         # A view that is kept shows what was written, which is no parameter's value.
-        self.pool.owners.pop(self.buffer.data_ptr(), None)
+        self.pool.owners.pop(memory_of(self.buffer), None)
         self._let_go(self.buffer)
 
     def _let_go(self, buffer: torch.Tensor) -> None:
@@ -296,7 +298,7 @@ class PartitionedInterval:
     def abandon(self) -> None:
         """Give the buffer back for good: the parameters have values of their own now."""
         if self.buffer is not None:
-            self.pool.owners.pop(self.buffer.data_ptr(), None)
+            self.pool.owners.pop(memory_of(self.buffer), None)
             self._give_back(self.buffer)
         self.params, self.buffer, self._whole = [], None, None
         self.gather.drop_secondary()
@@ -341,7 +343,7 @@ class PartitionedInterval:
         if self.status is ZeroParamStatus.NOT_AVAILABLE:
             return
         self.gather.finish()
-        self.pool.owners[self.whole.data_ptr()] = (self, self.generation)
+        self.pool.owners[memory_of(self.whole)] = (self, self.generation)
         whole = self.value(param._zero.placed()[1])
         if values.data_ptr() != whole.data_ptr():
             whole.copy_(values.view(whole.shape))

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.storage import memory_of
 from deepzero.offload.wire import FETCH_BETWEEN_STEPS
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
@@ -293,7 +294,7 @@ class PartitionedParameterCoordinator:
         """The interval whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
-        place = tensor.untyped_storage().data_ptr()
+        place = memory_of(tensor)
         for pool in self._pools:
             interval, generation = pool.owners.get(place, (None, 0))
             if interval is not None and interval.generation == generation:
