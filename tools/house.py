@@ -46,6 +46,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.runtime.initialize", 5),
     ("deepzero.evaluation", 6),
     ("deepzero.training", 6),
+    ("deepzero.planning", 6),
     ("deepzero.monitor", 4),
     ("deepzero.profiling", 4),
     ("deepzero.models", 4),

@@ -174,7 +174,7 @@ class Communicator:
         crossing = self.nodes.leaving(self.rank, among.ranks)
         elements = mine.numel() if numel is None else numel
         sent, between = others * mine.nbytes, crossing * mine.nbytes
-        self.ledger.record(kind, others * elements, sent, padding, between, where, among.size)
+        self.ledger.record(kind, others * elements, sent, padding, between, where, among.size, ring=True)
         return self._pending(launch, lambda: [_all_gather_single(whole, mine, among.handle, async_op=True)])
 
     def reduce_scatter(
@@ -184,7 +184,7 @@ class Communicator:
         launch, others = self._before(kind, where), self.world_size - 1
         between = (self.world_size - self.nodes.per_node) * output.nbytes
         sent = others * output.nbytes
-        self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size)
+        self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size, ring=True)
         return self._pending(launch, lambda: [_reduce_scatter_single(output, whole, async_op=True)])
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
@@ -196,7 +196,7 @@ class Communicator:
         sent = 2 * (self.world_size - 1) * tensor.numel() // max(self.world_size, 1)
         nbytes = sent * tensor.element_size()
         between = nbytes * self.nodes.share_between
-        self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size)
+        self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size, ring=True)
         if self.world_size == 1:
             return self._pending(launch)
         return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from deepzero.comm import pretended
 from deepzero.config.parse import ConfigError
 
 
@@ -67,6 +68,8 @@ class Nodes:
 
 def told_by_launcher() -> int | None:
     """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
+    if (who := pretended.current()) is not None:
+        return who.ranks_of_host
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdigit() and int(told) > 0 else None
 

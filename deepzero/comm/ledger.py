@@ -76,6 +76,9 @@ class Sent:
     between_node_bytes: float
     ranks: int
     """That take part; 1 for a copy between host and device."""
+    ring: bool = False
+    """Handed from neighbour to neighbour by the backend, so that a byte enters each node once; else each rank sends
+    straight to every other."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,7 @@ class Ledger:
         between_bytes: float = 0,
         where: str = "",
         ranks: int = 1,
+        ring: bool = False,
         what: str = "launch",
     ) -> None:
         """Count one call, and keep it as an event when the order is being traced.
@@ -138,10 +142,13 @@ class Ledger:
             between_bytes: how many of the bytes leave this rank's node.
             where: which interval.
             ranks: that take part.
+            ring: see :class:`Sent`.
             what: the event's word.
         """
         if self.trace:
-            self.events.append(Event(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks), self.clock()))
+            self.events.append(
+                Event(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring), self.clock())
+            )
         account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))

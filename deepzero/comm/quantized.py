@@ -173,7 +173,7 @@ class Quantizer:
         Raises:
             RuntimeError: ``compiled`` was asked for and cannot be had.
         """
-        if self.request == "plain":
+        if self.request == "plain" or torch.device(device).type == "meta":
             return
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
         if self.request == "auto":
@@ -218,6 +218,9 @@ class Quantizer:
         self._check(values, packed)
         if values.numel() != packed.numel:
             raise ValueError(f"{values.numel()} values do not fit a message of {packed.numel} elements")
+        if values.is_meta:  # a rehearsal: one pass, and nothing to keep
+            values.clone()
+            return
         for where, codes, scales in packed.rows(0, packed.numel):
             rows = values[where].view(codes.shape[0], -1)
             self._kernel("pack", rows).encode(rows, codes, scales, self.format.bits)
@@ -239,6 +242,9 @@ class Quantizer:
         stop = start + values.numel()
         if start < 0 or stop > packed.numel:
             raise ValueError(f"elements {start} to {stop} are not all in a message of {packed.numel} elements")
+        if values.is_meta:
+            values.copy_(values)
+            return
         for where, codes, scales in packed.rows(start, stop):
             rows = values[where.start - start : where.stop - start].view(codes.shape[0], -1)
             self._kernel("unpack", rows).decode(codes, scales, rows, self.format.bits)

@@ -25,7 +25,8 @@ def open_meter(built: Built, config: EngineConfig, comm: Communicator, micro_bat
     partitioning, few_bits = built.partitioning, built.few_bits
     everything = partitioning.coordinator.intervals if partitioning is not None else []
     intervals = [interval for interval in everything if interval.gather.quantizes]
-    if config.zero.quantization.meter_every == 0 or not (intervals or few_bits):
+    idle = config.zero.quantization.meter_every == 0 or comm.device.type == "meta"  # a rehearsal has nothing to read
+    if idle or not (intervals or few_bits):
         return None
     names = {
         (number, interval.index): short_name([group.names[slot.index] for slot in interval.slots])

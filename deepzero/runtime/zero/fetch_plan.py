@@ -64,6 +64,17 @@ class Action:
     """With each interval, whether it is for a backward pass."""
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """One optimizer step: what is used, and what happens at each use. The coordinator executes this object."""
+
+    uses: tuple[Use, ...]
+    actions: tuple[Action, ...]
+    """One for each use."""
+    numel: dict[int, int]
+    """Elements of each interval: the plan is about these."""
+
+
 def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> list[Action]:
     """One action for every use.
 

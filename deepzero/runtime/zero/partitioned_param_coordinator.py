@@ -34,7 +34,7 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import memory_of
 from deepzero.offload.wire import FETCH_BETWEEN_STEPS
-from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, Use, compile_plan
+from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, StepPlan, Use, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
@@ -142,6 +142,14 @@ class Trace:
         if self.plan is None and self.uses:
             self.plan = compile_plan(self.uses, self.numel, self.limits)
         self.position = -1
+
+    def step_plan(self) -> StepPlan | None:
+        """What the next time will follow; None while nothing is known."""
+        return None if self.plan is None else StepPlan(tuple(self.uses), tuple(self.plan), dict(self.numel))
+
+    def follow(self, plan: StepPlan) -> None:
+        """Follow a plan that somebody else has recorded."""
+        self.uses, self.plan = list(plan.uses), list(plan.actions)
 
     def reset(self) -> None:
         """Begin again at the first use, after a pass that broke off. What was recorded of it is dropped."""
@@ -266,6 +274,11 @@ class PartitionedParameterCoordinator:
         forecast = planned(self.intervals, uses, plan)
         self.ledger.predicted_traffic.update(forecast.traffic)
         self.ledger.predicted_memory["gathered"] = forecast.gathered_bytes
+
+    def follow(self, plan: StepPlan) -> None:
+        """Training follows ``plan`` from its next use on, which has to be the first of a step."""
+        self.training.follow(plan)
+        self._predict(plan.uses, plan.actions)
 
     def predict_anew(self) -> None:
         """Intervals travel in another way from now on."""

@@ -1,0 +1,119 @@
+"""What a cluster can do, in a few numbers, and how long a collective takes by them.
+
+The model is bandwidth and latency, with two kinds of links: inside a node, each rank has one of its own; between nodes,
+the ranks of a node share what leaves it. A message of n bytes takes ``latency + n / bandwidth``.
+
+*Rings* (the backend's own collectives): a byte enters each node once, however many ranks are there, and passes every
+rank's link inside; each of the W steps pays a latency. *Pairs* (``exact`` sums and all-to-alls): each rank sends
+straight to each other, so that what leaves a node is the sum over its ranks; the first message pays the latency, the
+others follow at once.
+
+Figures: NVLink 4 and InfiniBand HDR as in the guide on stage 3 ("900 GB/s total bidirectional", "around 200 Gb/s per
+port"; a port per GPU); the two clusters, their nodes and their bandwidth between nodes as in the table of the post on
+stage 1 with reduced communication. Peak rates and memory are the makers'. Latencies are typical ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from deepzero.comm.groups import Nodes
+from deepzero.comm.ledger import Sent
+from deepzero.config.parse import ConfigError
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Bandwidths in bytes per second and one direction, latencies in seconds, memory in bytes."""
+
+    name: str
+    ranks_per_node: int
+    flops: float
+    """Of one device per second, in 16-bit matrix products: the maker's peak."""
+    efficiency: float
+    """What part of the peak real matrix products reach."""
+    memory_bytes: float
+    memory_bandwidth: float
+    inside_bandwidth: float
+    """Of one rank's link inside its node."""
+    node_bandwidth: float
+    """Of all that leaves a node."""
+    inside_latency: float
+    between_latency: float
+    host_bytes: float
+    """Memory of one node's host."""
+    host_bandwidth: float
+    """Between a device and its host, for one rank."""
+    host_memory_bandwidth: float
+    """Of a node's host memory, which its ranks share when the CPU steps."""
+    device_type: str = "cuda"
+
+    def op_seconds(self, flops: float, moved: float) -> float:
+        """An op takes as long as its operations, or as its memory traffic, whichever is more."""
+        return max(flops / (self.flops * self.efficiency), moved / self.memory_bandwidth)
+
+    def collective_seconds(self, sent: Sent, nodes: Nodes) -> float:
+        """From the launch to the end, with nothing else on the links."""
+        if sent.ranks <= 1 or not sent.bytes:
+            return 0.0
+        across = sent.between_node_bytes > 0
+        if sent.ring:
+            # What a rank sends directly to the W - R ranks elsewhere is what a ring brings into each node.
+            carried = max(sent.bytes / self.inside_bandwidth, sent.between_node_bytes / self.node_bandwidth)
+            hops_between = sent.ranks // nodes.per_node if across else 0
+            return hops_between * self.between_latency + (sent.ranks - 1) * self.inside_latency + carried
+        leaves = nodes.per_node * sent.between_node_bytes / self.node_bandwidth
+        stays = (sent.bytes - sent.between_node_bytes) / self.inside_bandwidth
+        return (self.between_latency if across else self.inside_latency) + max(leaves, stays)
+
+
+H100_HDR = Cluster(
+    "h100", 8, flops=989e12, efficiency=0.5, memory_bytes=80e9, memory_bandwidth=3.35e12,
+    inside_bandwidth=450e9, node_bandwidth=8 * 25e9, inside_latency=3e-6, between_latency=10e-6,
+    host_bytes=2e12, host_bandwidth=50e9, host_memory_bandwidth=400e9,
+)  # fmt: skip
+AZURE_NC24R = Cluster(
+    "azure_nc24r", 4, flops=112e12, efficiency=0.4, memory_bytes=16e9, memory_bandwidth=900e9,
+    inside_bandwidth=12e9, node_bandwidth=5e9, inside_latency=10e-6, between_latency=20e-6,
+    host_bytes=448e9, host_bandwidth=12e9, host_memory_bandwidth=100e9,
+)  # fmt: skip
+DGX_2H = Cluster(
+    "dgx_2h", 16, flops=130e12, efficiency=0.4, memory_bytes=32e9, memory_bandwidth=900e9,
+    inside_bandwidth=150e9, node_bandwidth=100e9, inside_latency=5e-6, between_latency=10e-6,
+    host_bytes=1.5e12, host_bandwidth=12e9, host_memory_bandwidth=200e9,
+)  # fmt: skip
+PRESETS = {cluster.name: cluster for cluster in (H100_HDR, AZURE_NC24R, DGX_2H)}
+RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
+"""As the post's table has them."""
+
+
+def find_cluster(text: str) -> Cluster:
+    """A preset by name, with changes: ``h100`` or ``h100,node_bandwidth=100e9,memory_bytes=40e9``.
+
+    Raises:
+        ConfigError: no such preset, field or number.
+
+    Example:
+        >>> find_cluster("dgx_2h,node_bandwidth=5e9").node_bandwidth
+        5000000000.0
+    """
+    name, *changes = text.split(",")
+    if name not in PRESETS:
+        raise ConfigError(f"cluster={name}: there are {', '.join(PRESETS)}, each with changes as in {name},flops=3e14")
+    found = PRESETS[name]
+    numbers = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
+    for change in changes:
+        key, _, value = change.partition("=")
+        if key not in numbers:
+            raise ConfigError(f"cluster={text}: {key!r} is no field; there are {', '.join(sorted(numbers))}")
+        try:
+            number = float(value)
+        except ValueError:
+            raise ConfigError(f"cluster={text}: {key}={value} is no number") from None
+        if number <= 0:
+            raise ConfigError(f"cluster={text}: {key}={value} must be positive")
+        value_of: dict[str, Any] = {key: int(number) if key == "ranks_per_node" else number}
+        found = dataclasses.replace(found, **value_of)
+    return found

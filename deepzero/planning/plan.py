@@ -1,0 +1,131 @@
+"""A rehearsal as something to read: memory by category, volume by kind, and every move of a step in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepzero.comm.ledger import Event
+from deepzero.monitor.terminal import short_bytes
+from deepzero.planning.rehearse import Rehearsal
+from deepzero.runtime.closed_forms import AGREEMENT
+
+MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publish")
+"""What the table lists; gradients that arrive are counted in between."""
+
+
+def rows(rehearsal: Rehearsal, waits: bool = False) -> Iterator[dict[str, Any]]:
+    """The step's moves in order.
+
+    Args:
+        rehearsal: of any rank.
+        waits: list also where the program waits.
+
+    Yields:
+        ``number, what, kind, where, names, bytes, between_node_bytes, gradients`` (how many gradients became ready
+        since the row before).
+    """
+    gradients = number = 0
+    for event in rehearsal.events:
+        if event.what == "gradient_ready":
+            gradients += 1
+        elif event.what in MOVES and (waits or event.what != "wait"):
+            number += 1
+            yield _row(rehearsal, event, number, gradients)
+            gradients = 0
+
+
+def _row(rehearsal: Rehearsal, event: Event, number: int, gradients: int) -> dict[str, Any]:
+    where, kind = event.where, event.kind
+    if event.what == "fetch":
+        kind = f"for {event.kind}"
+    return {
+        "number": number,
+        "what": event.what,
+        "kind": kind,
+        "where": where,
+        "names": rehearsal.name_of(event),
+        "bytes": event.sent.bytes if event.sent is not None else 0,
+        "between_node_bytes": event.sent.between_node_bytes if event.sent is not None else 0,
+        "gradients": gradients,
+    }
+
+
+def as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Everything, for a JSON file."""
+    return {
+        "stage": rehearsal.stage,
+        "rank": rehearsal.rank,
+        "world_size": rehearsal.nodes.world_size,
+        "ranks_per_node": rehearsal.nodes.per_node,
+        "model_numel": rehearsal.model_numel,
+        "micro_batches": rehearsal.micro_batches,
+        "memory": memory(rehearsal),
+        "host_bytes": rehearsal.host_bytes,
+        "traffic": {kind: traffic.as_dict() for kind, traffic in rehearsal.predicted.items()},
+        "flops": sum(rehearsal.work.flops),
+        "moves": list(rows(rehearsal, waits=True)),
+    }
+
+
+def memory(rehearsal: Rehearsal) -> dict[str, int]:
+    """Bytes of one rank by category, closed forms first; ``activations`` is what the rehearsal held beside them."""
+    found = {category: size for category, size in rehearsal.memory.items() if size}
+    return {**found, "activations": rehearsal.activation_bytes}
+
+
+def text(rehearsal: Rehearsal, moves: int | None = None) -> str:
+    """For a terminal.
+
+    Args:
+        rehearsal: of any rank.
+        moves: how many rows of the table at most; None: all; 0: none.
+    """
+    nodes = rehearsal.nodes
+    lines = [
+        f"stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, {nodes.world_size} ranks on {nodes.count} "
+        f"node{'s' if nodes.count > 1 else ''}, {rehearsal.micro_batches} micro-batch"
+        f"{'es' if rehearsal.micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
+        "",
+        *_memory_lines(rehearsal),
+        "",
+        *_traffic_lines(rehearsal),
+    ]
+    table = list(rows(rehearsal)) if moves != 0 else []
+    if table:
+        shown = table if moves is None or len(table) <= moves else table[:moves]
+        lines += ["", "one step, in order", *map(_line, shown)]
+        if len(shown) < len(table):
+            lines.append(f"  … and {len(table) - len(shown)} more")
+    return "\n".join(lines)
+
+
+def _memory_lines(rehearsal: Rehearsal) -> list[str]:
+    found = memory(rehearsal)
+    lines = [f"{'held by one rank':<34}{'bytes':>14}"]
+    device = {name: size for name, size in found.items() if not name.startswith("host_")}
+    lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in device.items()]
+    lines.append(f"  {'all of these':<32}{short_bytes(sum(device.values())):>14}")
+    host = {name: size for name, size in found.items() if name.startswith("host_")}
+    lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in host.items()]
+    if host:
+        lines.append(f"  {'in host memory':<32}{short_bytes(sum(host.values())):>14}")
+    return lines
+
+
+def _traffic_lines(rehearsal: Rehearsal) -> list[str]:
+    lines = [f"{'sent by one rank in one step':<34}{'calls':>8}{'bytes':>14}{'between nodes':>16}"]
+    for kind, traffic in rehearsal.predicted.items():
+        between = short_bytes(traffic.between_node_bytes) if traffic.between_node_bytes else "-"
+        lines.append(f"  {kind:<32}{traffic.calls:>8g}{short_bytes(traffic.bytes):>14}{between:>16}")
+    model = sum(t.elements for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind)
+    lines.append(f"  {'volume':<32}{'':>8}{model / rehearsal.model_numel:>12.3f} Ψ")
+    return lines
+
+
+def _line(row: dict[str, Any]) -> str:
+    size = f"{short_bytes(row['bytes'])} sent" if row["bytes"] else ""
+    gradients = f"after {row['gradients']} gradients" if row["gradients"] else ""
+    what = " ".join(filter(None, (row["kind"], row["where"])))
+    names = f"({row['names']})" if row["names"] else ""
+    return f"  {row['number']:>5}  {row['what']:<8} {what:<52} {size:>16}  {gradients} {names}".rstrip()

@@ -1,0 +1,151 @@
+"""Whether all ranks launch the same collectives in the same order: else they wait for each other for ever.
+
+What a rank launches depends on the modules that it runs and on the layout, which is the same everywhere; its own number
+decides only which bytes it sends. So ranks that run the same program launch the same, and rehearsing them all would
+show one result thousands of times. What is rehearsed is each different program, and of every program the ranks at whose
+number something could change: the first and the last, the ends of a node and of a partition, one in the middle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from deepzero.comm.ledger import Event
+from deepzero.config.parse import ConfigError
+from deepzero.planning.rehearse import Program, Rehearsal, World, rehearse
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a rank leaves the others."""
+
+    rank: int
+    reference: int
+    number: int
+    """Of the first collective that differs, from 1 on."""
+    expected: str
+    """What the reference launches there, and for which module."""
+    found: str
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} leaves the others at collective {self.number}: it launches {self.found}, where rank "
+            f"{self.reference} launches {self.expected}"
+        )
+
+
+def telling_ranks(world: World, sizes: Sequence[int] = ()) -> list[int]:
+    """The ranks at whose number something could change.
+
+    Args:
+        world: how many ranks.
+        sizes: of partitions inside: hpZ's, MiCS's.
+
+    Example:
+        >>> telling_ranks(World(1024, 8))
+        [0, 7, 8, 512, 1023]
+    """
+    last = world.world_size - 1
+    edges = {0, last, world.world_size // 2}
+    for size in (world.ranks_of_host, *sizes):
+        edges |= {size - 1, size}
+    return sorted(rank for rank in edges if 0 <= rank <= last)
+
+
+def skipping(program: Program, module: str) -> Program:
+    """The same program, but for one module that gives back what it is given: a rank that has gone wrong.
+
+    Raises:
+        ConfigError: the model has no such module, when it is built.
+    """
+
+    def model() -> nn.Module:
+        made = program.model()
+        try:
+            found = made.get_submodule(module)
+        except AttributeError:
+            names = ", ".join(name for name, _ in itertools.islice(made.named_modules(), 1, 9))
+            raise ConfigError(f"no module {module!r} to skip; the model has {names} …") from None
+        found.forward = _give_back
+        return made
+
+    return dataclasses.replace(program, model=model)
+
+
+def _give_back(value: Any, *rest: Any, **options: Any) -> Any:
+    return value
+
+
+def compare(rehearsals: Sequence[Rehearsal]) -> list[Difference]:
+    """Every rank that does not launch what most of them launch."""
+    trails = [tuple(r.trail) for r in rehearsals]
+    usual = max(set(trails), key=lambda trail: (trails.count(trail), -trails.index(trail)))
+    reference = rehearsals[trails.index(usual)]
+    return [_difference(reference, r) for r, trail in zip(rehearsals, trails, strict=True) if trail != usual]
+
+
+def _difference(reference: Rehearsal, other: Rehearsal) -> Difference:
+    pairs = itertools.zip_longest(_launches(reference), _launches(other), fillvalue=("", "nothing more"))
+    for number, ((key, expected), (theirs, found)) in enumerate(pairs, start=1):
+        if key != theirs:
+            return Difference(other.rank, reference.rank, number, expected, found)
+    raise RuntimeError("the trails differ, and no collective does")
+
+
+def _launches(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+    """What is compared, and how it is called: with the module whose turn it is."""
+    module = ""
+    for event in rehearsal.events:
+        if event.what == "fetch":
+            module = event.kind.removeprefix("prefetch at ")
+        elif event.what == "launch":
+            yield f"{event.kind}\n{event.where}", _in_words(rehearsal, event, module)
+
+
+def _in_words(rehearsal: Rehearsal, event: Event, module: str) -> str:
+    names = rehearsal.name_of(event)
+    what = " ".join(filter(None, (event.kind, event.where, names and f"({names})")))
+    return f"{what} at {module}" if module else what
+
+
+def check(
+    program: Program,
+    world: World,
+    wrong: Mapping[int, str] | None = None,
+    ranks: Sequence[int] | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Rehearsal], list[Difference]]:
+    """Rehearse the telling ranks, and those that go wrong, and compare them.
+
+    Args:
+        program: of all ranks.
+        world: how many there are.
+        wrong: modules that single ranks leave out.
+        ranks: which to rehearse besides; None: :func:`telling_ranks`.
+        tell: called before each rehearsal, which may take some seconds.
+
+    Returns:
+        The rehearsals, in the order of ranks, and what differs.
+
+    Raises:
+        ConfigError: a rank that is not there.
+    """
+    wrong = dict(wrong or {})
+    zero = program.config.zero
+    sizes = [size for size in (zero.zero_hpz_partition_size, zero.mics_shard_size) if size > 1]
+    chosen = telling_ranks(world, sizes) if ranks is None else list(ranks)
+    for rank in (*chosen, *wrong):
+        if not 0 <= rank < world.world_size:
+            raise ConfigError(f"rank {rank}: this world has ranks 0 to {world.world_size - 1}")
+    found = []
+    for rank in sorted({*chosen, *wrong}):
+        mine = skipping(program, wrong[rank]) if rank in wrong else program
+        tell(f"rehearsing rank {rank}" + (f" without {wrong[rank]}" if rank in wrong else ""))
+        found.append(rehearse(mine, world, rank))
+    return found, compare(found)

@@ -1,0 +1,153 @@
+"""The plan cannot lie: what a rehearsal says is what ranks do, event by event and byte by byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import ModelConfig
+from deepzero.models.gpt import GPT
+from deepzero.planning.rehearse import Program, World, follow, rehearse
+from deepzero.runtime.zero.error_meter import METER
+
+MODEL = ModelConfig(n_layer=3, n_embd=64, n_head=2, block_size=32, vocab_size=128)
+MICRO_BATCH = 2
+
+
+def settings(**zero: Any) -> dict[str, Any]:
+    """Accumulation 2, small intervals, so that there is something to plan."""
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100, **zero},
+    }
+
+
+def program(config: dict[str, Any], model: ModelConfig = MODEL) -> Program:
+    """The same model and settings, to be rehearsed."""
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(MICRO_BATCH, model.block_size, dtype=torch.long, device="meta")
+        return ids, ids
+
+    return Program(lambda: GPT(model), batch, load_engine_config(config))
+
+
+def what_happened(events: list[Any]) -> list[tuple[Any, ...]]:
+    """All but the error meter's reading every so many steps, which a rehearsal, without values, does not take."""
+    return [(e.what, e.kind, e.where, e.sent) for e in events if e.kind != METER]
+
+
+def run_for_real(config: dict[str, Any], steps: int, model: ModelConfig = MODEL, plan: Any = None) -> Any:
+    """The engine after ``steps``, and the events of each."""
+    torch.manual_seed(0)
+    engine, *_ = deepzero.initialize(model=GPT(model), config=config)
+    if plan is not None:
+        follow(engine, plan)
+    engine.ledger.trace = True
+    seen = []
+    for _ in range(steps):
+        engine.ledger.events = []
+        for _ in range(2):
+            ids = torch.randint(0, model.vocab_size, (MICRO_BATCH, model.block_size))
+            engine.backward(engine(ids, ids))
+            engine.step()
+        seen.append(what_happened(engine.ledger.events))
+    return engine, seen
+
+
+def plan_and_run(rank: int, world_size: int, config: dict[str, Any], model: ModelConfig) -> list[str]:
+    """What is wrong on this rank; nothing, if all is well."""
+    planned = rehearse(program(config, model), World(world_size, world_size, "cpu"), rank)
+    engine, (first, *later) = run_for_real(config, 3, model)
+    problems = []
+    if what_happened(planned.recording) != first:
+        problems.append("the first step")
+    problems += [f"step {n}" for n, step in enumerate(later, start=2) if what_happened(planned.events) != step]
+    ledger = engine.ledger
+    if planned.traffic != ledger.last_step:
+        problems.append(f"sent: {planned.traffic} and {ledger.last_step}")
+    if {k: v for k, v in planned.memory.items() if v} != {k: v for k, v in ledger.predicted_memory.items() if v}:
+        problems.append(f"predicted memory: {planned.memory} and {ledger.predicted_memory}")
+    if planned.held != ledger.held:
+        problems.append(f"held: {planned.held} and {ledger.held}")
+    if len(later[0]) < 10:
+        problems.append(f"too few events: {len(later[0])}")
+    engine.destroy()
+    return problems
+
+
+CASES = {
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, "stage3_prefetch_bucket_size": 30_000},
+    "stage 3, all in few bits": {
+        "stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2, "zero_quantized_gradients": True,
+    },
+    "stage 3, offload": {
+        "stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
+def test_the_plan_is_what_is_executed(ranks: Any, case: str, world_size: int) -> None:
+    found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=world_size)
+    assert found == [[]] * world_size
+
+
+@pytest.mark.parametrize("case", ["stage 3, all in few bits", "stage 3, offload"])
+def test_the_plan_with_other_features(ranks: Any, case: str) -> None:
+    found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=2)
+    assert found == [[]] * 2
+
+
+def follow_from_the_first_step(rank: int, world_size: int, config: dict[str, Any]) -> tuple[bool, bool, int]:
+    """Whether the first step went by a plan that was never recorded here, and ended with the same bits."""
+    planned = rehearse(program(config), World(world_size, world_size, "cpu"), rank)
+    recorded, _ = run_for_real(config, 2)
+    followed, seen = run_for_real(config, 2, plan=planned.plan)
+    alike = recorded.params_sha256() == followed.params_sha256()
+    executed = followed.stage.coordinator.training.step_plan()
+    assert executed is not None and planned.plan is not None
+    same = [use.keys for use in executed.uses] == [use.keys for use in planned.plan.uses]
+    assert executed.actions == planned.plan.actions
+    recorded.destroy()
+    followed.destroy()
+    return (
+        seen[0] == seen[1] == what_happened(planned.events),
+        alike and same,
+        followed.stage.coordinator.training.dropped,
+    )
+
+
+def test_a_plan_is_followed_from_the_first_step(ranks: Any) -> None:
+    found = ranks.run(follow_from_the_first_step, settings(**CASES["stage 3"]), world_size=2)
+    assert found == [(True, True, 0)] * 2
+
+
+def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
+    smaller = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": 9_000}}
+    planned = rehearse(program(smaller), World(2, 2, "cpu"), rank)
+    said = []
+    for other in (config, {**config, "zero_optimization": {"stage": 2}}):
+        engine, *_ = deepzero.initialize(model=GPT(MODEL), config=other)
+        with pytest.raises(ConfigError) as caught:
+            follow(engine, planned.plan)
+        said.append(str(caught.value))
+        engine.destroy()
+    return said
+
+
+def test_a_plan_for_others_is_refused(ranks: Any) -> None:
+    of_four, of_stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
+    assert "rehearse with the same model, settings and number of ranks" in of_four
+    assert "zero.stage=2: only stage 3 follows a plan" in of_stage_2
