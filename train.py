@@ -45,12 +45,14 @@ from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import ERROR, write_failed_summary
+from deepzero.planning import plan
+from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.trace import check_profiler, trace
 from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
-from deepzero.training.pieces import build_model, sequences
+from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
 
@@ -120,6 +122,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema")
     try:
         _check_arguments(sys.argv[1:])
+        if "plan=true" in map(str.lower, sys.argv[1:]) and not {"-m", "--multirun"} & set(sys.argv[1:]):
+            sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # nothing is run, and no folder made
         if under_launcher():
             _share_one_run_folder()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
@@ -171,6 +175,8 @@ def job(cfg: DictConfig) -> None:
     """One job: a run, or one point of a sweep."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     if under_launcher():
+        if read_config(cfg).plan:
+            raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
         started = time.time()
 
         def on_failure(reason: str) -> None:
@@ -180,7 +186,11 @@ def job(cfg: DictConfig) -> None:
         run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
         return
     try:
-        start_ranks(read_config(cfg), run_dir)
+        run = read_config(cfg)
+        if run.plan:
+            print_plan(run)
+            return
+        start_ranks(run, run_dir)
     except (ConfigError, RankFailed) as error:
         print(plain_names(str(error)), file=sys.stderr, flush=True)
         STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
@@ -311,6 +321,27 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
         )
     train_data, _ = sequences(run, corpus)
     GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """What ``train.py`` would run with these words on its command line, for tools.
+
+    Raises:
+        ConfigError: as there.
+    """
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, CONFIGS, valid_keys)) from None
+
+
+def print_plan(run: RunConfig) -> None:
+    """``plan=true``: what this run would hold, send and fetch on this machine, in order."""
+    nproc = run.launch.nproc or default_nproc()
+    kind: Any = choose_device(run, nproc)
+    check_ranks(run.engine, nproc)
+    print(plan.text(rehearse(program_of(run, nproc), World(nproc, nproc, kind))))
 
 
 def valid_keys() -> list[str]:

@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.runtime.engine", 5),
     ("deepzero.runtime.initialize", 5),
     ("deepzero.evaluation", 6),
-    ("deepzero.training", 6),
+    ("deepzero.training", 7),
     ("deepzero.planning", 6),
     ("deepzero.monitor", 4),
     ("deepzero.profiling", 4),

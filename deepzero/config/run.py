@@ -273,6 +273,8 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+    plan: bool = False
+    """Print what the run would hold, send and fetch, in order, and run nothing."""
 
     def __post_init__(self) -> None:
         _refuse_idle_loss_scale(self.engine.precision)
@@ -297,7 +299,7 @@ class RunConfig:
         }
         scalars: tuple[str, ...] = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         scalars += ("gradient_clipping", "grad_accum_dtype", "communication_data_type", "steps_per_print")
-        own = ("model", "data", "train", "launch", "logger", "profiler", "debug")
+        own = ("model", "data", "train", "launch", "logger", "profiler", "debug", "plan")
         engine: dict[str, Any] = {}
         rest: dict[str, Any] = {}
         for key, value in mapping.items():

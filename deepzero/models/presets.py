@@ -1,14 +1,16 @@
 """The named model shapes behind ``model=…``: one table, repeated in ``configs/model/`` (a test compares them).
 
-============  ===  =====  =====  ======  ======  ==============  ======================================================
-name          L    C      H      T       V       parameters      shape of
-============  ===  =====  =====  ======  ======  ==============  ======================================================
-nano          4    128    2      128     256             885,888  PaLM's choices: rope, swiglu, no biases, tied
-gpt2_124m     12   768    12     1024    50257     124,439,808   GPT-2
-gpt2_350m     24   1024   16     1024    50257     354,823,168   GPT-2 medium
-gpt2_1_3b     24   2048   16     1024    50257   1,313,626,112   GPT-3 XL's depth and width, GPT-2's vocabulary
-llama_7b      32   4096   32     2048    32000   6,738,415,616   Llama 7B
-============  ===  =====  =====  ======  ======  ==============  ======================================================
+============  ===  =====  =====  ======  ======  =================  ==================================================
+name          L    C      H      T       V       parameters         shape of
+============  ===  =====  =====  ======  ======  =================  ==================================================
+nano          4    128    2      128     256               885,888  PaLM's choices: rope, swiglu, no biases, tied
+gpt2_124m     12   768    12     1024    50257         124,439,808  GPT-2
+gpt2_350m     24   1024   16     1024    50257         354,823,168  GPT-2 medium
+gpt2_1_3b     24   2048   16     1024    50257       1,313,626,112  GPT-3 XL's depth and width, GPT-2's vocabulary
+llama_7b      32   4096   32     2048    32000       6,738,415,616  Llama 7B
+gpt3_175b     96   12288  96     2048    50257     174,604,259,328  GPT-3 175B, GPT-2's vocabulary
+gpt_1t        128  25600  160    2048    50257   1,008,014,617,600  the ZeRO paper's trillion
+============  ===  =====  =====  ======  ======  =================  ==================================================
 
 nano is the default run's: bytes, two CPU cores, two minutes. Its shape was measured in runs of that length. Validation
 loss, all else equal: rope 1.96 against learned positions 2.41 after 150 steps (at width 256), swiglu 2.06 against gelu
@@ -42,6 +44,24 @@ PRESETS: dict[str, ModelConfig] = {
         activation="swiglu",
         bias=False,
         tied=False,
+    ),
+    "gpt3_175b": ModelConfig(
+        name="gpt3_175b",
+        vocab_size=50257,
+        block_size=2048,
+        n_layer=96,
+        n_head=96,
+        n_embd=12288,
+        activation_checkpointing=True,
+    ),
+    "gpt_1t": ModelConfig(
+        name="gpt_1t",
+        vocab_size=50257,
+        block_size=2048,
+        n_layer=128,
+        n_head=160,
+        n_embd=25600,
+        activation_checkpointing=True,
     ),
     "hf": ModelConfig(name="gpt2", library="hf"),
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -92,6 +93,8 @@ class Rehearsal:
     """In host memory."""
     trail: list[tuple[str, str]]
     """Every collective of the last step: kind and where, in order. The same on all ranks, or they hang."""
+    gradients: list[str]
+    """Parameters that got one in the last step, in the order in which they came."""
     fetched: dict[str, str]
     """What stage 3 fetches and releases: ``interval 3`` → the parameters that lie in it."""
     reduced: dict[str, str]
@@ -127,12 +130,13 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS) 
     who = Pretended(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter = WorkMeter()
     with pretend(who), meter, fused_attention():
-        engine = _build(program, config)
+        arrived: list[str] = []
+        engine = _build(program, config, arrived)
         ledger = engine.ledger
         ledger.clock, ledger.trace = meter.clock, True
         recording: list[Event] = []
         for step in range(steps):
-            ledger.events, meter.work = [], Work()
+            ledger.events, meter.work, arrived[:] = [], Work(), []
             meter.restart_peak()
             for _ in range(engine.batch.accumulation):
                 engine.backward(_loss(program, engine(*program.batch())))
@@ -140,7 +144,7 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS) 
             if step == 0:
                 recording = ledger.events
         engine.finish_delayed_update()
-        return _result(engine, world, meter, recording)
+        return _result(engine, meter, recording, arrived)
 
 
 def follow(engine: Engine, plan: StepPlan) -> None:
@@ -172,7 +176,7 @@ def _without_side_effects(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _build(program: Program, config: EngineConfig) -> Engine:
+def _build(program: Program, config: EngineConfig, arrived: list[str]) -> Engine:
     if config.optimizer is None:
         raise ConfigError("a rehearsal builds its optimizer from the settings: they have to name one")
     with torch.device("meta"):
@@ -181,8 +185,15 @@ def _build(program: Program, config: EngineConfig) -> Engine:
     if stranger is not None:
         raise ConfigError(f"parameter {stranger!r} has values: the model of a rehearsal is made on the meta device")
     trained = [param for param in model.parameters() if param.requires_grad]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            param.register_hook(partial(_note_arrival, arrived, name))
     optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
     return Engine(model, optimizer, config)
+
+
+def _note_arrival(arrived: list[str], name: str, _: torch.Tensor) -> None:
+    arrived.append(name)
 
 
 def _loss(program: Program, output: Any) -> torch.Tensor:
@@ -192,7 +203,7 @@ def _loss(program: Program, output: Any) -> torch.Tensor:
     return loss
 
 
-def _result(engine: Engine, world: World, meter: WorkMeter, recording: list[Event]) -> Rehearsal:
+def _result(engine: Engine, meter: WorkMeter, recording: list[Event], arrived: list[str]) -> Rehearsal:
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
     plan = stage.coordinator.training.step_plan() if isinstance(stage, ZeroStage3) else None
@@ -213,6 +224,7 @@ def _result(engine: Engine, world: World, meter: WorkMeter, recording: list[Even
         predicted=dict(ledger.predicted_traffic),
         host_bytes=host,
         trail=[(event.kind, event.where) for event in ledger.events if event.what == "launch"],
+        gradients=arrived,
         fetched=_fetched_names(engine),
         reduced=_reduced_names(engine),
         micro_batches=engine.batch.accumulation,

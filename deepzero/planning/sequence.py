@@ -28,12 +28,17 @@ class Difference:
     rank: int
     reference: int
     number: int
-    """Of the first collective that differs, from 1 on."""
+    """Of the first collective that differs, from 1 on; 0: all are alike, and what is computed differs."""
     expected: str
     """What the reference launches there, and for which module."""
     found: str
 
     def __str__(self) -> str:
+        if self.number == 0:
+            return (
+                f"rank {self.rank} launches what the others launch, and computes something else: it has {self.found}, "
+                f"where rank {self.reference} has {self.expected}"
+            )
         return (
             f"rank {self.rank} leaves the others at collective {self.number}: it launches {self.found}, where rank "
             f"{self.reference} launches {self.expected}"
@@ -83,11 +88,28 @@ def _give_back(value: Any, *rest: Any, **options: Any) -> Any:
 
 
 def compare(rehearsals: Sequence[Rehearsal]) -> list[Difference]:
-    """Every rank that does not launch what most of them launch."""
-    trails = [tuple(r.trail) for r in rehearsals]
-    usual = max(set(trails), key=lambda trail: (trails.count(trail), -trails.index(trail)))
-    reference = rehearsals[trails.index(usual)]
-    return [_difference(reference, r) for r, trail in zip(rehearsals, trails, strict=True) if trail != usual]
+    """Every rank that does not launch, or does not compute gradients of, what most of them do."""
+    paths = [(tuple(r.trail), tuple(sorted(r.gradients))) for r in rehearsals]
+    usual = max(set(paths), key=lambda path: (paths.count(path), -paths.index(path)))
+    reference, found = rehearsals[paths.index(usual)], []
+    for rehearsal, (trail, gradients) in zip(rehearsals, paths, strict=True):
+        if trail != usual[0]:
+            found.append(_difference(reference, rehearsal))
+        elif gradients != usual[1]:
+            found.append(_missing(reference, rehearsal))
+    return found
+
+
+def _missing(reference: Rehearsal, other: Rehearsal) -> Difference:
+    """It launches the same, so that nobody waits; its part of some sums is zeros."""
+    texts = []
+    for one, another in ((reference, other), (other, reference)):
+        lacks = [name for name in dict.fromkeys(one.gradients) if name not in set(another.gradients)]
+        texts.append(
+            f"no gradient of {lacks[0]}" + (f" and {len(lacks) - 1} more" if len(lacks) > 1 else "") if lacks else ""
+        )
+    found, expected = texts
+    return Difference(other.rank, reference.rank, 0, expected or "one", found or "others")
 
 
 def _difference(reference: Rehearsal, other: Rehearsal) -> Difference:

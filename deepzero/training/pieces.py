@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
+from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
+from deepzero.planning.rehearse import Program
 from deepzero.zero import set_z3_leaf_modules
 
 
@@ -25,3 +29,14 @@ def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequ
         TokenSequences(corpus.train, size, "training corpus", vocabulary),
         TokenSequences(corpus.val, size, "validation corpus", vocabulary),
     )
+
+
+def program_of(run: RunConfig, world_size: int) -> Program:
+    """The run as something to rehearse: its model, settings and micro-batches, without its data."""
+    shape = (resolve_batch(run.engine, world_size).micro_batch, run.model.block_size)
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(shape, dtype=torch.long, device="meta")
+        return ids, ids
+
+    return Program(lambda: build_model(run), batch, run.engine)

@@ -18,6 +18,8 @@ from deepzero.models.presets import PRESETS
         ("gpt2_350m", 354_823_168),
         ("gpt2_1_3b", 1_313_626_112),
         ("llama_7b", 6_738_415_616),
+        ("gpt3_175b", 174_604_259_328),
+        ("gpt_1t", 1_008_014_617_600),
     ],
 )
 def test_published_parameter_counts(name: str, numel: int) -> None:

@@ -1,0 +1,125 @@
+"""What ``tools.plan``, ``tools.simulate`` and ``tools.advise`` have in common: settings from the command line.
+
+The same words as for ``train.py`` (``zero.stage=3 model=gpt2_1_3b``), a DeepSpeed JSON in their place, or a program of
+your own: ``--program FILE.py:FUNCTION``, called without arguments, returns a ``deepzero.planning.rehearse.Program``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import train
+from deepzero.comm.groups import find_nodes
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.engine import resolve_batch
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.planning.rehearse import Program, World
+from deepzero.runtime.world import check_ranks
+from deepzero.training.pieces import program_of
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What will be rehearsed, and where."""
+
+    program: Program
+    world: World
+    tokens: int | None
+    """Of a global batch; None: a program of one's own does not say."""
+    name: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything but the cluster."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="as for train.py: zero.stage=3 model=gpt2_1_3b"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="W", help="how many; default: as many as train.py would start here"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="R", help="ranks that share a machine; default: 8, or all"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what the ranks run on; default: cuda beyond one node"
+    )
+    parser.add_argument("--config", metavar="JSON", help="a DeepSpeed config in place of the engine's settings")
+    parser.add_argument("--program", metavar="FILE:FUNCTION", help="a function that returns a Program of your own")
+
+
+def compose(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Composed:
+    """Settings to a program and a world.
+
+    Args:
+        arguments: of :func:`add_arguments`.
+        overrides: further ones.
+
+    Raises:
+        ConfigError: whatever does not fit, as in a run.
+    """
+    world = _world(arguments)
+    words = [*arguments.overrides, *overrides]
+    if arguments.program is not None:
+        if words or arguments.config:
+            raise ConfigError("--program has settings of its own; leave out the others")
+        return Composed(load_program(arguments.program), world, None, arguments.program)
+    run = train.compose(words)
+    if arguments.config:
+        run = dataclasses.replace(run, engine=load_engine_config(arguments.config))
+    run = with_a_batch(run)
+    check_ranks(run.engine, world.world_size)
+    batch = resolve_batch(run.engine, world.world_size)
+    tokens = batch.global_batch * run.model.block_size
+    return Composed(program_of(run, world.world_size), world, tokens, run.model.name)
+
+
+def with_a_batch(run: RunConfig) -> RunConfig:
+    """Where nothing says how large a batch is, one sequence per rank."""
+    engine = run.engine
+    if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
+        engine = dataclasses.replace(engine, train_micro_batch_size_per_gpu=1)
+    return dataclasses.replace(run, engine=engine)
+
+
+def _world(arguments: argparse.Namespace) -> World:
+    ranks = arguments.ranks or train.default_nproc()
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: there has to be at least one")
+    per_node = arguments.ranks_per_node or min(8, ranks)
+    if arguments.ranks_per_node is not None:
+        find_nodes(per_node, ranks)  # says which numbers would divide
+    elif ranks % per_node:
+        per_node = ranks
+    kind = arguments.device or ("cpu" if arguments.ranks is None and not train.torch.cuda.is_available() else "cuda")
+    return World(ranks, per_node, kind)
+
+
+def load_program(text: str) -> Program:
+    """``FILE.py:FUNCTION`` → what the function returns.
+
+    Raises:
+        ConfigError: no such file or function, or it returns something else.
+    """
+    path, _, name = text.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ConfigError(f"--program {text}: give FILE.py:FUNCTION; there is no file {path or text!r}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--program {text}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"--program {text}: {path} has no function {name!r}")
+    program = function()
+    if not isinstance(program, Program):
+        raise ConfigError(f"--program {text}: {name}() returned a {type(program).__name__}, not a Program")
+    return program
