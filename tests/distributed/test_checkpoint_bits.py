@@ -52,8 +52,7 @@ def test_ten_and_ten_steps_are_twenty(ranks, tmp_path, stage, precision, accumul
 PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
 
 
-MARKS = {(2, 2): [pytest.mark.slow]}
-FROM = [pytest.param(*place, marks=MARKS.get(place, [pytest.mark.exhaustive])) for place in PLACES]
+FROM = [pytest.param(*place, marks=pytest.mark.exhaustive) for place in PLACES]
 
 
 @pytest.mark.parametrize(("stage", "world"), FROM)

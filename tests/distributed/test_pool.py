@@ -229,7 +229,13 @@ def test_close_leaves_no_process() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> None:
     program = tmp_path / "session.py"
     program.write_text(

@@ -38,6 +38,7 @@ def reports(rank, world, settings_list):
     return [train(rank, world, settings, 2)["report"] for settings in settings_list]
 
 
+@pytest.mark.slow
 def test_same_bits_with_overlap_chaos_and_offload(ranks):
     offload = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
     variants = [settings_of(2, quantized=False)]

@@ -47,7 +47,9 @@ def courses(rank, world, cases, folders, steps=6):
     return [course(rank, world, given, folder, steps) for given, folder in zip(cases, folders, strict=True)]
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize(
+    "accumulation", [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_same_bits_however_it_is_run(ranks, tmp_path, accumulation):
     """Overlap, prefetch, chaos, offload of states and parameters, a resume in the middle, MiCS in place of hpZ."""
     zero = {**ALL, "quantization": SHORT}

@@ -97,7 +97,7 @@ def test_hpz_and_mics_same_bits_every_step(ranks, world, size, per_node):
             assert seen == reference, f"variant {number} differs"
 
 
-@pytest.mark.parametrize("kind", ["plain", "frozen"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("frozen", marks=pytest.mark.exhaustive)])
 def test_same_bits_with_accumulation_and_evaluation(ranks, kind):
     more = {"precision": "bf16", "gradient_accumulation_steps": 2}
     cases = [(settings(zero, **more), kind, 4, True) for zero in (WHOLE, HPZ, MICS)]

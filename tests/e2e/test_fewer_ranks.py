@@ -32,7 +32,7 @@ def same_steps(one: Path, other: Path, steps: int) -> None:
         assert [e[name] for e in second] == pytest.approx([e[name] for e in first], rel=1e-5), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_four_ranks_then_three_then_two_then_one(tiny: list[str], tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()

@@ -47,7 +47,10 @@ def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_
     assert done.err == ""
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
+)
 def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
         attempts = tmp_path / "attempts1"
