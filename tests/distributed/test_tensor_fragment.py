@@ -116,10 +116,12 @@ def as_a_plain_loop(rank, world, stage, precision, changes):
     return True
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
-TWO_STAGES = [pytest.param(0, marks=EXHAUSTIVE), 1, pytest.param(2, marks=EXHAUSTIVE), 3]
-"""Whole and partitioned parameters; the others by hand."""
-SOME = [(2, "bf16"), (3, "fp32"), pytest.param(2, "fp32", marks=EXHAUSTIVE), pytest.param(3, "bf16", marks=EXHAUSTIVE)]
+TWO_STAGES = [1, 3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2))]
+SOME = [
+    (2, "bf16"),
+    (3, "fp32"),
+    *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((2, "fp32"), (3, "bf16"))),
+]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -129,7 +131,7 @@ def test_a_plain_loop_has_the_same(ranks, stage, precision, world):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=EXHAUSTIVE), "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
 def test_micro_batches(ranks, stage, precision):
     changes = {"gradient_accumulation_steps": 2, "overlap": True}
     assert all(ranks.run(as_a_plain_loop, stage, precision, changes, world_size=2))
