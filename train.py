@@ -25,6 +25,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +46,7 @@ from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import ERROR, write_failed_summary
+from deepzero.monitor.naming import named
 from deepzero.profiling.trace import check_profiler, trace
 from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -214,6 +216,10 @@ def read_config(cfg: DictConfig) -> RunConfig:
     engine = run.engine
     if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
         engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
+    if HydraConfig.initialized():  # not where a test composes
+        hydra_cfg = HydraConfig.get()
+        sweep_dir = hydra_cfg.sweep.dir if hydra_cfg.mode == RunMode.MULTIRUN else None
+        run = dataclasses.replace(run, logger=named(run.logger, list(hydra_cfg.overrides.task), sweep_dir))
     return dataclasses.replace(run, engine=engine)
 
 

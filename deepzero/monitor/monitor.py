@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from deepzero.config.run import LoggerConfig
+from deepzero.monitor.background import Sink
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
-from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
+from deepzero.monitor.loggers import make_loggers
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
 
@@ -98,6 +99,8 @@ class Monitor:
         """The run leaves before its end, and may be continued: the summary says so until then."""
         if self.sinks:
             write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
+        for sink in self.sinks:
+            sink.finish({"status": "stopped", "error": reason, "steps": self.last.get("step", 0)})
 
     @property
     def trained(self) -> bool:
@@ -156,11 +159,7 @@ def make_monitor(
     earlier = kept_metrics(run_dir, first_step)
     monitor = Monitor(workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal)
     monitor.go_on(first_step, tokens_seen, earlier)
-    makers: dict[str, Callable[[], Sink]] = {
-        "wandb": lambda: WandB(cfg, run_dir, config, terminal.line),
-        "tensorboard": lambda: TensorBoard(run_dir),
-    }
-    monitor.sinks += [Guarded(name, makers[name], terminal.line) for name in dict.fromkeys(cfg.names)]
+    monitor.sinks += make_loggers(cfg, run_dir, config, first_step, terminal.line)
     return monitor
 
 
