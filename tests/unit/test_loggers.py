@@ -66,7 +66,11 @@ def leave() -> None:
 def hang() -> Iterator[Callable[[], None]]:
     """Waits until the test is over."""
     over = threading.Event()
-    yield lambda: None if over.wait(PATIENCE) else None
+
+    def wait() -> None:
+        over.wait(PATIENCE)
+
+    yield wait
     over.set()
 
 
