@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.e2e import browser
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 
 
@@ -67,3 +72,46 @@ def test_tensorboard_shows_config_ledger_and_sample(watched: tuple[Path, str]) -
     assert '"stage": 2' in texts["config/text_summary"]
     assert "gradients.reduce_scatter" in texts["ledger/text_summary"]
     assert texts["sample/text_summary"]
+
+
+PLUGIN = "data/plugin/pytorch_profiler/"
+
+
+def words(page: str) -> str:
+    """What a page shows, without scripts and styles."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", "", page[page.rindex("<body") :], flags=re.S)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
+
+
+@pytest.mark.slow
+def test_tensorboard_lists_the_run_and_its_pages_load(watched: tuple[Path, str], tmp_path: Path) -> None:
+    browser.need_a_browser()
+    with browser.tensorboard(watched[0]) as url, browser.without_charts(url) as relay:
+        assert browser.get_json(url + "data/runs") == ["tensorboard"]
+        plugins = browser.get_json(url + "data/plugins_listing")
+        assert all(plugins[name]["enabled"] for name in ("scalars", "text", "hparams"))
+        while (traces := browser.get_json(url + PLUGIN + "runs"))["loading"]:
+            time.sleep(0.1)
+        assert traces["runs"] == ["traces"]
+        where = "run=traces&worker=rank0&span=1"
+        steps = browser.get_json(f"{url}{PLUGIN}overview?{where}")["steps"]["rows"]
+        assert len(steps) == 3  # profiler.active
+        events = browser.get_json(f"{url}{PLUGIN}trace?{where}")["traceEvents"]
+        assert any(event.get("name", "").startswith("aten::") for event in events)
+
+        pages = {
+            "time series": (url + "#timeseries", ["train /loss", "train /grad_norm", "validation 3 cards"]),
+            "overview": (
+                relay + PLUGIN + "index.html",
+                ["Configuration", "Number of Worker(s) 2", "Step Time", "rank0"],
+            ),
+            "distributed": (
+                relay + PLUGIN + "index.html#Distributed",
+                ["Distributed View", "Communication Operations"],
+            ),
+        }
+        for name, (page, expected) in pages.items():
+            picture = tmp_path / f"{name}.png"
+            seen = words(browser.look(page, picture))
+            assert [word for word in expected if word not in seen] == [], (name, seen[:1000])
+            assert picture.stat().st_size > 10_000
