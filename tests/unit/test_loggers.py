@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.naming import LIMIT, name_of, named
 from deepzero.monitor.scalars import communication_rows, memory_rows, scalars
 from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, wandb_mode
+from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 from tests.unit.test_monitor import FACTS, WORK, step
 
 PATIENCE = 20.0
@@ -294,3 +296,47 @@ def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode(LoggerConfig()) == "disabled"
     assert wandb_mode(LoggerConfig(wandb_mode="online")) == "online"
+
+
+# ---- W&B, offline, for real ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none."""
+    for name in ("WANDB_RUN_ID", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run_dir = tmp_path / "run"
+    more = {"quantization/weights_snr_db/h.0.attn.weight+2": 41.5, "comm/hidden_fraction": 0.25, "grad_norm": math.inf}
+    cfg = LoggerConfig(names=("wandb",), wandb_mode="offline", run_name="mine", group="ours", tags=("a", "b"))
+    told = io.StringIO()
+    for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        monitor = make_monitor(WORK, cfg, run_dir, {"seed": 7}, first_step, stream=told)
+        for number in steps:
+            monitor.step(step(number, loss=number + first_step / 10, **more), 0.5)
+        monitor.validation(steps[-1], 2.0)
+        monitor.finish(FACTS)
+    first, second = wandb_files(run_dir)
+    records = [wandb_records(first), wandb_records(second)]
+    starts = [next(record["run"] for record in part if record["type"] == "run") for part in records]
+    assert starts[0]["run_id"] == starts[1]["run_id"]
+    assert [start.get("resume", False) for start in starts] == [False, True]
+    assert [(start["display_name"], start["run_group"], start["tags"]) for start in starts] == [
+        ("mine", "ours", ["a", "b"])
+    ] * 2
+    rows = wandb_rows(run_dir)
+    assert [rows["train", number]["train/loss"] for number in (1, 2, 3, 4, 5)] == [1.0, 2.0, 3.2, 4.2, 5.2]
+    assert set(more) - {"grad_norm"} <= set(rows["train", 5])
+    del rows["validation", 4]  # of the first start, whose step 4 came to nothing
+    compare(run_dir, rows, exactly)
+    assert f"wandb sync {run_dir}/wandb/offline-run-*" in told.getvalue()
+
+
+def test_a_run_that_goes_on_hides_what_came_to_nothing_from_tensorboard(tmp_path: Path) -> None:
+    cfg = LoggerConfig(names=("tensorboard",))
+    for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (0, (1, 2))):
+        monitor = make_monitor(WORK, cfg, tmp_path, {"seed": 7}, first_step, stream=io.StringIO())
+        for number in steps:
+            monitor.step(step(number, loss=number + first_step / 10), 0.5)
+        monitor.finish(FACTS)
+        compare(tmp_path, tensorboard_rows(tmp_path), as_fp32)
