@@ -113,6 +113,11 @@ class Background:
             self._news.append(f"{self._name}: {self._left_out} entries were left out; metrics.jsonl has them")
         self._deliver()
 
+    def settle(self) -> None:
+        """Wait until the sink has seen everything; for measurements of what it costs. Not of a sink that hangs."""
+        while self._waiting.unfinished_tasks and not self._failed:
+            time.sleep(1e-4)
+
     def _hand_over(self, verb: Verb, entry: Mapping[str, Any]) -> None:
         self._deliver()
         if self._failed:
@@ -138,6 +143,7 @@ class Background:
             while verb != "finish":
                 verb, entry = self._waiting.get()
                 getattr(sink, verb)(entry)
+                self._waiting.task_done()
         except BaseException as error:  # SystemExit too: see above
             self._news.append(f"{self._name}: {type(error).__name__}: {error}; training goes on without {self._name}")
             self._failed = True
