@@ -53,7 +53,7 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, sequences
-from deepzero.training.reporting import build_monitor, final_facts
+from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
 
 HERE = Path(__file__).resolve()
@@ -95,7 +95,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                     loss = loss * math.inf
                 engine.backward(loss)
                 engine.step()
-            monitor.step({**vars(engine.last_step), **engine.step_metrics()}, time.perf_counter() - started)
+            monitor.step(step_record(run, engine), time.perf_counter() - started)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:

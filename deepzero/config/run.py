@@ -236,7 +236,12 @@ class LoggerConfig:
     tags: tuple[str, ...] = ()
     """W&B tags."""
 
+    gradient_norms_every: int = 0
+    """Steps between two measurements of every layer's gradient norm, also for ``metrics.jsonl``; 0: never."""
+
     def __post_init__(self) -> None:
+        every = self.gradient_norms_every
+        require(every >= 0, "logger.gradient_norms_every", every, "must not be negative; 0: never")
         for name in ("run_name", "group"):
             value = getattr(self, name)
             require(value is None or 0 < len(value) <= 128, f"logger.{name}", value, "must have 1 to 128 characters")
