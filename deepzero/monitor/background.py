@@ -33,6 +33,9 @@ FINISH_SECONDS = 120.0
 STOP_SECONDS = 10.0
 """The same for a run that was asked to stop: it has 25 seconds in all."""
 
+PAUSE_SECONDS = 1.0
+"""The thread takes what has come together in so long at once: woken at every step it costs several times as much."""
+
 Tell = Callable[[str], None]
 Verb = Literal["step", "validation", "finish"]
 
@@ -74,7 +77,8 @@ class Background:
         self._waiting: queue.Queue[tuple[Verb, Mapping[str, Any]]] = queue.Queue(room)
         self._news: collections.deque[str] = collections.deque()
         self._failed, self._left_out = False, 0
-        self._ready = threading.Event()
+        self._ready, self._hurry = threading.Event(), threading.Event()
+        """The sink is built, or has failed; no pauses."""
         self._thread = threading.Thread(target=self._work, args=(make,), name=f"deepzero-{name}", daemon=True)
         self._thread.start()
 
@@ -102,6 +106,7 @@ class Background:
         if summary.get("status") != "finished":
             limit = min(limit, STOP_SECONDS)
         deadline = time.monotonic() + limit
+        self._hurry.set()
         if not self._failed:
             with contextlib.suppress(queue.Full):  # then the thread is not at its end, which is said below
                 self._waiting.put(("finish", summary), timeout=limit)
@@ -115,8 +120,10 @@ class Background:
 
     def settle(self) -> None:
         """Wait until the sink has seen everything; for measurements of what it costs. Not of a sink that hangs."""
+        self._hurry.set()
         while self._waiting.unfinished_tasks and not self._failed:
             time.sleep(1e-4)
+        self._hurry.clear()
 
     def _hand_over(self, verb: Verb, entry: Mapping[str, Any]) -> None:
         self._deliver()
@@ -144,6 +151,8 @@ class Background:
                 verb, entry = self._waiting.get()
                 getattr(sink, verb)(entry)
                 self._waiting.task_done()
+                if self._waiting.empty() and verb != "finish":
+                    self._hurry.wait(PAUSE_SECONDS)
         except BaseException as error:  # SystemExit too: see above
             self._news.append(f"{self._name}: {type(error).__name__}: {error}; training goes on without {self._name}")
             self._failed = True

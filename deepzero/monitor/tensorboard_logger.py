@@ -34,7 +34,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         purge = first_step + 1 if first_step else 0
-        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge)
+        # A rank that is killed does not close its writer, and somebody may be looking: on disk after a second.
+        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge, flush_secs=1)
         self._writer.add_text("config", _verbatim(to_json(config, indent=2)), first_step)
         settings = {key: value for key, value in _flat(config).items() if isinstance(value, (bool, int, float, str))}
         experiment, start, self._end = hparams(settings, dict.fromkeys(WATCHED))
@@ -56,8 +57,6 @@ class TensorBoard:
 
         values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
         self._file.add_summary(Summary(value=values), step)
-        # On disk at once: a rank that dies does not close its writer, and somebody may be looking.
-        self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The ledger and the sample as texts, then close."""
