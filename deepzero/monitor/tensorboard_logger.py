@@ -1,7 +1,7 @@
 """``logger=tensorboard``: event files in ``tensorboard/`` of the run folder. ``tensorboard --logdir RUN_FOLDER``.
 
 All numbers of a step make one event: torch's ``add_scalar`` would make one event, and one trip through its queue, for
-each (24 numbers: 0.9 ms against 0.1). A run that goes on from a checkpoint hides what an earlier start had written of
+each of them. A run that goes on from a checkpoint hides what an earlier start had written of
 later steps; a run that replaces another one hides all of it.
 """
 
