@@ -25,6 +25,7 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -45,6 +46,7 @@ from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import ERROR, write_failed_summary
+from deepzero.monitor.naming import named
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.trace import check_profiler, trace
@@ -53,7 +55,7 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, program_of, sequences
-from deepzero.training.reporting import build_monitor, final_facts
+from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
 
 HERE = Path(__file__).resolve()
@@ -95,7 +97,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                     loss = loss * math.inf
                 engine.backward(loss)
                 engine.step()
-            monitor.step({**vars(engine.last_step), **engine.step_metrics()}, time.perf_counter() - started)
+            monitor.step(step_record(run, engine), time.perf_counter() - started)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:
@@ -224,6 +226,10 @@ def read_config(cfg: DictConfig) -> RunConfig:
     engine = run.engine
     if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
         engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
+    if HydraConfig.initialized():  # not where a test composes
+        hydra_cfg = HydraConfig.get()
+        sweep_dir = hydra_cfg.sweep.dir if hydra_cfg.mode == RunMode.MULTIRUN else None
+        run = dataclasses.replace(run, logger=named(run.logger, list(hydra_cfg.overrides.task), sweep_dir))
     return dataclasses.replace(run, engine=engine)
 
 

@@ -227,6 +227,30 @@ class LoggerConfig:
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when logged in, else offline."""
 
+    run_name: str | None = None
+    """W&B's name for the run; None: what was typed on the command line, or the run folder's name."""
+
+    group: str | None = None
+    """W&B group; None: the folder of the sweep that the run belongs to, if it does."""
+
+    tags: tuple[str, ...] = ()
+    """W&B tags."""
+
+    gradient_norms_every: int = 0
+    """Steps between two measurements of every layer's gradient norm, also for ``metrics.jsonl``; 0: never."""
+
+    def __post_init__(self) -> None:
+        every = self.gradient_norms_every
+        require(every >= 0, "logger.gradient_norms_every", every, "must not be negative; 0: never")
+        for name in ("run_name", "group"):
+            value = getattr(self, name)
+            require(value is None or 0 < len(value) <= 128, f"logger.{name}", value, "must have 1 to 128 characters")
+        for tag in self.tags:
+            require(0 < len(tag) <= 64, "logger.tags", tag, "a tag must have 1 to 64 characters")
+        # W&B's own rule; elsewhere it would be an error of W&B's in the middle of the start.
+        ok = 0 < len(self.project) <= 128 and not set(self.project) & set("/\\#?%:")
+        require(ok, "logger.project", self.project, "must have 1 to 128 characters, none of / \\ # ? % :")
+
 
 @dataclass(frozen=True)
 class ProfilerConfig:

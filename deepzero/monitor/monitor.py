@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepzero.comm.ending import before_the_end
 from deepzero.config.run import LoggerConfig
+from deepzero.monitor.background import Sink
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
-from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
+from deepzero.monitor.loggers import make_loggers
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
 
@@ -98,6 +100,16 @@ class Monitor:
         """The run leaves before its end, and may be continued: the summary says so until then."""
         if self.sinks:
             write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
+        self._close({"status": "stopped", "error": reason, "steps": self.last.get("step", 0)})
+
+    def broken_off(self) -> None:
+        """The program ends, perhaps with an error: what loggers still hold must not be lost. Nothing after the end."""
+        self._close({"status": "failed", "steps": self.last.get("step", 0)})
+
+    def _close(self, summary: Mapping[str, Any]) -> None:
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            sink.finish(summary)
 
     @property
     def trained(self) -> bool:
@@ -126,8 +138,7 @@ class Monitor:
         }
         if self.sinks:
             write_summary(self.run_dir, summary)
-        for sink in self.sinks:
-            sink.finish(summary)
+        self._close(summary)
         if self.terminal is not None:
             self.terminal.line(_last_words(summary, self.run_dir))
 
@@ -156,11 +167,8 @@ def make_monitor(
     earlier = kept_metrics(run_dir, first_step)
     monitor = Monitor(workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal)
     monitor.go_on(first_step, tokens_seen, earlier)
-    makers: dict[str, Callable[[], Sink]] = {
-        "wandb": lambda: WandB(cfg, run_dir, config, terminal.line),
-        "tensorboard": lambda: TensorBoard(run_dir),
-    }
-    monitor.sinks += [Guarded(name, makers[name], terminal.line) for name in dict.fromkeys(cfg.names)]
+    monitor.sinks += make_loggers(cfg, run_dir, config, first_step, terminal.line)
+    before_the_end(monitor.broken_off)
     return monitor
 
 

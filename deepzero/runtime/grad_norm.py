@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepzero.layout import ALIGN
+from deepzero.layout import ALIGN, Piece
 
 EXPONENTS = 256
 FRACTION_BITS = 23
@@ -99,6 +99,32 @@ class BlockNorms:
     def square_words(self) -> torch.Tensor:
         """int64 ``[WORDS]``, of everything measured."""
         return exact_square_sum(self.norms)
+
+    def squares(self, pieces: Sequence[Piece], count: int) -> torch.Tensor:
+        """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's pieces.
+
+        Args:
+            pieces: where in the share each parameter's elements lie; a piece begins where a block does.
+            count: parameters of the group.
+        """
+        blocks = self.norms.to(torch.float64).square().cpu()
+        found = torch.zeros(count, dtype=torch.float64)
+        for piece in pieces:
+            first = piece.shard_start // ALIGN
+            found[piece.slot.index] += blocks[first : first + -(-piece.numel // ALIGN)].sum()
+        return found
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to: its block, where modules are numbered, else the module that has it.
+
+    Example:
+        >>> layer_of("blocks.3.attention.query.weight"), layer_of("embedding.weight"), layer_of("scale")
+        ('blocks.3', 'embedding', 'scale')
+    """
+    words = name.split(".")
+    numbered = [at for at, word in enumerate(words[:-1]) if word.isdigit()]
+    return ".".join(words[: numbered[0] + 1] if numbered else words[:-1] or words)
 
 
 def square_sum_words(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

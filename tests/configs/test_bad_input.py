@@ -73,6 +73,8 @@ VALUES = [
     (["profiler=torch", "profiler.ranks=[2]"], ["profiler.ranks=[2]", "0 to 1"]),
     (["profiler=torch", "profiler.active=0"], ["profiler.active=0"]),
     (["logger.names=[wandb,neptune]"], ["neptune", "tensorboard"]),
+    (["logger.project=a/b"], ["logger.project='a/b'", "none of /"]),
+    (["logger.run_name=''"], ["logger.run_name=''", "1 to 128"]),
 ]
 
 

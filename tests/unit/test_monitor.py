@@ -1,4 +1,4 @@
-"""Files that are always JSON and always whole, a terminal that is or is not one, loggers that fail."""
+"""Files that are always JSON and always whole, a terminal that is or is not one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ from typing import Any
 import pytest
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor import loggers
 from deepzero.monitor.files import MetricsFile, clear, read_metrics, to_json, write_failed_summary, write_summary
-from deepzero.monitor.loggers import Guarded
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
 from deepzero.monitor.throughput import peak_flops, rates
@@ -205,75 +202,6 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     monitor.finish(FACTS)
     assert capsys.readouterr().out == ""
     assert list(tmp_path.iterdir()) == []
-
-
-class Failing:
-    """A sink that fails at its second step."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def step(self, entry: Mapping[str, Any]) -> None:
-        self.seen.append("step")
-        if len(self.seen) == 2:
-            raise OSError("disk full")
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        self.seen.append("validation")
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        self.seen.append("finish")
-
-
-def test_a_logger_that_fails_says_so_once() -> None:
-    told: list[str] = []
-    sink = Failing()
-    guarded = Guarded("tensorboard", lambda: sink, told.append)
-    guarded.step({})
-    guarded.step({})
-    guarded.step({})
-    guarded.validation({})
-    guarded.finish({})
-    assert sink.seen == ["step", "step"]
-    assert told == ["tensorboard: OSError: disk full; training goes on without tensorboard"]
-
-
-def test_a_logger_that_cannot_even_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_installed(run_dir: Path) -> loggers.TensorBoard:
-        raise ModuleNotFoundError("No module named 'tensorboard'")
-
-    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", not_installed)
-    stream = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(names=("tensorboard",)), tmp_path, {}, stream=stream)
-    monitor.step(step(1), 0.5)
-    assert stream.getvalue().count("training goes on without tensorboard") == 1
-    assert len(read_metrics(tmp_path)) == 1
-
-
-@pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No W&B login of any kind; returns the place of the netrc file."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return tmp_path / "netrc"
-
-
-def test_wandb_is_offline_when_nobody_is_logged_in(nobody: Path) -> None:
-    assert loggers.wandb_mode(LoggerConfig()) == "offline"
-
-
-def test_wandb_is_online_after_a_login(nobody: Path) -> None:
-    nobody.write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
-    nobody.chmod(0o600)
-    assert loggers.wandb_mode(LoggerConfig()) == "online"
-    assert loggers.wandb_mode(LoggerConfig(wandb_mode="offline")) == "offline"
-
-
-def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert loggers.wandb_mode(LoggerConfig()) == "disabled"
-    assert loggers.wandb_mode(LoggerConfig(wandb_mode="online")) == "online"
 
 
 def test_peak_memory_is_at_least_what_was_touched() -> None:

@@ -260,6 +260,12 @@ class GradientPartition:
         self._measured.clear()
         return torch.stack([norms.square_words() for norms in self._norms]).sum(0)
 
+    def parameter_squares(self) -> list[torch.Tensor]:
+        """Of every group, by parameter: sums of squares of this rank's part of the sums that the norm was last of."""
+        return [
+            norms.squares(group.pieces, len(group.names)) for norms, group in zip(self._norms, self.groups, strict=True)
+        ]
+
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
     def discard_gradients(self) -> None:

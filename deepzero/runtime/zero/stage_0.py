@@ -23,7 +23,7 @@ from torch import nn
 
 from deepzero.comm.bucket import BucketReducer
 from deepzero.layout import Interval
-from deepzero.runtime.grad_norm import square_sum_words
+from deepzero.runtime.grad_norm import BlockNorms, square_sum_words
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.gradients import GradientSource, Scheduled
 from deepzero.runtime.zero.sharded_step import MasterPart
@@ -51,6 +51,7 @@ class ZeroStage0:
         self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
         self.grad_dtype = grad_dtype
         self.grad_P = [torch.zeros(g.layout.padded_numel, dtype=grad_dtype, device=g.device) for g in groups]
+        self._norms = [BlockNorms(group.layout.padded_numel, group.device) for group in self.groups]
         self.present = False
         """Whether a backward pass has ended since the last step."""
         self.reduced = False
@@ -75,8 +76,17 @@ class ZeroStage0:
 
     def square_words(self) -> torch.Tensor:
         """This rank's share of the global norm, see ``grad_norm.py``: rank 0 adds all, as everybody has the same."""
-        mine = self.order if self.reducer.comm.rank == 0 else []
-        return square_sum_words([self._sum_of(entry) for entry in mine], self.reducer.comm.device)
+        if self.reducer.comm.rank != 0:
+            return square_sum_words([], self.reducer.comm.device)
+        for entry in self.order:
+            self._norms[entry.group].measure(entry.interval.offset, self._sum_of(entry), 0)
+        return torch.stack([norms.square_words() for norms in self._norms]).sum(0)
+
+    def parameter_squares(self) -> list[torch.Tensor]:
+        """Of every group, by parameter: sums of squares of the sums that the norm was last of; zeros but on rank 0."""
+        return [
+            norms.squares(group.pieces, len(group.names)) for norms, group in zip(self._norms, self.groups, strict=True)
+        ]
 
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
         """2: leave it where autograd put it, or add it to the wider accumulation buffer."""

@@ -1,0 +1,162 @@
+"""A logger in a thread of its own: the training loop neither waits for it nor fails with it.
+
+Third-party code that writes to disks and networks can do anything: raise, hang, end the program. None of it is worth a
+training run, whose numbers are in ``metrics.jsonl`` anyway. So the loop only puts what it has to say into a queue, and
+a thread builds the logger, feeds it and closes it:
+
+- **It raises** (``SystemExit`` counts): it is reported once and left out from then on.
+- **It hangs, or falls behind**: the queue is bounded, and what finds no room is left out and counted.
+- **It hangs at the end**: the run waits so long and no longer.
+
+The thread never prints. What there is to tell waits until the loop comes by: a bar on a terminal has one writer.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+ROOM = 10_000
+"""Entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms."""
+
+START_SECONDS = 10.0
+"""The loop begins when the loggers are there, so that their imports do not disturb its first steps, or after this."""
+
+FINISH_SECONDS = 120.0
+"""At the end of a run, for everything that still has to be written or sent."""
+
+STOP_SECONDS = 10.0
+"""The same for a run that was asked to stop: it has 25 seconds in all."""
+
+PAUSE_SECONDS = 1.0
+"""The thread takes what has come together in so long at once: woken at every step it costs several times as much."""
+
+Tell = Callable[[str], None]
+Verb = Literal["step", "validation", "finish"]
+
+
+class Sink(Protocol):
+    """Whatever wants to know about a run."""
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        """An optimizer step is over."""
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        """A validation is over."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The run is over, or leaves before its end: ``summary["status"]`` is then not ``finished``."""
+
+
+class Background:
+    """A sink behind a queue and a thread.
+
+    Args:
+        name: for the messages.
+        make: builds the sink, in the thread; its failure counts too (not installed, no disk, no network). It is given a
+            function for lines that the person at the terminal should read.
+        tell: prints a line; called by the loop's thread alone.
+        room: entries that may wait.
+        finish_seconds: how long :meth:`finish` waits; for a run that was stopped, ``STOP_SECONDS`` if that is less.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[Tell], Sink],
+        tell: Tell,
+        room: int = ROOM,
+        finish_seconds: float = FINISH_SECONDS,
+    ) -> None:
+        self._name, self._tell, self._finish_seconds = name, tell, finish_seconds
+        self._waiting: queue.Queue[tuple[Verb, Mapping[str, Any]]] = queue.Queue(room)
+        self._news: collections.deque[str] = collections.deque()
+        self._failed, self._left_out = False, 0
+        self._ready, self._hurry = threading.Event(), threading.Event()
+        """The sink is built, or has failed; no pauses."""
+        self._thread = threading.Thread(target=self._work, args=(make,), name=f"deepzero-{name}", daemon=True)
+        self._thread.start()
+
+    # ---- the loop's side ---------------------------------------------------------------------------------------------
+
+    def start(self, seconds: float = START_SECONDS) -> None:
+        """Wait until the sink is built or has failed, but not longer than so many seconds; tell what it has to say."""
+        if not self._ready.wait(seconds):
+            self._news.append(
+                f"{self._name}: not ready after {seconds:g} s; the run begins, and what it missed follows"
+            )
+        self._deliver()
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        """Pass on, unless the sink has failed. ``entry`` must not be changed afterwards."""
+        self._hand_over("step", entry)
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        """Pass on, unless the sink has failed. ``entry`` must not be changed afterwards."""
+        self._hand_over("validation", entry)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Let the sink write what waits, and close; not for ever."""
+        limit = self._finish_seconds
+        if summary.get("status") != "finished":
+            limit = min(limit, STOP_SECONDS)
+        deadline = time.monotonic() + limit
+        self._hurry.set()
+        if not self._failed:
+            with contextlib.suppress(queue.Full):  # then the thread is not at its end, which is said below
+                self._waiting.put(("finish", summary), timeout=limit)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive() and not self._failed:
+            self._failed = True
+            self._news.append(f"{self._name}: not done after {limit:g} s; the run ends without it")
+        if self._left_out:
+            self._news.append(f"{self._name}: {self._left_out} entries were left out; metrics.jsonl has them")
+        self._deliver()
+
+    def settle(self) -> None:
+        """Wait until the sink has seen everything; for measurements of what it costs. Not of a sink that hangs."""
+        self._hurry.set()
+        while self._waiting.unfinished_tasks and not self._failed:
+            time.sleep(1e-4)
+        self._hurry.clear()
+
+    def _hand_over(self, verb: Verb, entry: Mapping[str, Any]) -> None:
+        self._deliver()
+        if self._failed:
+            return
+        try:
+            self._waiting.put_nowait((verb, entry))
+        except queue.Full:
+            if not self._left_out:
+                self._news.append(f"{self._name}: does not keep up; entries are left out, metrics.jsonl has them all")
+            self._left_out += 1
+
+    def _deliver(self) -> None:
+        while self._news:
+            self._tell(self._news.popleft())
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _work(self, make: Callable[[Tell], Sink]) -> None:
+        try:
+            sink = make(self._news.append)
+            self._ready.set()
+            verb: Verb = "step"
+            while verb != "finish":
+                verb, entry = self._waiting.get()
+                getattr(sink, verb)(entry)
+                self._waiting.task_done()
+                if self._waiting.empty() and verb != "finish":
+                    self._hurry.wait(PAUSE_SECONDS)
+        except BaseException as error:  # SystemExit too: see above
+            self._news.append(f"{self._name}: {type(error).__name__}: {error}; training goes on without {self._name}")
+            self._failed = True
+            with contextlib.suppress(queue.Empty):  # a finish() that waits for room need not wait
+                while True:
+                    self._waiting.get_nowait()
+            self._ready.set()

@@ -1,0 +1,64 @@
+"""What a run is called where nobody has named it: by what was typed, which is how it differs from the default run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepzero.config.run import LoggerConfig
+
+LIMIT = 128
+"""Characters of a name; W&B's limit for the names of projects and groups, and more than a table shows."""
+
+_ELSEWHERE = ("hydra.", "logger", "launch.device", "launch.max_restarts")
+"""How it is watched and where it lies says nothing about a run."""
+
+
+def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
+    """The overrides in one line; of a path the last part. A name that is too long ends in a digest of the whole.
+
+    Args:
+        overrides: of the command line, as they were typed; of a sweep's run, its own.
+        limit: characters.
+
+    Returns:
+        None when there is nothing to be said.
+
+    Example:
+        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4", "logger=wandb", "hydra.run.dir=run", "data.path=/a/b.txt"])
+        'zero.stage=2,optimizer.lr=3e-4,data.path=b.txt'
+        >>> name_of(["zero.stage=2", "optimizer.lr=3e-4"], limit=20)
+        'zero.stage=~6c55c623'
+        >>> name_of(["logger=wandb"]) is None
+        True
+    """
+    said = [_short(override) for override in overrides if not override.lstrip("+~").startswith(_ELSEWHERE)]
+    name = ",".join(said)
+    if len(name) > limit:
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        name = f"{name[: limit - 9]}~{digest}"
+    return name or None
+
+
+def _short(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return key + equals + (Path(value).name or value if "/" in value else value)
+
+
+def named(cfg: LoggerConfig, overrides: Sequence[str], sweep_dir: str | None) -> LoggerConfig:
+    """Fill in what the settings leave open; W&B's own variables count as settings.
+
+    Args:
+        cfg: ``logger.*``.
+        overrides: of the command line.
+        sweep_dir: the folder of the sweep that this run belongs to; None: it belongs to none.
+    """
+    name, group = cfg.run_name, cfg.group
+    if name is None and not os.environ.get("WANDB_NAME"):
+        name = name_of(overrides)
+    if group is None and sweep_dir is not None and not os.environ.get("WANDB_RUN_GROUP"):
+        group = sweep_dir[-LIMIT:]  # of a long path the end, where the date is
+    return dataclasses.replace(cfg, run_name=name, group=group)

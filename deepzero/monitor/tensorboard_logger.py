@@ -1,0 +1,84 @@
+"""``logger=tensorboard``: event files in ``tensorboard/`` of the run folder. ``tensorboard --logdir RUN_FOLDER``.
+
+All numbers of a step make one event: torch's ``add_scalar`` would make one event, and one trip through its queue, for
+each of them. A run that goes on from a checkpoint hides what an earlier start had written of
+later steps; a run that replaces another one hides all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from deepzero.monitor.files import to_json
+from deepzero.monitor.scalars import scalars
+from deepzero.monitor.terminal import ledger_table
+
+FOLDER = "tensorboard"
+WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")
+"""Columns of the HParams view."""
+
+
+class TensorBoard:
+    """A writer of event files.
+
+    Args:
+        run_dir: the run folder.
+        config: all settings: a text, and the HParams view.
+        first_step: steps that were taken before this start of the run.
+    """
+
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], first_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        purge = first_step + 1 if first_step else 0
+        # A rank that is killed does not close its writer, and somebody may be looking: on disk after a second.
+        self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge, flush_secs=1)
+        self._writer.add_text("config", _verbatim(to_json(config, indent=2)), first_step)
+        settings = {key: value for key, value in _flat(config).items() if isinstance(value, (bool, int, float, str))}
+        experiment, start, self._end = hparams(settings, dict.fromkeys(WATCHED))
+        self._file = cast(Any, self._writer.file_writer)  # it is None only after close()
+        self._file.add_summary(experiment)
+        self._file.add_summary(start)
+        self._writer.flush()
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        """Write all numbers."""
+        self._write(scalars("train", entry), entry["step"])
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        """Write all numbers."""
+        self._write(scalars("validation", entry), entry["step"])
+
+    def _write(self, numbers: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        self._file.add_summary(Summary(value=values), step)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The ledger and the sample as texts, then close."""
+        if summary.get("memory") is not None:
+            self._writer.add_text("ledger", _verbatim(ledger_table(summary)), summary["steps"])
+        if summary.get("sample"):
+            self._writer.add_text("sample", _verbatim(str(summary["sample"])), summary["steps"])
+        if summary.get("status") == "finished":
+            self._file.add_summary(self._end)
+        self._writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """As Markdown that is shown letter by letter."""
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found

@@ -1,0 +1,84 @@
+"""The ready-made W&B sweep: what its agent would type composes, at every point of the grid."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import train
+from tests.configs.compose import run_config
+
+FILE = train.HERE.parent / "examples" / "sweeps" / "zero.yaml"
+
+
+@pytest.fixture(scope="module")
+def sweep() -> dict[str, Any]:
+    """The file, read as ``wandb sweep`` reads it (whose own function leaves it open)."""
+    config = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    assert isinstance(config, dict)
+    return config
+
+
+def points(sweep: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every point of the grid, in the form in which the server gives it to an agent."""
+    names = list(sweep["parameters"])
+    every = itertools.product(*(sweep["parameters"][name]["values"] for name in names))
+    return [{name: {"value": value} for name, value in zip(names, point, strict=True)} for point in every]
+
+
+def typed(sweep: dict[str, Any], point: dict[str, Any]) -> list[str]:
+    """The agent's command for one point: W&B's own functions, put together as ``wandb agent`` does it."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    values = {**create_sweep_command_args({"args": point}), "program": [sweep["program"]], "env": ["/usr/bin/env"]}
+    command: list[str] = []
+    for word in create_sweep_command(list(sweep["command"])):
+        macro = re.fullmatch(r"\$\{(.*)\}", word)
+        command += values[macro[1]] if macro else [word]
+    return command
+
+
+def test_every_point_composes(sweep: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")
+    grid = points(sweep)
+    assert len(grid) == 12
+    seen = set()
+    for point in grid:
+        command = typed(sweep, point)
+        assert command[:3] == ["/usr/bin/env", "python", "train.py"]
+        run = run_config(*command[3:])
+        zero = run.engine.zero
+        assert (zero.stage, zero.overlap_comm, zero.reduce_bucket_size) == tuple(v["value"] for v in point.values())
+        assert run.logger.names == ("wandb",)
+        seen.add((zero.stage, zero.overlap_comm, zero.reduce_bucket_size))
+    assert len(seen) == len(grid)
+
+
+def test_each_run_has_a_folder_of_its_own(sweep: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import hydra
+
+    monkeypatch.setenv("WANDB_RUN_ID", "abc123")
+    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+        cfg = hydra.compose("train", typed(sweep, points(sweep)[0])[3:], return_hydra_config=True)
+    assert cfg.hydra.run.dir == "outputs/sweep/abc123"
+
+
+def test_the_file_says_what_wandb_knows(sweep: dict[str, Any]) -> None:
+    """Keys and words of W&B's sweep configuration; the library leaves its check to the server."""
+    assert set(sweep) <= {"program", "name", "project", "method", "metric", "parameters", "command", "description"}
+    assert sweep["method"] in ("grid", "random", "bayes")
+    assert sweep["metric"]["goal"] in ("minimize", "maximize")
+    assert all(list(parameter) == ["values"] for parameter in sweep["parameters"].values())
+    assert (FILE.parents[2] / sweep["program"]).samefile(Path(train.__file__))
+
+
+def test_the_metric_is_one_that_every_run_has(sweep: dict[str, Any]) -> None:
+    from deepzero.monitor.scalars import scalars
+    from deepzero.monitor.throughput import rates
+
+    assert sweep["metric"]["name"] in scalars("train", rates(100, 0.5, 1e6, 2, None))

@@ -1,0 +1,347 @@
+"""Loggers that fail in every way there is, and what they make of a run: names, tables, ids, offline or not."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import LoggerConfig
+from deepzero.monitor import loggers
+from deepzero.monitor.background import Background, Sink, Tell
+from deepzero.monitor.files import read_metrics
+from deepzero.monitor.monitor import Monitor, make_monitor
+from deepzero.monitor.naming import LIMIT, name_of, named
+from deepzero.monitor.scalars import communication_rows, memory_rows, scalars
+from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, wandb_mode
+from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
+from tests.unit.test_monitor import FACTS, WORK, step
+
+PATIENCE = 20.0
+"""Seconds; far more than anything here needs."""
+
+
+class Failing:
+    """A sink that does something bad at one of its calls, and writes down all of them.
+
+    Args:
+        bad: what it does.
+        at: number of the call, counted from 1, at which it does so; ``finish`` for that one.
+    """
+
+    def __init__(self, bad: Callable[[], None] = lambda: None, at: int | str = 0) -> None:
+        self.bad, self.at = bad, at
+        self.seen: list[str] = []
+
+    def _call(self, what: str) -> None:
+        self.seen.append(what)
+        if self.at in (len(self.seen), what):
+            self.bad()
+
+    def step(self, entry: Mapping[str, Any]) -> None:
+        self._call("step")
+
+    def validation(self, entry: Mapping[str, Any]) -> None:
+        self._call("validation")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._call("finish")
+
+
+def disk_full() -> None:
+    raise OSError("disk full")
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+@pytest.fixture
+def hang() -> Iterator[Callable[[], None]]:
+    """Waits until the test is over."""
+    over = threading.Event()
+
+    def wait() -> None:
+        over.wait(PATIENCE)
+
+    yield wait
+    over.set()
+
+
+DONE = {"status": "finished"}
+
+
+def run_past(make: Callable[[Tell], Sink], told: list[str], start: float = PATIENCE, **options: Any) -> None:
+    """Three steps, a validation, the end; ``start``: seconds."""
+    background = Background("x", make, told.append, **options)
+    background.start(start)
+    for number in (1, 2, 3):
+        background.step({"step": number})
+    background.validation({"step": 3})
+    background.finish(DONE)
+
+
+def test_a_good_logger_sees_everything_in_order() -> None:
+    told: list[str] = []
+    sink = Failing()
+    run_past(lambda _: sink, told)
+    assert sink.seen == ["step", "step", "step", "validation", "finish"]
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("at", "seen"), [(2, 2), (4, 4), ("finish", 5)], ids=["at a step", "at a validation", "at the end"]
+)
+@pytest.mark.parametrize(
+    ("bad", "words"), [(disk_full, "OSError: disk full"), (leave, "SystemExit: 3")], ids=["raises", "leaves"]
+)
+def test_a_logger_that_fails_says_so_once(bad: Callable[[], None], words: str, at: int | str, seen: int) -> None:
+    told: list[str] = []
+    sink = Failing(bad, at)
+    run_past(lambda _: sink, told)
+    assert len(sink.seen) == seen
+    assert told == [f"x: {words}; training goes on without x"]
+
+
+@pytest.mark.parametrize("bad", [disk_full, leave])
+def test_a_logger_that_cannot_even_start(bad: Callable[[], None]) -> None:
+    def make(_: Tell) -> Sink:
+        bad()
+        return Failing()
+
+    told: list[str] = []
+    run_past(make, told)
+    assert len(told) == 1
+    assert told[0].endswith("training goes on without x")
+
+
+def test_a_logger_that_hangs_at_the_end(hang: Callable[[], None]) -> None:
+    told: list[str] = []
+    started = time.monotonic()
+    run_past(lambda _: Failing(hang, "finish"), told, finish_seconds=0.2)
+    assert time.monotonic() - started < PATIENCE / 2
+    assert told == ["x: not done after 0.2 s; the run ends without it"]
+
+
+def test_a_logger_that_hangs_while_it_starts(hang: Callable[[], None]) -> None:
+    def make(_: Tell) -> Sink:
+        hang()
+        return Failing()
+
+    told: list[str] = []
+    started = time.monotonic()
+    run_past(make, told, start=0.1, finish_seconds=0.2)
+    assert time.monotonic() - started < PATIENCE / 2
+    assert [line.partition(" after ")[0] for line in told] == ["x: not ready", "x: not done"]
+
+
+def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang: Callable[[], None]) -> None:
+    told: list[str] = []
+    sink = Failing(hang, 1)
+    background = Background("x", lambda _: sink, told.append, room=10, finish_seconds=0.2)
+    background.step({"step": 0})
+    end = time.monotonic() + PATIENCE
+    while not sink.seen and time.monotonic() < end:  # until the thread has taken it
+        time.sleep(0.01)
+    started = time.monotonic()
+    for number in range(1000):
+        background.step({"step": number})
+    assert time.monotonic() - started < PATIENCE / 2
+    assert background._waiting.qsize() == 10
+    background.finish(DONE)
+    assert told == [
+        "x: does not keep up; entries are left out, metrics.jsonl has them all",
+        "x: not done after 0.2 s; the run ends without it",
+        "x: 990 entries were left out; metrics.jsonl has them",
+    ]
+
+
+def test_a_logger_that_was_slow_catches_up() -> None:
+    """What waits when the run ends is still written."""
+    told: list[str] = []
+    sink = Failing(lambda: time.sleep(0.1), 1)
+    run_past(lambda _: sink, told)
+    assert sink.seen[-1] == "finish"
+    assert told == []
+
+
+def test_a_run_that_is_asked_to_stop_does_not_wait_long(
+    monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
+) -> None:
+    monkeypatch.setattr("deepzero.monitor.background.STOP_SECONDS", 0.2)
+    told: list[str] = []
+    background = Background("x", lambda _: Failing(hang, "finish"), told.append)
+    background.finish({"status": "stopped"})
+    assert told == ["x: not done after 0.2 s; the run ends without it"]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, "finish"])
+@pytest.mark.parametrize("bad", [disk_full, leave])
+def test_metrics_and_summary_are_whole_whatever_a_logger_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Callable[[], None], at: int | str
+) -> None:
+    good = Failing()
+    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(bad, at))
+    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: good)
+    stream = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
+    for number in (1, 2, 3):
+        monitor.step(step(number), 0.5)
+    monitor.validation(3, 2.0)
+    monitor.finish(FACTS)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
+    assert stream.getvalue().count("training goes on without wandb") == 1
+    assert good.seen == ["step", "step", "step", "validation", "finish"]
+
+
+def test_a_run_that_is_stopped_closes_its_loggers(tmp_path: Path) -> None:
+    sink = Failing()
+    monitor = Monitor(WORK, tmp_path, [sink])
+    monitor.step(step(1), 0.5)
+    monitor.stopped("stopped by SIGTERM", {})
+    assert sink.seen == ["step", "finish"]
+
+
+# ---- what they are told ----------------------------------------------------------------------------------------------
+
+
+def test_names_with_a_section_keep_it() -> None:
+    entry = {"step": 7, "loss": 1.0, "skipped": True, "mfu": None, "comm/exposed_seconds": 0.5, "note": "no number"}
+    assert scalars("train", entry) == {"train/loss": 1.0, "train/skipped": 1.0, "comm/exposed_seconds": 0.5}
+    assert scalars("validation", {"step": 0, "val_loss": 2.0}) == {"validation/val_loss": 2.0}
+
+
+def test_rows_of_the_ledger() -> None:
+    assert memory_rows(FACTS) == [["parameters", 40, 40, 1.0]]
+    assert communication_rows(FACTS) == [["gradients.reduce_scatter", 24, 24, 1.0, 1, 10, 2]]
+    nothing = {"memory": None, "communication": None}
+    assert memory_rows(nothing) == communication_rows(nothing) == []
+
+
+def test_two_points_of_a_sweep_never_share_a_name() -> None:
+    long = [f"model.some_rather_long_key_{i}=1" for i in range(20)]
+    one, other = name_of([*long, "zero.stage=1"]), name_of([*long, "zero.stage=2"])
+    assert one is not None and other is not None
+    assert one != other
+    assert len(one) == len(other) == LIMIT
+
+
+def test_what_the_user_says_of_names_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
+        monkeypatch.delenv(name, raising=False)
+    derived = named(LoggerConfig(), ["zero.stage=1", "+logger.tags=[a]"], "multirun/today/noon")
+    assert (derived.run_name, derived.group) == ("zero.stage=1", "multirun/today/noon")
+    typed = named(LoggerConfig(run_name="mine", group="ours"), ["zero.stage=1"], "multirun/today/noon")
+    assert (typed.run_name, typed.group) == ("mine", "ours")
+    monkeypatch.setenv("WANDB_NAME", "theirs")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
+    assert named(LoggerConfig(), ["zero.stage=1"], "multirun/today/noon") == LoggerConfig()
+    monkeypatch.delenv("WANDB_RUN_GROUP")
+    assert named(LoggerConfig(), [], None).group is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"run_name": "x" * 129}, "logger.run_name"),
+        ({"group": ""}, "logger.group"),
+        ({"tags": ("x" * 65,)}, "logger.tags"),
+        ({"project": "a/b"}, "logger.project='a/b'"),
+    ],
+)
+def test_what_wandb_would_refuse_is_refused_before_the_run(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        LoggerConfig(**settings)
+
+
+def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    assert earlier_id(tmp_path, 5) is None
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / RUN_ID).write_text("abc\n", encoding="utf-8")
+    assert earlier_id(tmp_path, 5) == "abc"
+    assert earlier_id(tmp_path, 0) is None
+    monkeypatch.setenv("WANDB_RUN_ID", "of-the-agent")
+    assert earlier_id(tmp_path, 5) is None
+
+
+# ---- W&B, offline or not ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No W&B login of any kind; returns the place of the netrc file."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def test_wandb_is_offline_when_nobody_is_logged_in(nobody: Path) -> None:
+    assert wandb_mode(LoggerConfig()) == "offline"
+
+
+def test_wandb_is_online_after_a_login(nobody: Path) -> None:
+    nobody.write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
+    nobody.chmod(0o600)
+    assert wandb_mode(LoggerConfig()) == "online"
+    assert wandb_mode(LoggerConfig(wandb_mode="offline")) == "offline"
+
+
+def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(LoggerConfig()) == "disabled"
+    assert wandb_mode(LoggerConfig(wandb_mode="online")) == "online"
+
+
+# ---- W&B, offline, for real ------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none."""
+    for name in ("WANDB_RUN_ID", "WANDB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run_dir = tmp_path / "run"
+    more = {"quantization/weights_snr_db/h.0.attn.weight+2": 41.5, "comm/hidden_fraction": 0.25, "grad_norm": math.inf}
+    cfg = LoggerConfig(names=("wandb",), wandb_mode="offline", run_name="mine", group="ours", tags=("a", "b"))
+    told = io.StringIO()
+    for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
+        monitor = make_monitor(WORK, cfg, run_dir, {"seed": 7}, first_step, stream=told)
+        for number in steps:
+            monitor.step(step(number, loss=number + first_step / 10, **more), 0.5)
+        monitor.validation(steps[-1], 2.0)
+        monitor.finish(FACTS)
+    first, second = wandb_files(run_dir)
+    records = [wandb_records(first), wandb_records(second)]
+    starts = [next(record["run"] for record in part if record["type"] == "run") for part in records]
+    assert starts[0]["run_id"] == starts[1]["run_id"]
+    assert [start.get("resume", False) for start in starts] == [False, True]
+    assert [(start["display_name"], start["run_group"], start["tags"]) for start in starts] == [
+        ("mine", "ours", ["a", "b"])
+    ] * 2
+    rows = wandb_rows(run_dir)
+    assert [rows["train", number]["train/loss"] for number in (1, 2, 3, 4, 5)] == [1.0, 2.0, 3.2, 4.2, 5.2]
+    assert set(more) - {"grad_norm"} <= set(rows["train", 5])
+    del rows["validation", 4]  # of the first start, whose step 4 came to nothing
+    compare(run_dir, rows, exactly)
+    assert f"wandb sync {run_dir}/wandb/offline-run-*" in told.getvalue()
+
+
+def test_a_run_that_goes_on_hides_what_came_to_nothing_from_tensorboard(tmp_path: Path) -> None:
+    cfg = LoggerConfig(names=("tensorboard",))
+    for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (0, (1, 2))):
+        monitor = make_monitor(WORK, cfg, tmp_path, {"seed": 7}, first_step, stream=io.StringIO())
+        for number in steps:
+            monitor.step(step(number, loss=number + first_step / 10), 0.5)
+        monitor.finish(FACTS)
+        compare(tmp_path, tensorboard_rows(tmp_path), as_fp32)
