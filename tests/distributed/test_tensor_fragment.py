@@ -116,12 +116,9 @@ def as_a_plain_loop(rank, world, stage, precision, changes):
     return True
 
 
-TWO_STAGES = [1, 3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2))]
-SOME = [
-    (2, "bf16"),
-    (3, "fp32"),
-    *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((2, "fp32"), (3, "bf16"))),
-]
+BY_HAND = pytest.mark.exhaustive
+TWO_STAGES = [1, 3, *(pytest.param(stage, marks=BY_HAND) for stage in (0, 2))]
+SOME = [(2, "bf16"), (3, "fp32"), *(pytest.param(*one, marks=BY_HAND) for one in ((2, "fp32"), (3, "bf16")))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -131,7 +128,7 @@ def test_a_plain_loop_has_the_same(ranks, stage, precision, world):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=BY_HAND), "bf16"])
 def test_micro_batches(ranks, stage, precision):
     changes = {"gradient_accumulation_steps": 2, "overlap": True}
     assert all(ranks.run(as_a_plain_loop, stage, precision, changes, world_size=2))
@@ -212,12 +209,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("precision", "world"),
-    [
-        pytest.param("bf16", 2),
-        pytest.param("fp32", 3, marks=pytest.mark.exhaustive),
-        pytest.param("fp32", 2, marks=pytest.mark.exhaustive),
-        pytest.param("bf16", 3, marks=pytest.mark.exhaustive),
-    ],
+    [("bf16", 2), *(pytest.param(*one, marks=BY_HAND) for one in (("fp32", 3), ("fp32", 2), ("bf16", 3)))],
 )
 def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
     reference = ranks.run(set_and_step, 0, precision, False, {}, world_size=world)[0]
