@@ -53,6 +53,7 @@ from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, sequences
 from deepzero.training.reporting import build_monitor, final_facts
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
+from deepzero.training.timeline import StepTimeline
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -77,6 +78,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
     first_step = load_start(run, run_dir, engine, sampler)
     monitor = build_monitor(run, run_dir, engine, model, corpus)
+    timeline = StepTimeline(run, run_dir, engine, first_step)
     if run.train.save_every:
         on_stop_request(engine.request_stop)
 
@@ -84,6 +86,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
         for step in range(first_step, run.train.steps):
             if run.train.eval_every and step % run.train.eval_every == 0:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
+            timeline.begin(step + 1)
             started = time.perf_counter()
             for k in range(engine.batch.accumulation):
                 mine = sampler.rank_indices(step, k, engine.global_rank, engine.batch.micro_batch, engine.world_size)
@@ -94,6 +97,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                 engine.backward(loss)
                 engine.step()
             monitor.step({**vars(engine.last_step), **engine.step_metrics()}, time.perf_counter() - started)
+            timeline.end(step + 1, monitor.line)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:

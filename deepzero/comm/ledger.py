@@ -15,7 +15,7 @@ the order that the book describes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +91,8 @@ class Ledger:
     trace: bool = False
     """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
     events: list[Event] = field(default_factory=list)
+    observer: Callable[[str, str, str], None] | None = None
+    """Called with every event's ``what``, ``kind`` and ``where`` as it happens, while one step is being recorded."""
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
@@ -111,9 +113,11 @@ class Ledger:
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
-        """Keep an event, when the order is being traced."""
+        """Keep an event, when the order is being traced; tell it to the observer, when there is one."""
         if self.trace:
             self.events.append(Event(what, kind, where))
+        if self.observer is not None:
+            self.observer(what, kind, where)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -149,17 +153,23 @@ class Ledger:
         for category, total in self.held_now().items():
             self.held[category] = total if category == "padding" else max(self.held.get(category, 0), total)
 
-    def held_now(self) -> dict[str, int]:
-        """Bytes that are held at this moment, by category. A storage that two tensors share counts once."""
+    def held_now(self, without: Collection[str] = ()) -> dict[str, int]:
+        """Bytes that are held at this moment, by category. A storage that two tensors share counts once.
+
+        Args:
+            without: categories that are left out, and their padding; to ask thousands of tensors takes a millisecond.
+        """
         # Tensors whose values are elsewhere answer like any others here.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._measure()
+            return self._measure(without)
 
-    def _measure(self) -> dict[str, int]:
+    def _measure(self, without: Collection[str]) -> dict[str, int]:
         held: dict[str, int] = {}
         seen: set[tuple[torch.device, int]] = set()
         padding = 0
         for category, (tensors, padding_bytes) in self._watched.items():
+            if category in without:
+                continue
             total = 0
             for tensor in tensors():
                 if tensor is None or tensor.numel() == 0:

@@ -29,7 +29,7 @@ def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> N
     assert done.err == ""
     for stage in (0, 1, 2, 3):
         run_dir = folder / str(stage)
-        names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "summary.json"}
+        names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "summary.json", "timeline.json"}
         assert {p.name for p in run_dir.iterdir()} == names
         assert runs.summary(run_dir)["config"]["engine"]["zero"]["stage"] == stage
         assert f"ZeRO stage {stage}" in done.out
