@@ -45,6 +45,7 @@ from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import ERROR, write_failed_summary
+from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.profiling.trace import check_profiler, trace
 from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
@@ -180,6 +181,7 @@ def job(cfg: DictConfig) -> None:
         def on_failure(reason: str) -> None:
             if holds(run_dir):  # else it is another run's folder
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
+                write_report_or_tell(run_dir, print)
 
         run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
         return
@@ -253,6 +255,7 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
             print()  # below the bar
         headline = error.headline if isinstance(error, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
+        write_report_or_tell(run_dir, print)
         if isinstance(error, RankFailed) and error.full:
             (run_dir / ERROR).write_text(error.full, encoding="utf-8")
             raise RankFailed(

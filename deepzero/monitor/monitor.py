@@ -16,6 +16,7 @@ from typing import Any
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import Guarded, Sink, TensorBoard, WandB
+from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
 
@@ -98,6 +99,7 @@ class Monitor:
         """The run leaves before its end, and may be continued: the summary says so until then."""
         if self.sinks:
             write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
+            write_report_or_tell(self.run_dir, self.line)
 
     @property
     def trained(self) -> bool:
@@ -128,6 +130,8 @@ class Monitor:
             write_summary(self.run_dir, summary)
         for sink in self.sinks:
             sink.finish(summary)
+        if self.sinks:
+            write_report_or_tell(self.run_dir, self.line)
         if self.terminal is not None:
             self.terminal.line(_last_words(summary, self.run_dir))
 
