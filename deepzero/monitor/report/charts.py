@@ -7,7 +7,7 @@ from typing import Any
 
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.limits import EXPOSED, IN_FLIGHT, offload_parts, seconds
-from deepzero.monitor.report.page import figure, figures, legend
+from deepzero.monitor.report.page import figure, figures, legend, paragraph
 from deepzero.monitor.report.reading import Run, number
 from deepzero.monitor.terminal import short_bytes, short_number
 
@@ -144,20 +144,29 @@ def _from_to(name: str, points: svg.Points) -> str:
 
 def memory_step(run: Run) -> str:
     """The recorded step of each rank: what was held, filled, and what was predicted, as an outline."""
-    ranks = [rank for rank in run.timeline.get("ranks") or [] if isinstance(rank, dict) and points_of(rank)]
+    ranks = recorded_ranks(run)
     if not ranks:
         return ""
     pictures = []
-    for number_ in chosen_ranks(ranks):
+    for rank in chosen_ranks(ranks):
         for side in ("device", "host"):
-            pictures.append(_rank_memory(run, ranks, number_, side))
-    return figures(pictures)
+            pictures.append(_rank_memory(run, ranks, rank, side))
+    return figures(pictures, large=True)
+
+
+def recorded_ranks(run: Run) -> list[Mapping[str, Any]]:
+    """The ranks of the recorded step, in order; none when there is no point of any."""
+    ranks = run.timeline.get("ranks")
+    found: list[Mapping[str, Any]] = (
+        [rank if isinstance(rank, dict) else {} for rank in ranks] if isinstance(ranks, list) else []
+    )
+    return found if any(points_of(rank) for rank in found) else []
 
 
 def points_of(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A rank's points that can be drawn."""
     return [
-        point for point in rank.get("points") or []
+        point for point in (rank["points"] if isinstance(rank.get("points"), list) else [])
         if isinstance(point, dict) and number(point.get("seconds")) is not None and isinstance(point.get("held"), dict)
     ]  # fmt: skip
 
@@ -195,19 +204,15 @@ def _rank_memory(run: Run, ranks: Sequence[Mapping[str, Any]], rank: int, side: 
         f"memory-{rank}-{side}", title, desc, times, layers, outlines, "time within the step", short_bytes,
         x_label=seconds, marks=_phases(points),
     )  # fmt: skip
-    extra = "".join(f"<p>Not complete: {problem}</p>" for problem in [_escaped(ranks[rank].get("problem"))] if problem)
-    return figure(title, drawn, legend([*shown, ("predicted", "dash", _sum_words(outlines[0]))]) + extra)
-
-
-def _escaped(problem: Any) -> str:
-    from html import escape
-
-    return escape(str(problem)) if problem else ""
+    words = legend([*shown, ("predicted", "dash", _sum_words(outlines[0]))])
+    if ranks[rank].get("problem"):
+        words += paragraph(f"Not complete: {ranks[rank]['problem']}")
+    return figure(title, drawn, words)
 
 
 def _sum_words(line: svg.Line) -> str:
     known = svg.finite(line.points)
-    return f"at most {short_bytes(max(y for _, y in known))}" if known else "not known"
+    return short_bytes(max(y for _, y in known)) if known else "not known"
 
 
 def _predicted(run: Run, rank: int, points: Sequence[Mapping[str, Any]], names: Sequence[str]) -> svg.Line:

@@ -92,7 +92,21 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
         label = short_number if key == "tokens_per_second" else "{:.4g}".format
         drawn = svg.line_chart(ident, heading, f"{heading} of {len(runs)} runs", lines, STEP, label)
         pictures.append(figure(heading, drawn, named))
-    return figures(pictures)
+    return same_bits(runs, names) + figures(pictures)
+
+
+def same_bits(runs: Sequence[Run], names: Sequence[str]) -> str:
+    """Says which runs have the same losses, whose curves hide each other."""
+    alike: dict[str, list[str]] = {}
+    for run, name in zip(runs, names, strict=True):
+        alike.setdefault(repr(series(run.steps, "loss")), []).append(name)
+    said = [
+        f"The training losses of {', '.join(group[:-1])} and {group[-1]} are the same, bit for bit, at every step: their"
+        " curves lie on each other."
+        for losses, group in alike.items()
+        if len(group) > 1 and losses != "[]"
+    ]
+    return "".join(paragraph(words) for words in said)
 
 
 def _limits(run: Run, name: str) -> str:

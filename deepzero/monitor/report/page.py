@@ -33,6 +33,7 @@ p, ul { margin: .4rem 0; max-width: 78ch; }
 .card b { display: block; font-size: 1.25rem; line-height: 1.3; }
 .card span { color: var(--soft); font-size: .85rem; }
 .figures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); gap: 20px; margin: .6rem 0; }
+.figures.large { grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); }
 figure { margin: 0; min-width: 0; }
 figure b { font-size: .95rem; }
 figcaption { font-size: .85rem; }
@@ -50,7 +51,7 @@ figcaption { font-size: .85rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
   overflow-wrap: normal; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
 .limits { padding-left: 1.1rem; } .limits li { margin: .5rem 0; }
 pre { background: var(--box); border-radius: 8px; padding: 10px 12px; white-space: pre-wrap; overflow-wrap: anywhere;
   font-size: .85rem; margin: .4rem 0; }
@@ -118,10 +119,10 @@ def figure(title: str, drawing: str, note: str = "") -> str:
     return f"<figure><b>{text(title)}</b>{drawing}<figcaption>{note}</figcaption></figure>"
 
 
-def figures(pictures: Iterable[str]) -> str:
-    """Charts beside each other where there is room; nothing without any."""
+def figures(pictures: Iterable[str], large: bool = False) -> str:
+    """Charts beside each other where there is room, three or, ``large``, two; nothing without any."""
     joined = "".join(pictures)
-    return f'<div class="figures">{joined}</div>' if joined else ""
+    return f'<div class="figures{" large" * large}">{joined}</div>' if joined else ""
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:

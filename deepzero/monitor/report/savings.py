@@ -26,6 +26,8 @@ WHAT_STAGES_DO = (
 PAPER_FORMS = ("16Ψ", "4Ψ + 12Ψ/W", "2Ψ + 14Ψ/W", "16Ψ/W")
 """Of the stages, with Adam in mixed precision: 2 bytes of parameter, 2 of gradient, 12 of optimizer state."""
 STATES_OF_ADAM = 16.0
+WORKING = ("gathered", "buckets", "padding")
+"""What ZeRO needs besides the states: memory categories of a rank's device."""
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -69,8 +71,7 @@ def savings_of(run: Run) -> Savings | None:
     here = {category: run.held(category) for category in DEVICE_STATES}
     if here["parameters"] + run.held("host_parameters") == 0:
         return None
-    group = int(number(run.setting("zero.mics_shard_size")) or 0)
-    cut = 1 if stage == 0 else group if group > 0 else ranks
+    cut = 1 if stage == 0 else mics_group(run) or ranks
     # How wide an optimizer's moments are, and how much is trained, is known by what is held.
     masters = cut * (run.held("masters", "predicted") + run.held("host_masters", "predicted"))
     moments = cut * (run.held("moments", "predicted") + run.held("host_moments", "predicted"))
@@ -78,6 +79,11 @@ def savings_of(run: Run) -> Savings | None:
     plain = {"parameters": float(size * numel), "gradients": size * trained, "masters": masters, "moments": moments}
     predicted = {category: run.held(category, "predicted") for category in DEVICE_STATES}
     return Savings(numel, plain, here, predicted, sum(run.held(category) for category in HOST_STATES))
+
+
+def mics_group(run: Run) -> int:
+    """Ranks that share one copy of the states in hybrid sharding; 0: all do."""
+    return max(0, int(number(run.setting("zero.mics_shard_size")) or 0))
 
 
 def headline(run: Run) -> str:
@@ -97,6 +103,8 @@ def headline(run: Run) -> str:
         text += ": nothing is saved."
     if run.setting("grad_accum_dtype") == "fp32" and COMPUTE_BYTES[str(run.setting("precision.dtype"))] < 4:
         text += " Gradients are summed in fp32 here, which the 16 bytes of the textbook do not count."
+    if working := sum(run.held(category) for category in WORKING):
+        text += f" Besides it holds up to {short_bytes(working)} of buckets and gathered parameters."
     if found.host:
         text += f" Another {short_bytes(found.host)} of it lie in host memory."
     return text
@@ -107,11 +115,7 @@ def textbook(run: Run) -> str | None:
     found, stage, ranks = savings_of(run), run.stage, run.world_size
     if found is None or stage is None or ranks is None:
         return None
-    if (
-        abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01
-        or found.host
-        or run.setting("zero.mics_shard_size")
-    ):
+    if abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01 or found.host or mics_group(run):
         return None
     factor = (16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
     size = short_bytes(factor * found.numel)

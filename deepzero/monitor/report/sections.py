@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepzero.monitor.report import charts
@@ -146,13 +147,15 @@ def states(run: Run) -> str:
 def memory_step(run: Run) -> str:
     """The recorded step, and how to read it."""
     pictures = charts.memory_step(run)
-    ranks = [rank for rank in run.timeline.get("ranks") or [] if isinstance(rank, dict)]
+    ranks = charts.recorded_ranks(run)
     if not pictures:
         why = "train.timeline_step=0" if run.setting("train.timeline_step") == 0 else "none came to its end"
         return paragraph(f"No step was recorded: {why}.")
     words = f"Step {run.recorded_step}. Filled: what the ledger held after each event. Dashed: what was predicted"
     planned = isinstance(run.timeline.get("predicted"), list)
-    words += " for each event." if planned else ": every category at its largest, which need not meet."
+    words += " for each event." if planned else ": the sum of the largest of each category; they need not meet."
+    if not planned:
+        words += above_the_forms(run, ranks)
     words += " Numbers above: 2 first gradient, 3 boundary, 4 optimizer step, 5 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
     events = sum(int(number(rank.get("events")) or 0) for rank in ranks)
@@ -163,6 +166,19 @@ def memory_step(run: Run) -> str:
     if len(shown) < len(ranks):
         words += f" Of {len(ranks)} ranks: the first, and those with the highest and the lowest peak."
     return paragraph(words) + pictures
+
+
+def above_the_forms(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Why a peak inside the step can be higher than what was predicted; nothing where it is not."""
+    peaks = [max((sum(p["held"].values()) for p in charts.points_of(rank)), default=0) for rank in ranks]
+    most = max(peaks)
+    forms = sum(run.held(name, "predicted") for name in run.account("memory"))
+    if not most > forms * 1.001 > 0:
+        return ""
+    return (
+        f" The peak is {short_bytes(most - forms)} above it: the closed forms speak of the end of a micro-batch, and"
+        " inside one there are gradients that autograd has made and no bucket has taken yet."
+    )
 
 
 # ---- communication ---------------------------------------------------------------------------------------------------

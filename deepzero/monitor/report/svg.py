@@ -236,7 +236,7 @@ def stacked_chart(
         return ""
     sums = [sum(values) for values in zip(*(layer.values for layer in layers), strict=True)]
     over = [y for line in outlines for _, y in finite(line.points)]
-    frame = Frame(extent(times), extent([0.0, *sums, *over], zero=True))
+    frame = Frame(extent([0.0, *times]), extent([0.0, *sums, *over], zero=True))
     low, areas = [0.0] * len(times), []
     for layer in layers:
         high = [a + b for a, b in zip(low, layer.values, strict=True)]
@@ -261,16 +261,17 @@ def _stairs(times: Sequence[float], values: Sequence[float], frame: Frame) -> li
 
 def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> str:
     """Upright lines; words that would touch are written together."""
-    parts, groups = [], list[tuple[float, list[str]]]()
+    parts, groups, last = [], list[tuple[float, list[str]]](), -WIDTH
     for time, word in marks:
         x = frame.across(time)
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP:g}" y2="{HEIGHT - BOTTOM:g}"/>')
-        if groups and x - groups[-1][0] < 12:
+        if x - last < 14:
             groups[-1][1].append(word)
         else:
             groups.append((x, [word]))
+        last = x
     for x, words in groups:
-        anchor = "end" if x > WIDTH - 25 else "middle"
+        anchor = "end" if x > WIDTH - 40 else "middle"
         parts.append(f'<text x="{x:.1f}" y="{TOP - 5:g}" text-anchor="{anchor}">{escape("·".join(words))}</text>')
     return "".join(parts)
 
