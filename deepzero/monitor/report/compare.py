@@ -101,8 +101,8 @@ def same_bits(runs: Sequence[Run], names: Sequence[str]) -> str:
     for run, name in zip(runs, names, strict=True):
         alike.setdefault(repr(series(run.steps, "loss")), []).append(name)
     said = [
-        f"The training losses of {', '.join(group[:-1])} and {group[-1]} are the same, bit for bit, at every step: their"
-        " curves lie on each other."
+        f"The training losses of {', '.join(group[:-1])} and {group[-1]} are the same, bit for bit, at every step:"
+        " their curves lie on each other."
         for losses, group in alike.items()
         if len(group) > 1 and losses != "[]"
     ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from deepzero.monitor.report.page import text
 
 WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 16.0, 34.0
@@ -131,7 +132,7 @@ def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT
     """The ``svg`` element around a drawing; ``ident`` is unique on the page."""
     return (
         f'<svg class="chart" role="img" viewBox="0 0 {WIDTH:g} {height:g}" aria-labelledby="{ident}-t {ident}-d">'
-        f'<title id="{ident}-t">{escape(title)}</title><desc id="{ident}-d">{escape(desc)}</desc>{body}</svg>'
+        f'<title id="{ident}-t">{text(title)}</title><desc id="{ident}-d">{text(desc)}</desc>{body}</svg>'
     )
 
 
@@ -141,16 +142,16 @@ def axes(frame: Frame, x_name: str, x_label: Label, y_label: Label) -> str:
     for value in ticks(*frame.y):
         y = frame.up(value)
         parts.append(f'<line class="grid" x1="{LEFT:g}" x2="{WIDTH - RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 5:g}" y="{y + 3.5:.1f}" text-anchor="end">{escape(y_label(value))}</text>')
+        parts.append(f'<text x="{LEFT - 5:g}" y="{y + 3.5:.1f}" text-anchor="end">{text(y_label(value))}</text>')
     base = HEIGHT - BOTTOM
     for value in ticks(*frame.x, about=5):
         x = frame.across(value)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:g}" y2="{base + 4:g}"/>')
         anchor = "end" if x > WIDTH - 30 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{base + 15:g}" text-anchor="{anchor}">{escape(x_label(value))}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 15:g}" text-anchor="{anchor}">{text(x_label(value))}</text>')
     parts.append(f'<line class="axis" x1="{LEFT:g}" x2="{WIDTH - RIGHT:g}" y1="{base:g}" y2="{base:g}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 4:g}" text-anchor="middle">{escape(x_name)}</text>')
+    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 4:g}" text-anchor="middle">{text(x_name)}</text>')
     return "".join(parts)
 
 
@@ -158,7 +159,7 @@ def _stroke(line: Line, frame: Frame) -> str:
     """A line, or its single values as dots."""
     points = thin(line.points)
     known = finite(points)
-    tip = f"<title>{escape(line.name)}</title>"
+    tip = f"<title>{text(line.name)}</title>"
     if line.style == "dots" or len(known) == 1:
         return "".join(
             f'<circle cx="{frame.across(x):.1f}" cy="{frame.up(y):.1f}" r="3.2" fill="var(--{line.colour})">{tip}'
@@ -243,7 +244,7 @@ def stacked_chart(
         upper, lower = _stairs(times, high, frame), _stairs(times, low, frame)[::-1]
         d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in upper + lower) + "Z"
         areas.append(
-            f'<path class="area" d="{d}" fill="var(--{layer.colour})"><title>{escape(layer.name)}</title></path>'
+            f'<path class="area" d="{d}" fill="var(--{layer.colour})"><title>{text(layer.name)}</title></path>'
         )
         low = high
     body = axes(frame, x_name, x_label, y_label) + "".join(areas) + _marks(marks, frame)
@@ -272,7 +273,7 @@ def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> str:
         last = x
     for x, words in groups:
         anchor = "end" if x > WIDTH - 40 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{TOP - 5:g}" text-anchor="{anchor}">{escape("·".join(words))}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{TOP - 5:g}" text-anchor="{anchor}">{text("·".join(words))}</text>')
     return "".join(parts)
 
 
@@ -284,11 +285,11 @@ def bar_chart(ident: str, title: str, desc: str, bars: Sequence[Bar], label: Lab
     parts, row, wide = [], 34.0, WIDTH - 20
     for place, bar in enumerate(bars):
         top = 4 + place * row
-        parts.append(f'<text x="4" y="{top + 11:g}">{escape(bar.name)}</text>')
-        parts.append(f'<text x="{WIDTH - 4:g}" y="{top + 11:g}" text-anchor="end">{escape(bar.note)}</text>')
+        parts.append(f'<text x="4" y="{top + 11:g}">{text(bar.name)}</text>')
+        parts.append(f'<text x="{WIDTH - 4:g}" y="{top + 11:g}" text-anchor="end">{text(bar.note)}</text>')
         parts.append(
             f'<rect x="4" y="{top + 16:g}" width="{max(1.0, wide * bar.value / most):.1f}" height="11" rx="2"'
-            f' fill="var(--c1)"><title>{escape(bar.name)}: {escape(label(bar.value))}</title></rect>'
+            f' fill="var(--c1)"><title>{text(bar.name)}: {text(label(bar.value))}</title></rect>'
         )
         if bar.expected is not None:
             x = 4 + wide * bar.expected / most
