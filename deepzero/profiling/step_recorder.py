@@ -14,11 +14,12 @@ Weighing takes time, which is kept out of the figures in three ways:
   unweighed until the step has caught up; :attr:`StepRecorder.events` counts them all the same.
 
 A model of hundreds of layers has tens of thousands of events in a step. No more than twice :attr:`StepRecorder.limit`
-points are kept at a time: then every second one goes, but never a landmark nor the largest of a category.
+points are kept at a time: then they are thinned evenly, but a landmark or the largest of a category stays.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -115,8 +116,8 @@ class StepRecorder:
         self.ledger.observer = None
         self.seconds = self._clock() - self._started - self.spent_seconds
         self._seen("end", "", "")
-        while len(self.points) > self.limit and self._thin():
-            pass
+        if len(self.points) > self.limit:
+            self._thin()
 
     def as_dict(self) -> dict[str, Any]:
         """This rank's part of ``timeline.json``."""
@@ -162,12 +163,13 @@ class StepRecorder:
         if len(self.points) >= 2 * self.limit:
             self._thin()
 
-    def _thin(self) -> bool:
-        """Every second point goes, but for those that must stay; returns whether any went."""
+    def _thin(self) -> None:
+        """Keep some :attr:`limit` points, as far apart as that asks for, and those that must stay."""
+        stride = math.ceil(self.events / self.limit)
         stay = {number for _, number in self._largest.values()}
-        before = len(self.points)
-        self.points = [
-            point for place, point in enumerate(self.points)
-            if place % 2 == 0 or point.what in LANDMARKS or point.number in stay
-        ]  # fmt: skip
-        return len(self.points) < before
+        kept: list[Point] = []
+        for point in self.points:
+            far = not kept or point.number - kept[-1].number >= stride
+            if far or point.what in LANDMARKS or point.number in stay:
+                kept.append(point)
+        self.points = kept

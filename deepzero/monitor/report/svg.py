@@ -70,7 +70,7 @@ class Frame:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers from ``low`` to ``high``, about so many: steps of 1, 2 or 5 times a power of ten.
+    """Round numbers from ``low`` to ``high``, about so many and at least two: steps of 1, 2 or 5 times a power of ten.
 
     Example:
         >>> ticks(0, 9.3), ticks(1.97, 2.31), ticks(5, 5)
@@ -78,7 +78,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """
     if not high > low:
         return [float(low)]
-    raw = (high - low) / about
+    raw = (high - low) / (about + 2)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((size * power for size in (1, 2, 5) if raw <= size * power * (1 + 1e-9)), 10 * power)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
