@@ -64,7 +64,7 @@ def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
         When that run last wrote; None when there was none.
     """
     names = (SUMMARY, ERROR, REPORT) if going_on else (METRICS, SUMMARY, ERROR, REPORT, TIMELINE)
-    left = [run_dir / name for name in names if (run_dir / name).exists()]
+    left = [run_dir / name for name in names if (run_dir / name).is_file()]
     when = max((path.stat().st_mtime for path in left), default=None)
     for path in left:
         path.unlink()

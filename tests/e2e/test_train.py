@@ -118,6 +118,10 @@ def test_nan_stops_the_run_and_leaves_it_readable(broken: tuple[Path, runs.Done]
     assert "NonFiniteError: step 5" in summary["error"]
     assert len(runs.entries(run_dir)[0]) == 4
     assert "Traceback" in (run_dir / "error.txt").read_text(encoding="utf-8")
+    report = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "The run did not finish: " in report
+    assert "NonFiniteError: step 5" in report
+    assert "Each of the 3 ranks holds" in report, "the recorded step tells, as there is no summary of a last one"
 
 
 def test_two_and_three_ranks_validate_alike(sweep: tuple[Path, runs.Done], broken: tuple[Path, runs.Done]) -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
+from html import unescape
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,27 @@ def page(path: Path) -> str:
     return html
 
 
+class Tags(HTMLParser):
+    """Which elements and attributes a page has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+
 def check_self_contained(html: str) -> None:
     """No address in it that a browser would fetch, no script, and drawings that are XML with titles of their own."""
-    assert not re.search(r"(?:src|href|srcset|data|action)\s*=|url\(|@import|<script|<link|<iframe", html, re.I)
+    tags = Tags()
+    tags.feed(html)
+    assert tags.names.isdisjoint({"script", "link", "iframe", "img", "object", "embed", "base", "form", "a"})
+    assert tags.attributes.isdisjoint({"src", "href", "srcset", "data", "action", "background", "poster", "xlink:href"})
+    style = html.partition("<style>")[2].partition("</style>")[0]
+    assert not re.search(r"url\(|@import|:\s*//", style)
     identities = re.findall(r' id="([^"]+)"', html)
     assert len(identities) == len(set(identities))
     for drawing in re.findall(r"<svg.*?</svg>", html, re.S):
@@ -42,7 +62,8 @@ def check_self_contained(html: str) -> None:
 
 def plain(html: str) -> str:
     """What a reader sees, on one line."""
-    return re.sub(r"\s+", " ", re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", html, flags=re.S))
+    words = re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", html, flags=re.S)
+    return re.sub(r"\s+", " ", unescape(words))
 
 
 def drawings(html: str) -> list[str]:

@@ -1,0 +1,67 @@
+"""Pages in a real browser: headless Chromium, without network, at any width."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
+)  # fmt: skip
+TIMEOUT_SECONDS = 60
+
+_PROBE = """
+<script>
+addEventListener("load", () => {
+  const root = document.documentElement, box = e => e.getBoundingClientRect();
+  const loaded = performance.getEntriesByType("resource").map(entry => entry.name);
+  const outside = [...document.querySelectorAll("body *")].filter(e => box(e).right > innerWidth + 1)
+    .filter(e => !e.closest(".table") && !e.closest("svg")).map(e => e.tagName + " " + e.className);
+  const charts = [...document.querySelectorAll("svg.chart")].map(e => ({
+    name: e.getAttribute("aria-labelledby").split("-t ")[0], width: box(e).width, height: box(e).height,
+    letters: Math.min(...[...e.querySelectorAll("text")].map(t => box(t).height)), x: box(e).x}));
+  const style = getComputedStyle(document.body);
+  parent.postMessage(JSON.stringify({width: innerWidth, scroll: root.scrollWidth, charts, loaded, outside,
+    paper: style.backgroundColor, ink: style.color}), "*");
+});
+</script>"""
+_COLLECT = """
+<pre id="found"></pre>
+<script>
+const found = [];
+addEventListener("message", m => { found.push(JSON.parse(m.data));
+  document.getElementById("found").textContent = JSON.stringify(found); });
+</script>"""
+
+
+def measure(page: Path, widths: tuple[int, ...], scratch: Path, dark: bool = False) -> dict[int, dict[str, Any]]:
+    """Lay a page out at several widths at once, each in a frame of its own, and let it say what came of it.
+
+    Args:
+        page: an HTML file; a copy of it gets a script, and loses its policy, which would forbid that.
+        widths: in pixels of CSS. A window cannot be narrower than 500, a frame can.
+        scratch: an empty folder.
+        dark: for somebody who prefers a dark scheme.
+    """
+    html = re.sub(r"<meta http-equiv=.Content-Security-Policy[^>]*>", "", page.read_text(encoding="utf-8"))
+    inner = html.replace("</body>", f"{_PROBE}</body>")
+    frames = "".join(
+        f'<iframe srcdoc="{escape(inner)}" style="width:{width}px;height:900px;border:0"></iframe>' for width in widths
+    )
+    (scratch / "frames.html").write_text(f"<!DOCTYPE html><body>{_COLLECT}{frames}</body>", encoding="utf-8")
+    scheme = [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    place = [f"--user-data-dir={scratch / 'profile'}", "--virtual-time-budget=5000", "--window-size=1400,1000"]
+    command = [str(CHROMIUM), *QUIET, *scheme, *place, "--dump-dom", f"file://{scratch / 'frames.html'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    assert found is not None, done.stderr[-2000:]
+    said = {entry["width"]: entry for entry in json.loads(unescape(found[1]))}
+    assert sorted(said) == sorted(widths)
+    return said
