@@ -65,6 +65,8 @@ def test_the_recorded_step(sweep: tuple[Path, runs.Done], stage: int) -> None:
         ]  # fmt: skip
         assert words.count("launch") == words.count("wait") > 0
         assert ("fetch" in words) == (stage == 3)
+        buckets = {point["held"]["buckets"] for point in points}
+        assert buckets == {summary["memory"]["buckets"]["measured"]}, "one that is being sent is there, too"
         times = [point["seconds"] for point in points]
         assert times == sorted(times)
         assert times[-1] == pytest.approx(rank["seconds"], abs=1e-3)

@@ -33,11 +33,11 @@ p, ul { margin: .4rem 0; max-width: 78ch; }
 .card b { display: block; font-size: 1.25rem; line-height: 1.3; }
 .card span { color: var(--soft); font-size: .85rem; }
 .figures { grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); gap: 20px; margin: .6rem 0; }
-.figures.large { grid-template-columns: repeat(auto-fill, minmax(min(100%, 520px), 1fr)); }
+.figures.large { grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); }
 figure { margin: 0; min-width: 0; }
 figure b { font-size: .95rem; }
 figcaption { font-size: .85rem; }
-.chart { display: block; width: 100%; height: auto; font: 11px system-ui, sans-serif; }
+.chart { display: block; width: 100%; max-width: 620px; height: auto; font: 11px system-ui, sans-serif; }
 .chart text { fill: var(--soft); }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .axis, .mark { stroke: var(--soft); stroke-width: 1; } .mark { stroke-dasharray: 2 2; }

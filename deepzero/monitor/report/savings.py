@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepzero.monitor.report.reading import DEVICE_STATES, HOST_STATES, Run, number
+from deepzero.monitor.report.reading import DEVICE_STATES, HOST_STATES, Run
 from deepzero.monitor.terminal import short_bytes
 
 WHAT_STAGES_DO = (
@@ -71,7 +71,7 @@ def savings_of(run: Run) -> Savings | None:
     here = {category: run.held(category) for category in DEVICE_STATES}
     if here["parameters"] + run.held("host_parameters") == 0:
         return None
-    cut = 1 if stage == 0 else mics_group(run) or ranks
+    cut = 1 if stage == 0 else ranks  # hybrid sharding (MiCS) cuts optimizer states over all ranks, too
     # How wide an optimizer's moments are, and how much is trained, is known by what is held.
     masters = cut * (run.held("masters", "predicted") + run.held("host_masters", "predicted"))
     moments = cut * (run.held("moments", "predicted") + run.held("host_moments", "predicted"))
@@ -79,11 +79,6 @@ def savings_of(run: Run) -> Savings | None:
     plain = {"parameters": float(size * numel), "gradients": size * trained, "masters": masters, "moments": moments}
     predicted = {category: run.held(category, "predicted") for category in DEVICE_STATES}
     return Savings(numel, plain, here, predicted, sum(run.held(category) for category in HOST_STATES))
-
-
-def mics_group(run: Run) -> int:
-    """Ranks that share one copy of the states in hybrid sharding; 0: all do."""
-    return max(0, int(number(run.setting("zero.mics_shard_size")) or 0))
 
 
 def headline(run: Run) -> str:
@@ -115,7 +110,7 @@ def textbook(run: Run) -> str | None:
     found, stage, ranks = savings_of(run), run.stage, run.world_size
     if found is None or stage is None or ranks is None:
         return None
-    if abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01 or found.host or mics_group(run):
+    if abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01 or found.host or found.here["secondary"]:
         return None
     factor = (16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
     size = short_bytes(factor * found.numel)

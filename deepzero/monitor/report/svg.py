@@ -266,7 +266,7 @@ def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> str:
     for time, word in marks:
         x = frame.across(time)
         parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP:g}" y2="{HEIGHT - BOTTOM:g}"/>')
-        if x - last < 14:
+        if x - last < 24:
             groups[-1][1].append(word)
         else:
             groups.append((x, [word]))
