@@ -136,6 +136,13 @@ def test_offloaded_states_count_for_the_comparison_but_not_for_the_device(tmp_pa
     assert "Of the model state in host memory" in report(run)
 
 
+def test_copies_to_the_host_are_not_sent_to_other_ranks(tmp_path: Path) -> None:
+    sent = {"gradients.reduce_scatter": 1000.0, "offload.gradients_to_host": 9000.0}
+    html = page(made.folder(tmp_path / "run", end=made.summary(**made.account(made.STAGE_2, sent))))
+    assert [name for name in drawings(html) if name in ("sent", "copied")] == ["sent", "copied"]
+    assert "1 kB sent by one rank in one step" in plain(html)
+
+
 def test_wider_gradients_are_more_than_the_textbook_and_said_to_be(tmp_path: Path) -> None:
     held = {"parameters": 2000, "gradients": 6000, "masters": 4000, "moments": 8000}
     end = made.summary(config=made.config(0, accum="fp32"), **made.account(held))
@@ -282,6 +289,15 @@ def test_a_plan_is_drawn_over_the_measured_step(tmp_path: Path) -> None:
     assert "predicted by the plan" in html
     assert "predicted 11 kB" in plain(html)
     assert "what was predicted for each event" in plain(html)
+
+
+def test_what_a_gpus_allocator_gave_out_is_a_line(tmp_path: Path) -> None:
+    recorded = made.timeline(1)
+    for place, point in enumerate(recorded["ranks"][0]["points"]):
+        point["device_bytes"] = 20_000 + place
+    html = page(made.folder(tmp_path / "run", end=made.summary(world_size=1), recorded=recorded))
+    assert html.count("<title>allocated on the GPU</title>") == 1
+    assert "allocated on the GPU 20 kB" in plain(html)
 
 
 def test_a_peak_above_the_forms_is_explained(tmp_path: Path) -> None:

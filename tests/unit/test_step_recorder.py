@@ -51,6 +51,15 @@ def test_each_event_with_what_is_held_after_it() -> None:
     assert "device_bytes" not in points[1].as_dict(), "there is no GPU here"
 
 
+def test_what_a_gpus_allocator_gave_out_is_asked_at_every_point() -> None:
+    bench = Bench()
+    recorder = StepRecorder(bench.ledger, device_bytes=iter(range(100, 200)).__next__, clock=lambda: bench.now)
+    recorder.begin()
+    bench.event("launch")
+    recorder.end()
+    assert [point.as_dict()["device_bytes"] for point in recorder.points] == [100, 101, 102]
+
+
 def test_nobody_listens_before_and_after() -> None:
     bench = Bench()
     bench.event("launch")

@@ -117,19 +117,28 @@ def quantization(run: Run) -> str:
 
 
 def communication(run: Run) -> str:
-    """Bytes by kind, measured, with a mark where they were predicted."""
+    """Bytes by kind, measured, with a mark where they were predicted; copies between device and host apart."""
+    pictures = []
+    for ident, title, copies in (
+        ("sent", "Sent by one rank in one step", False),
+        ("copied", "Copied by one rank between device and host in one step", True),
+    ):
+        bars = sorted(_bars(run.sent(copies)), key=lambda bar: -bar.value)
+        drawn = svg.bar_chart(ident, title, f"{len(bars)} kinds, by bytes", bars, short_bytes)
+        pictures.append(figure(title, drawn, "<p>Bar: measured. Upright mark: predicted.</p>"))
+    return figures(pictures)
+
+
+def _bars(account: Mapping[str, Mapping[str, Any]]) -> list[svg.Bar]:
     bars = []
-    for kind, entry in run.account("communication").items():
+    for kind, entry in account.items():
         measured, predicted = entry.get("measured") or {}, entry.get("predicted")
         value = number(measured.get("bytes")) or 0.0
         if value:
             expected = number(predicted.get("bytes")) if isinstance(predicted, dict) else None
             note = f"{short_bytes(value)}, {number(measured.get('calls')) or 0:g} calls"
             bars.append(svg.Bar(kind, value, expected, note))
-    title = "Sent by one rank in one step"
-    bars.sort(key=lambda bar: -bar.value)
-    drawn = svg.bar_chart("sent", title, f"{len(bars)} kinds of collectives, by bytes", bars, short_bytes)
-    return figures([figure(title, drawn, "<p>Bar: measured. Upright mark: predicted.</p>")])
+    return bars
 
 
 def _from_to(name: str, points: svg.Points) -> str:
@@ -204,13 +213,15 @@ def _rank_memory(run: Run, ranks: Sequence[Mapping[str, Any]], rank: int, side: 
         f"memory-{rank}-{side}", title, desc, times, layers, outlines, "time within the step", short_bytes,
         x_label=seconds, marks=_phases(points),
     )  # fmt: skip
-    words = legend([*shown, ("predicted", "dash", _sum_words(outlines[0]))])
+    lines = [("predicted", "dash", _most(outlines[0]))]
+    lines += [(line.name, line.colour, _most(line)) for line in outlines[1:]]
+    words = legend([*shown, *lines])
     if ranks[rank].get("problem"):
         words += paragraph(f"Not complete: {ranks[rank]['problem']}")
     return figure(title, drawn, words)
 
 
-def _sum_words(line: svg.Line) -> str:
+def _most(line: svg.Line) -> str:
     known = svg.finite(line.points)
     return short_bytes(max(y for _, y in known)) if known else "not known"
 

@@ -19,6 +19,9 @@ DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
 """The model state: what ZeRO cuts."""
 HOST_STATES = ("host_parameters", "host_gradients", "host_masters", "host_moments")
 
+COPIES = "offload."
+"""Kinds of the ledger's traffic that leave no machine begin so."""
+
 
 def number(value: Any) -> float | None:
     """A finite number as a float; anything else, NaN and true included, is None.
@@ -84,6 +87,11 @@ class Run:
         """``memory`` or ``communication``: of the summary, else of the recorded step; empty when neither has it."""
         found = _mapping(self.summary.get(name)) or _mapping(self.timeline.get(name))
         return {key: value for key, value in found.items() if isinstance(value, dict)}
+
+    def sent(self, copies: bool = False) -> dict[str, dict[str, Any]]:
+        """The account of what went to other ranks; with ``copies``, of what went between device and host."""
+        kinds = self.account("communication").items()
+        return {kind: entry for kind, entry in kinds if kind.startswith(COPIES) == copies}
 
     def held(self, category: str, column: str = "measured") -> float:
         """Bytes of one memory category, mean over ranks; 0 where there are none."""

@@ -88,7 +88,8 @@ def headline(run: Run) -> str:
         return "How much memory that saves is not known: the run ended before a step was counted."
     of_each = "The one rank" if run.world_size == 1 else f"Each of the {run.world_size} ranks"
     here, plain = short_bytes(found.here_bytes), short_bytes(found.plain_bytes)
-    text = f"{of_each} holds {here} of model state ({found.here_bytes / found.numel:.2f} bytes per parameter) "
+    side = " on its device" if found.host else ""
+    text = f"{of_each} holds {here} of model state{side} ({found.here_bytes / found.numel:.2f} bytes per parameter) "
     text += f"where plain data parallelism holds {plain} ({found.plain_bytes / found.numel:.2f})"
     if found.part > 0.005:
         text += f": {found.part:.0%} less."

@@ -235,8 +235,8 @@ def overlap_words(run: Run) -> str:
 
 
 def sum_of(run: Run, column: str, what: str = "bytes") -> float:
-    """Over all kinds of communication."""
-    found = [entry.get(column) for entry in run.account("communication").values()]
+    """Over all kinds of communication between ranks."""
+    found = [entry.get(column) for entry in run.sent().values()]
     return sum(number(entry.get(what)) or 0.0 for entry in found if isinstance(entry, dict))
 
 
