@@ -47,6 +47,7 @@ from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import ERROR, write_failed_summary
 from deepzero.monitor.naming import named
+from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.trace import check_profiler, trace
@@ -57,6 +58,7 @@ from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
+from deepzero.training.timeline import StepTimeline
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -81,6 +83,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
     first_step = load_start(run, run_dir, engine, sampler)
     monitor = build_monitor(run, run_dir, engine, model, corpus)
+    timeline = StepTimeline(run, run_dir, engine, first_step)
     if run.train.save_every:
         on_stop_request(engine.request_stop)
 
@@ -88,6 +91,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
         for step in range(first_step, run.train.steps):
             if run.train.eval_every and step % run.train.eval_every == 0:
                 monitor.validation(step, validate(engine, val_data, run.train.eval_batches))
+            timeline.begin(step + 1)
             started = time.perf_counter()
             for k in range(engine.batch.accumulation):
                 mine = sampler.rank_indices(step, k, engine.global_rank, engine.batch.micro_batch, engine.world_size)
@@ -98,6 +102,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
                 engine.backward(loss)
                 engine.step()
             monitor.step(step_record(run, engine), time.perf_counter() - started)
+            timeline.end(step + 1, monitor.line)
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:
@@ -184,6 +189,7 @@ def job(cfg: DictConfig) -> None:
         def on_failure(reason: str) -> None:
             if holds(run_dir):  # else it is another run's folder
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
+                write_report_or_tell(run_dir, print)
 
         run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
         return
@@ -265,6 +271,7 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
             print()  # below the bar
         headline = error.headline if isinstance(error, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
+        write_report_or_tell(run_dir, print)
         if isinstance(error, RankFailed) and error.full:
             (run_dir / ERROR).write_text(error.full, encoding="utf-8")
             raise RankFailed(

@@ -226,7 +226,9 @@ class BucketReducer:
         self._lane = Lane(comm.device)
         chunk = way.chunk if way is not None else chunk_for(comm.device, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
-        self._buckets = deque(self._allocate(capacity) for _ in range(depth))
+        self._all_buckets = tuple(self._allocate(capacity) for _ in range(depth))
+        # Those that may be filled. One that is being launched or finished is neither here nor in flight.
+        self._buckets = deque(self._all_buckets)
         self._in_flight: deque[Flight] = deque()
         self._gathers: list[Pending] = []
 
@@ -248,8 +250,7 @@ class BucketReducer:
 
     def buffers(self) -> list[torch.Tensor]:
         """Everything that is kept and means nothing between two reductions."""
-        entries = [*self._buckets, *(flight.bucket for flight in self._in_flight)]
-        return [self._scratch, *(b.send for b in entries), *(b.mail for b in entries)]
+        return [self._scratch, *(b.send for b in self._all_buckets), *(b.mail for b in self._all_buckets)]
 
     def kept(self) -> list[torch.Tensor]:
         """What a reduction leaves for the next one: error feedback's residuals."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +115,8 @@ class Ledger:
     events: list[Event] = field(default_factory=list)
     clock: Callable[[], float] = time.perf_counter
     """Seconds; in a rehearsal the work that was done so far."""
+    observer: Callable[[str, str, str], None] | None = None
+    """Called with every event's ``what``, ``kind`` and ``where`` as it happens, while one step is being recorded."""
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
@@ -146,17 +148,20 @@ class Ledger:
             what: the event's word.
         """
         if self.trace:
-            self.events.append(
-                Event(what, kind, where, Sent(elements, sent_bytes, between_bytes, ranks, ring), self.clock())
-            )
+            sent = Sent(elements, sent_bytes, between_bytes, ranks, ring)
+            self.events.append(Event(what, kind, where, sent, self.clock()))
+        if self.observer is not None:
+            self.observer(what, kind, where)
         account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
-        """Keep an event, when the order is being traced."""
+        """Keep an event, when the order is being traced; tell it to the observer, when there is one."""
         if self.trace:
             self.events.append(Event(what, kind, where, None, self.clock()))
+        if self.observer is not None:
+            self.observer(what, kind, where)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -192,17 +197,23 @@ class Ledger:
         for category, total in self.held_now().items():
             self.held[category] = total if category == "padding" else max(self.held.get(category, 0), total)
 
-    def held_now(self) -> dict[str, int]:
-        """Bytes that are held at this moment, by category. A storage that two tensors share counts once."""
+    def held_now(self, without: Collection[str] = ()) -> dict[str, int]:
+        """Bytes that are held at this moment, by category. A storage that two tensors share counts once.
+
+        Args:
+            without: categories that are left out, and their padding; to ask thousands of tensors takes a millisecond.
+        """
         # Tensors whose values are elsewhere answer like any others here.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._measure()
+            return self._measure(without)
 
-    def _measure(self) -> dict[str, int]:
+    def _measure(self, without: Collection[str]) -> dict[str, int]:
         held: dict[str, int] = {}
         seen: set[tuple[torch.device, int]] = set()
         padding = 0
         for category, (tensors, padding_bytes) in self._watched.items():
+            if category in without:
+                continue
             total = 0
             for tensor in tensors():
                 if tensor is None or tensor.numel() == 0:

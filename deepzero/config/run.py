@@ -152,6 +152,10 @@ class TrainConfig:
     log_every: int = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
 
+    timeline_step: int = 3
+    """Record the memory of this step of every start, event by event, into ``timeline.json``: counted from 1; a shorter
+    run's last; 0: never. The step takes a little longer."""
+
     sample_tokens: int = 300
     """Tokens of text sampled at the end; 0: none."""
 
@@ -180,7 +184,7 @@ class TrainConfig:
         require(ok, "train.keep_last", self.keep_last, "must be at least 1, or null to keep all")
         ok = self.init_from is None or self.resume in (None, "auto")
         require(ok, "train.init_from", self.init_from, f"train.resume={self.resume} loads the weights; leave one out")
-        for name in ("eval_every", "sample_tokens", "save_every"):
+        for name in ("eval_every", "sample_tokens", "save_every", "timeline_step"):
             require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
         for name in ("eval_batches", "log_every", "fallback_batch_size"):
             require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")

@@ -18,10 +18,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from deepzero.monitor.environment import environment
+
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 ERROR = "error.txt"
 """The whole traceback of a run that failed."""
+TIMELINE = "timeline.json"
+"""The memory of one step, event by event."""
+REPORT = "report.html"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -58,8 +63,8 @@ def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
     Returns:
         When that run last wrote; None when there was none.
     """
-    names = (SUMMARY, ERROR) if going_on else (METRICS, SUMMARY, ERROR)
-    left = [run_dir / name for name in names if (run_dir / name).exists()]
+    names = (SUMMARY, ERROR, REPORT) if going_on else (METRICS, SUMMARY, ERROR, REPORT, TIMELINE)
+    left = [run_dir / name for name in names if (run_dir / name).is_file()]
     when = max((path.stat().st_mtime for path in left), default=None)
     for path in left:
         path.unlink()
@@ -126,9 +131,19 @@ def kept_metrics(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Put ``summary.json`` into place, whole."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    temporary = run_dir / f".{SUMMARY}.{os.getpid()}"
-    temporary.write_text(to_json(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir / SUMMARY)
+    put(run_dir / SUMMARY, to_json(summary, indent=2) + "\n")
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file beside its place and move it there: a reader sees the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Put a JSON file into place, whole, on one line."""
+    put(path, to_json(value) + "\n")
 
 
 def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
@@ -151,6 +166,7 @@ def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], 
         "val_loss_first": validations[0]["val_loss"] if validations else None,
         "val_loss": validations[-1]["val_loss"] if validations else None,
         "wall_seconds": wall_seconds,
+        "environment": environment(),
         "config": config,
     }
     write_summary(run_dir, summary)

@@ -18,6 +18,7 @@ from deepzero.config.run import LoggerConfig
 from deepzero.monitor.background import Sink
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import make_loggers
+from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates
 
@@ -100,6 +101,7 @@ class Monitor:
         """The run leaves before its end, and may be continued: the summary says so until then."""
         if self.sinks:
             write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
+            write_report_or_tell(self.run_dir, self.line)
         self._close({"status": "stopped", "error": reason, "steps": self.last.get("step", 0)})
 
     def broken_off(self) -> None:
@@ -138,6 +140,7 @@ class Monitor:
         }
         if self.sinks:
             write_summary(self.run_dir, summary)
+            write_report_or_tell(self.run_dir, self.line)  # before W&B closes, which takes it along
         self._close(summary)
         if self.terminal is not None:
             self.terminal.line(_last_words(summary, self.run_dir))

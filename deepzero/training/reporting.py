@@ -13,6 +13,7 @@ from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
+from deepzero.monitor.environment import environment
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.throughput import peak_flops
 from deepzero.runtime.engine import Engine
@@ -67,5 +68,6 @@ def final_facts(run: RunConfig, engine: Engine, sample_text: str | None) -> dict
         "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
         "skipped_steps": engine.skipped_steps,
         "sample": sample_text,
+        "environment": environment(torch.cuda.get_device_name(engine.device) if device_bytes is not None else None),
         "config": dataclasses.asdict(run),
     }

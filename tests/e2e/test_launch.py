@@ -117,6 +117,8 @@ def test_ctrl_c_in_the_middle_of_training(tiny: list[str], tmp_path: Path) -> No
     assert summary["error"] == "stopped by SIGINT"
     assert summary["steps"] == steps[-1]["step"] >= 2
     assert summary["config"]["train"]["steps"] == 100000
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "The run did not finish: stopped by SIGINT." in report
 
 
 def free_port() -> int:

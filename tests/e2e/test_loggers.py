@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import browser
+from tests.e2e import tensorboard_pages as browser
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 
 

@@ -79,10 +79,13 @@ def test_sigterm_saves_and_the_same_command_goes_on(reference: Reference, tiny: 
     assert done.err == f"stopped by SIGTERM; what there is lies in {tmp_path / 'run'}\n"
     summary = runs.summary(tmp_path / "run")
     assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "stopped by SIGTERM", step)
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "The run did not finish: stopped by SIGTERM." in report
     done = runs.train(*arguments, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert f"going on after step {step}" in done.out
     assert runs.summary(tmp_path / "run")["resumed_from_step"] == step
+    assert f"going on after step {step}" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
 
 

@@ -22,7 +22,7 @@ def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> N
     assert done.err == ""
     for stage in (0, 1, 2, 3):
         run_dir = folder / str(stage)
-        names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "summary.json"}
+        names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "summary.json", "timeline.json"}
         assert {p.name for p in run_dir.iterdir()} == names
         assert runs.summary(run_dir)["config"]["engine"]["zero"]["stage"] == stage
         assert f"ZeRO stage {stage}" in done.out
@@ -112,6 +112,10 @@ def test_nan_stops_the_run_and_leaves_it_readable(broken: tuple[Path, runs.Done]
     assert "NonFiniteError: step 5" in summary["error"]
     assert len(runs.entries(run_dir)[0]) == 4
     assert "Traceback" in (run_dir / "error.txt").read_text(encoding="utf-8")
+    report = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert "The run did not finish: " in report
+    assert "NonFiniteError: step 5" in report
+    assert "Each of the 3 ranks holds" in report, "the recorded step tells, as there is no summary of a last one"
 
 
 def test_loggers_have_what_came_before_the_nan(broken: tuple[Path, runs.Done]) -> None:

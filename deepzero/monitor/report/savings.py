@@ -1,0 +1,118 @@
+"""What a run's stage has saved: its model state per rank against plain data parallelism, by the closed forms.
+
+Plain mixed-precision data parallelism holds, on every rank, ``cΨ`` of parameters, ``cΨ`` of gradients, fp32 masters and
+the optimizer's moments: with Adam in bf16 or fp16 ``2Ψ + 2Ψ + 4Ψ + 8Ψ = 16Ψ``, in fp32, whose parameters are their own
+masters, ``4Ψ + 4Ψ + 8Ψ = 16Ψ`` as well. With W ranks the sources' forms are ``4Ψ + 12Ψ/W`` for stage 1, ``2Ψ + 14Ψ/W``
+for stage 2 and ``16Ψ/W`` for stage 3. A run that sums gradients in fp32 has wider ones, and says so.
+
+Source: "Partitioning" of the stage-2 notes; ZeRO paper, sections 3 and 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepzero.monitor.report.reading import DEVICE_STATES, HOST_STATES, Run
+from deepzero.monitor.terminal import short_bytes
+
+WHAT_STAGES_DO = (
+    "Stage 0 is plain data parallelism: each rank keeps parameters, gradients and optimizer states whole.",
+    "Stage 1 cuts the optimizer states (fp32 masters and moments) into one part for each rank; parameters and gradients"
+    " stay whole.",
+    "Stage 2 cuts the optimizer states and the gradients into one part for each rank; parameters stay whole.",
+    "Stage 3 cuts the optimizer states, the gradients and the parameters into one part for each rank; a layer's"
+    " parameters are gathered just before it runs.",
+)
+PAPER_FORMS = ("16Ψ", "4Ψ + 12Ψ/W", "2Ψ + 14Ψ/W", "16Ψ/W")
+"""Of the stages, with Adam in mixed precision: 2 bytes of parameter, 2 of gradient, 12 of optimizer state."""
+STATES_OF_ADAM = 16.0
+WORKING = ("gathered", "buckets", "padding")
+"""What ZeRO needs besides the states: memory categories of a rank's device."""
+COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Bytes of model state on one rank, mean over ranks."""
+
+    numel: int
+    """Ψ."""
+    plain: dict[str, float]
+    """What plain data parallelism would hold, by category."""
+    here: dict[str, float]
+    """What was measured on the device, by category."""
+    predicted: dict[str, float]
+    """What the closed forms of this run said of them."""
+    host: float
+    """Of the same states, what was measured in host memory."""
+
+    @property
+    def plain_bytes(self) -> float:
+        """On every rank of plain data parallelism."""
+        return sum(self.plain.values())
+
+    @property
+    def here_bytes(self) -> float:
+        """On the device of one rank of this run."""
+        return sum(self.here.values())
+
+    @property
+    def part(self) -> float:
+        """How much less, 0 to 1; negative where it is more."""
+        return 1 - self.here_bytes / self.plain_bytes
+
+
+def savings_of(run: Run) -> Savings | None:
+    """The comparison; None where the files do not hold what it needs."""
+    numel, ranks, stage = run.model_numel, run.world_size, run.stage
+    size = COMPUTE_BYTES.get(str(run.setting("precision.dtype")))
+    if numel is None or ranks is None or stage is None or size is None or not run.account("memory"):
+        return None
+    here = {category: run.held(category) for category in DEVICE_STATES}
+    if here["parameters"] + run.held("host_parameters") == 0:
+        return None
+    cut = 1 if stage == 0 else ranks  # hybrid sharding (MiCS) cuts optimizer states over all ranks, too
+    # How wide an optimizer's moments are, and how much is trained, is known by what is held.
+    masters = cut * (run.held("masters", "predicted") + run.held("host_masters", "predicted"))
+    moments = cut * (run.held("moments", "predicted") + run.held("host_moments", "predicted"))
+    trained = masters / 4 if size < 4 else float(numel)
+    plain = {"parameters": float(size * numel), "gradients": size * trained, "masters": masters, "moments": moments}
+    predicted = {category: run.held(category, "predicted") for category in DEVICE_STATES}
+    return Savings(numel, plain, here, predicted, sum(run.held(category) for category in HOST_STATES))
+
+
+def headline(run: Run) -> str:
+    """What was saved, as one or two sentences of plain text."""
+    found = savings_of(run)
+    if found is None:
+        return "How much memory that saves is not known: the run ended before a step was counted."
+    of_each = "The one rank" if run.world_size == 1 else f"Each of the {run.world_size} ranks"
+    here, plain = short_bytes(found.here_bytes), short_bytes(found.plain_bytes)
+    side = " on its device" if found.host else ""
+    text = f"{of_each} holds {here} of model state{side} ({found.here_bytes / found.numel:.2f} bytes per parameter) "
+    text += f"where plain data parallelism holds {plain} ({found.plain_bytes / found.numel:.2f})"
+    if found.part > 0.005:
+        text += f": {found.part:.0%} less."
+    elif found.part < -0.005:
+        text += f": {-found.part:.0%} more."
+    else:
+        text += ": nothing is saved."
+    if run.setting("grad_accum_dtype") == "fp32" and COMPUTE_BYTES[str(run.setting("precision.dtype"))] < 4:
+        text += " Gradients are summed in fp32 here, which the 16 bytes of the textbook do not count."
+    if working := sum(run.held(category) for category in WORKING):
+        text += f" Besides it holds up to {short_bytes(working)} of buckets and gathered parameters."
+    if found.host:
+        text += f" Another {short_bytes(found.host)} of it lie in host memory."
+    return text
+
+
+def textbook(run: Run) -> str | None:
+    """The sources' formula for this stage with this run's numbers; None where it does not apply."""
+    found, stage, ranks = savings_of(run), run.stage, run.world_size
+    if found is None or stage is None or ranks is None:
+        return None
+    if abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01 or found.host or found.here["secondary"]:
+        return None
+    factor = (16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
+    size = short_bytes(factor * found.numel)
+    return f"{PAPER_FORMS[stage]} = {factor:.4g}Ψ = {size} with Ψ = {found.numel:,} and W = {ranks}"

@@ -1,0 +1,65 @@
+"""``timeline.json``: the memory of every rank over one optimizer step, for ``report.html``.
+
+One step of each start of a run is recorded (``train.timeline_step``); ``docs/report.md`` says what the file holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from deepzero.comm import process_group
+from deepzero.config.run import RunConfig
+from deepzero.monitor.files import TIMELINE, write_json
+from deepzero.profiling.step_recorder import StepRecorder, points_for
+from deepzero.runtime.engine import Engine
+
+
+class StepTimeline:
+    """Records the chosen step on every rank; rank 0 writes it down when the step is over.
+
+    Args:
+        run: the settings.
+        run_dir: the run folder.
+        engine: whose ledger is listened to.
+        first_step: steps that were taken before this start of the run.
+    """
+
+    def __init__(self, run: RunConfig, run_dir: Path, engine: Engine, first_step: int) -> None:
+        wanted = run.train.timeline_step
+        self.step = min(first_step + wanted, run.train.steps) if wanted else 0
+        """Which optimizer step is recorded, counted from 1 over the whole run; 0: none."""
+        self._run_dir, self._engine = run_dir, engine
+        on_gpu = engine.device.type == "cuda"
+        weigh = partial(torch.cuda.memory_allocated, engine.device) if on_gpu else None
+        self._recorder = StepRecorder(engine.ledger, points_for(engine.world_size), weigh)
+
+    def begin(self, step: int) -> None:
+        """Optimizer step number ``step`` begins."""
+        if step == self.step:
+            self._recorder.begin()
+
+    def end(self, step: int, tell: Callable[[str], None]) -> None:
+        """It is over. A collective at the recorded step; what follows it, the writing, cannot fail the run.
+
+        Args:
+            step: the number given to :meth:`begin`.
+            tell: prints a line.
+        """
+        if step != self.step:
+            return
+        self._recorder.end()
+        ranks = process_group.all_gather_object(self._recorder.as_dict())
+        # The ledger's comparison, too: a run that fails later has no summary to find it in.
+        facts = {**self._engine.report(), "model_numel": self._engine.model_numel}
+        if self._engine.global_rank != 0:
+            return
+        seconds = max(rank["seconds"] for rank in ranks)
+        everything = {"step": step, "seconds": seconds, "world_size": len(ranks), **facts}
+        try:
+            write_json(self._run_dir / TIMELINE, {**everything, "ranks": ranks, "predicted": None})
+        except Exception as error:  # whatever the disk says
+            tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")

@@ -1,0 +1,113 @@
+"""Axes and curves: round ticks, gaps, spikes that survive thinning, stairs, marks, bars."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deepzero.monitor.report import svg
+
+finite = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+def chart(lines: list[svg.Line], **options: object) -> str:
+    """A line chart, parsed once to see that it is XML."""
+    drawn = svg.line_chart("x", "Title", "Description", lines, "step", "{:g}".format, **options)  # type: ignore[arg-type]
+    ElementTree.fromstring(drawn)
+    return drawn
+
+
+def paths(drawn: str) -> list[str]:
+    """What each line goes through."""
+    return re.findall(r'<path class="line" d="([^"]*)"', drawn)
+
+
+@given(finite, finite)
+def test_ticks_are_few_round_and_inside(a: float, b: float) -> None:
+    low, high = min(a, b), max(a, b)
+    found = svg.ticks(low, high)
+    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
+        return  # nothing between the two that a label could tell apart
+    assert 2 <= len(found) <= 10
+    slack = 1e-6 * (high - low)
+    assert all(low - slack <= value <= high + slack for value in found)
+    steps = {round(y - x, 12) for x, y in itertools.pairwise(found)}
+    assert max(steps) == pytest.approx(min(steps), rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.one_of(st.none(), finite)), min_size=1, max_size=3000))
+def test_thinning_keeps_the_highest_and_the_lowest(points: list[tuple[int, float | None]]) -> None:
+    thin = svg.thin(points, limit=50)
+    assert len(thin) <= max(50, 75)
+    values = [y for _, y in points if y is not None]
+    if values:
+        kept = [y for _, y in thin if y is not None]
+        assert (max(kept), min(kept)) == (max(values), min(values))
+
+
+def test_a_missing_value_is_a_gap() -> None:
+    points = [(1, 1.0), (2, 2.0), (3, None), (4, math.nan), (5, 1.0), (6, 1.5)]
+    (path,) = paths(chart([svg.Line("loss", points, "c1")]))
+    assert path.count("M") == 2
+    assert "nan" not in path
+
+
+@pytest.mark.parametrize("points", [[], [(1, None)], [(1, math.inf), (2, math.nan)]])
+def test_nothing_to_draw_is_no_chart(points: list[tuple[float, float | None]]) -> None:
+    assert svg.line_chart("x", "T", "D", [svg.Line("loss", points, "c1")], "step", str) == ""
+
+
+def test_one_value_is_a_dot_in_the_middle_of_an_axis() -> None:
+    drawn = chart([svg.Line("loss", [(1, 5.0)], "c1")])
+    assert 'cx="223.0"' in drawn
+    assert not paths(drawn)
+
+
+def test_equal_values_have_an_axis() -> None:
+    (path,) = paths(chart([svg.Line("scale", [(1, 0.0), (2, 0.0)], "c1")], zero=True))
+    places = {float(y) for y in re.findall(r" ([\d.]+)", path)}
+    assert places == {svg.HEIGHT - svg.BOTTOM}
+
+
+def test_crosses_stand_where_steps_were_skipped() -> None:
+    drawn = chart([svg.Line("loss", [(1, 1.0), (3, 2.0)], "c1")], crosses=[2.0])
+    assert drawn.count('class="cross"') == 1
+    assert f"M{svg.Frame((1, 3), (1, 2)).across(2) - 3:.1f} " in drawn
+
+
+def test_words_are_escaped_and_without_control_characters() -> None:
+    drawn = chart([svg.Line("<b>\x1b&", [(1, 1.0), (2, 2.0)], "c1")])
+    assert "<title>&lt;b&gt;?&amp;</title>" in drawn
+
+
+def test_layers_stand_on_each_other_in_steps() -> None:
+    layers = [svg.Layer("low", [10, 10, 10], "c1"), svg.Layer("high", [0, 30, 0], "c2")]
+    drawn = svg.stacked_chart("m", "Memory", "D", [0, 1, 2], layers, [], "time", "{:g}".format)
+    ElementTree.fromstring(drawn)
+    low, high = re.findall(r'<path class="area" d="M([^"]*)Z"', drawn)
+    frame = svg.Frame((0, 2), (0, 40))
+    corners = [(frame.across(x), frame.up(y)) for x, y in ((1, 10), (1, 40), (2, 40), (2, 10))]
+    assert "L".join(f"{x:.1f} {y:.1f}" for x, y in corners) in high
+    assert low.count("L") == 3, "what does not change needs its four corners alone"
+
+
+def test_marks_that_touch_share_their_words() -> None:
+    marks = [(10.0, "2"), (99.0, "3"), (99.5, "4"), (100.0, "5")]
+    layers = [svg.Layer("a", [1, 1], "c1")]
+    drawn = svg.stacked_chart("m", "M", "D", [0, 100], layers, [], "time", "{:g}".format, marks=marks)
+    assert drawn.count('class="mark"') == 4
+    assert re.findall(r">([2345·]+)</text>", drawn) == ["2", "3·4·5"]
+
+
+def test_bars_end_where_they_are_measured_and_are_marked_where_expected() -> None:
+    drawn = svg.bar_chart("b", "T", "D", [svg.Bar("one", 50, 100, ""), svg.Bar("two", 25, None, "")], str)
+    ElementTree.fromstring(drawn)
+    assert re.findall(r'width="([\d.]+)" height="11"', drawn) == ["190.0", "95.0"]
+    assert re.findall(r'class="expected" x1="([\d.]+)"', drawn) == ["384.0"]
+    assert svg.bar_chart("b", "T", "D", [], str) == ""

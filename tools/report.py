@@ -1,0 +1,58 @@
+"""``report.html`` of a run, anew; or several runs on one page: ``python -m tools.report RUN_FOLDER …``.
+
+One run folder: its ``report.html``. Several, or the folder of a sweep: ``comparison.html`` in the folder above them.
+``docs/report.md`` says what stands in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from deepzero.monitor.files import put
+from deepzero.monitor.report.compare import comparison
+from deepzero.monitor.report.reading import is_run, read_run
+from deepzero.monitor.report.sections import report
+
+COMPARISON = "comparison.html"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the page and say where it lies. Returns the exit status: 0, or 1 when a folder holds no run."""
+    parser = argparse.ArgumentParser(prog="python -m tools.report", description="The report of a run, or of several.")
+    parser.add_argument("folder", type=Path, nargs="+", help="a run folder, or a folder whose sub-folders are runs")
+    parser.add_argument("--out", type=Path, help="the page; default: report.html in the run folder, or comparison.html")
+    options = parser.parse_args(arguments)
+    folders: list[Path] = []
+    for folder in options.folder:
+        found = runs_in(folder.resolve())
+        if not found:
+            print(f"report: {folder}: no run, neither metrics.jsonl nor summary.json is there", file=sys.stderr)
+            return 1
+        folders += [run for run in found if run not in folders]
+    if len(folders) == 1:
+        out, page = folders[0] / "report.html", report(read_run(folders[0]))
+    else:
+        out, page = Path(os.path.commonpath(folders)) / COMPARISON, comparison([read_run(run) for run in folders])
+    out = options.out if options.out is not None else out
+    try:
+        put(out, page)
+    except OSError as error:
+        print(f"report: {error}; choose another place with --out", file=sys.stderr)
+        return 1
+    print(f"{out}: {len(folders)} run{'s' * (len(folders) > 1)}, {len(page.encode())} bytes")
+    return 0
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself, or the runs right below it: those of a sweep, in the order of their numbers."""
+    if is_run(folder):
+        return [folder]
+    below = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
+    return sorted(below, key=lambda path: (int(path.name) if path.name.isdigit() else sys.maxsize, path.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
