@@ -106,9 +106,13 @@ class Ledger:
             padding: how many of them are padding.
             between_bytes: how many of the bytes leave this rank's node.
         """
-        account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
+        account = self.traffic if self.in_step(kind) else self.between_steps
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
+
+    def in_step(self, kind: str) -> bool:
+        """Whether what is sent now under this name is part of a step."""
+        return not (self._aside or kind in self.no_part_of_a_step)
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
         """Keep an event, when the order is being traced."""
