@@ -40,6 +40,7 @@ VERBS = {
     "forward": "1: the model's forward pass",
     "backward": "2: the backward pass, if the engine runs it",
     "boundary": "3: flush, wait for the last reductions",
+    "agree": "4: this rank's share of the norm, and the ranks' agreement on it",
     "step": "4: the optimizer; with offload one for each interval on the host",
     "publish": "5: new parameters go to the other ranks",
     "fetch": "a gather is launched",

@@ -301,7 +301,8 @@ class Engine(EngineCheckpoints):
             self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
+        with ranges.span("agree"):
+            agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
         self.stopping = agreement.stop
         scale, mean_divisor = self._scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]

@@ -112,7 +112,8 @@ class DelayedStep:
             with torch.no_grad(), cpu_threads(host.threads if host is not None else 1):
                 for group, grads in work:
                     outs = group.back.outs() if group.back is not None else None
-                    with ranges.span("step", *(group.back.where() if group.back is not None else ()), note="delayed"):
+                    number, first = group.back.where() if group.back is not None else (None, "")
+                    with ranges.span("step", number, first, "delayed"):
                         twin.step(grads=grads, out=outs, scale=divisor, only=group.masters)
                     self._bytes += bytes_of_step(self.optimizer, group, outs or [])
         except BaseException as error:
