@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,23 +89,19 @@ def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = Non
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     recording = Recording(run_dir / FOLDER, f"rank{rank}", held if cfg.memory else None, cfg.memory)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
+        on_trace_ready=recording.write,
+        record_shapes=True,
+        profile_memory=cfg.memory,
+        with_stack=cfg.with_stack,
+    )
+    recording.drive(profiler, profiler.start)
     try:
-        with torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
-            on_trace_ready=recording.write,
-            record_shapes=True,
-            profile_memory=cfg.memory,
-            with_stack=cfg.with_stack,
-        ) as profiler:
-            recording.follow(profiler)
-
-            def end_of_step() -> None:
-                profiler.step()
-                recording.follow(profiler)
-
-            yield end_of_step
+        yield lambda: recording.drive(profiler, profiler.step)
     finally:
+        recording.drive(profiler, profiler.stop)
         recording.end()
 
 
@@ -122,8 +119,26 @@ class Recording:
         self.folder, self.worker, self._held = folder, worker, held
         self._snapshots = snapshots and torch.cuda.is_available()
         self._recorder: ranges.Recorder | None = None
+        self._broken = False
 
-    def follow(self, profiler: torch.profiler.profile) -> None:
+    def drive(self, profiler: torch.profiler.profile, verb: Callable[[], None]) -> None:
+        """Start, step or stop the profiler, and record when it does. **One that has failed is not touched again**:
+        torch ends the process when it is stopped twice.
+        """
+        if self._broken:
+            return
+        try:
+            with warnings.catch_warnings():
+                # Of a second cycle; the events of the first are in their file.
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
+                verb()
+            self._follow(profiler)
+        except Exception as error:  # what watches a run does not stop it
+            self._broken = True
+            self.end()
+            log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
+
+    def _follow(self, profiler: torch.profiler.profile) -> None:
         """Begin when the profiler has begun to record. The end is :meth:`write`."""
         action = torch.profiler.ProfilerAction
         if self._recorder is None and profiler.current_action in (action.RECORD, action.RECORD_AND_SAVE):

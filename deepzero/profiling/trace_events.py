@@ -89,8 +89,10 @@ class Trace:
     """The memory timeline: bytes by category."""
 
     def phase_at(self, moment: float) -> str:
-        """In which of :data:`PHASES` the program was; empty between them."""
-        return next((p.label.verb for p in self.phases if p.label and p.begin <= moment <= p.end), "")
+        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
+        around = [p for p in self.phases if p.begin <= moment <= p.end]
+        found = max(around, key=lambda phase: phase.begin, default=None)
+        return found.label.verb if found is not None and found.label is not None else ""
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------

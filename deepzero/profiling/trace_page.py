@@ -22,7 +22,7 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; overflow-
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .15rem .6rem; border-bottom: 1px solid #e3e7eb; white-space: nowrap; }
-td.words { text-align: left; white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
+td.words, th.words { text-align: left; white-space: normal; min-width: 14rem; overflow-wrap: anywhere; }
 tr.mean td { font-weight: 600; } svg { display: block; width: 100%; } code { overflow-wrap: anywhere; }
 .key { display: inline-block; margin-right: 1.1rem; } .key i { display: inline-block; width: .8rem; height: .8rem;
   margin-right: .35rem; vertical-align: -1px; }
@@ -86,11 +86,11 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]], last: Sequence[st
 def _gap_table(summary: TraceSummary) -> str:
     steps = len(summary.steps)
     body = "".join(
-        f"<tr><td>{group.total / steps:.2f}</td><td>{group.count / steps:.3g}</td><td>{group.widest.length:.2f}</td>"
-        f'<td>{group.phase or "outside"}</td><td class="words">{html.escape(group.what)}</td></tr>'
+        f'<tr><td>{group.total / steps:.2f}</td><td class="words">{html.escape(group.what)}</td>'
+        f"<td>{group.phase or 'outside'}</td><td>{group.count / steps:.3g}</td><td>{group.widest.length:.2f}</td></tr>"
         for group in summary.groups()[:WIDEST]
     )
-    head = "<tr><th>ms a step</th><th>a step</th><th>widest, ms</th><th>in</th><th>for</th></tr>"
+    head = '<tr><th>ms a step</th><th class="words">for</th><th>in</th><th>a step</th><th>widest, ms</th></tr>'
     return f'<div class="scroll"><table>{head}{body}</table></div>'
 
 
