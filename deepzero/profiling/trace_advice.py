@@ -17,6 +17,8 @@ OF_STEP = 0.03
 OF_EXPOSED = 0.10
 AT_ONCE = 0.1
 """A wait that begins after this part of the time from launch to completion follows its launch directly."""
+STOOD = 0.1
+"""Milliseconds: a shorter wait does not tell whether the messages had arrived before it."""
 FULL = 0.7
 """Gathers that are under way for this part of forward and backward leave no room to launch them earlier."""
 
@@ -52,7 +54,7 @@ class _Evidence:
 
     @property
     def count(self) -> str:
-        number = len(self.gaps) / max(1, len(self.summary.steps))
+        number = len({gap.collective for gap in self.gaps}) / max(1, len(self.summary.steps))
         return f"{number:.0f}" if number >= 1 else "less than one"
 
 
@@ -76,7 +78,7 @@ Words = tuple[str, str, str]
 
 
 def _late_gather(gap: Gap) -> bool:
-    return gap.kind in GATHERS and not gap.prefetched and not gap.first
+    return gap.kind in GATHERS and not gap.launching and not gap.prefetched and not gap.first
 
 
 def _say_late(found: _Evidence) -> Words:
@@ -89,13 +91,17 @@ def _say_late(found: _Evidence) -> Words:
 
 
 def _prefetched(gap: Gap) -> bool:
-    return gap.kind in GATHERS and gap.prefetched
+    return gap.kind in GATHERS and not gap.launching and gap.prefetched
 
 
 def _say_prefetched(found: _Evidence) -> Words:
     trace = found.summary.trace
     passes = times_of(phase for phase in trace.phases if phase.label and phase.label.verb in ("forward", "backward"))
     gathers = [s for s in trace.communication if s.label is not None and s.label.note.split(" ")[0] in GATHERS]
+    if trace.device == "cpu":
+        # A lane's end is the end of a wait. Only where somebody stood in it was that the moment of arrival.
+        known = {gap.flight for gap in found.gaps if gap.label and gap.label.verb == "wait" and gap.length >= STOOD}
+        gathers = [span for span in gathers if span.begin in known]
     flown = times_of(gathers)
     room = length(passes)
     busy = sum(length(inside(flown, begin, end)) for begin, end in passes) / room if room else 0.0
@@ -104,23 +110,23 @@ def _say_prefetched(found: _Evidence) -> Words:
     if busy >= FULL:
         return (
             "zero.zero_quantized_weights", "true, or a larger " + MICRO_BATCH,
-            f"gathers were prefetched{ahead}, and have not arrived when they are needed; they are under way for "
-            f"{busy:.0%} of forward and backward, so launching them earlier cannot help: fewer bytes can, or more "
-            "computation for each gather",
+            f"gathers were prefetched{ahead}, and have not arrived when they are needed; they are under way for at "
+            f"least {busy:.0%} of forward and backward, so launching them earlier cannot help: fewer bytes can, or "
+            "more computation for each gather",
         )  # fmt: skip
     return (
         PREFETCH, "larger",
-        f"gathers were prefetched{ahead}, and have not arrived when they are needed; they are under way for {busy:.0%} "
-        "of forward and backward, so there is room to launch them earlier",
+        f"gathers were prefetched{ahead}, and have not arrived when they are needed; that is known of {busy:.0%} "
+        "of forward and backward, so there may be room to launch them earlier",
     )  # fmt: skip
 
 
 def _reduction(gap: Gap) -> bool:
-    return gap.kind.startswith(REDUCTIONS)
+    return gap.kind.startswith(REDUCTIONS) and not gap.launching
 
 
 def _at_once(gap: Gap) -> bool:
-    """The wait followed the launch directly. A launch that stands still itself is no wait."""
+    """The wait followed the launch directly."""
     waits = gap.label is not None and gap.label.verb == "wait" and gap.lead is not None
     return waits and (gap.lead or 0.0) <= AT_ONCE * ((gap.lead or 0.0) + gap.length)
 
@@ -162,7 +168,7 @@ def _say_behind(found: _Evidence) -> Words:
 
 
 def _publication(gap: Gap) -> bool:
-    return gap.phase == "publish" and gap.kind == "parameters.all_gather"
+    return gap.phase == "publish" and gap.kind == "parameters.all_gather" and not gap.launching
 
 
 def _say_publication(found: _Evidence) -> Words:
@@ -170,6 +176,18 @@ def _say_publication(found: _Evidence) -> Words:
         ACCUMULATION, "larger",
         "new parameters are gathered at the end of each step, when there is nothing to compute; with more "
         "micro-batches in a step that happens less often for the same data",
+    )  # fmt: skip
+
+
+def _launching(gap: Gap) -> bool:
+    return gap.launching and gap.kind != "agreement.all_reduce"
+
+
+def _say_launching(found: _Evidence) -> Words:
+    return (
+        MICRO_BATCH, "larger, or fewer bytes: zero.zero_quantized_weights=true, zero.zero_quantized_gradients=true",
+        f"the calls that start {found.count} collectives a step stand still themselves: gloo hands messages to the "
+        "system in the calling thread, and no order of launches hides that",
     )  # fmt: skip
 
 
@@ -238,6 +256,7 @@ RULES: tuple[tuple[Callable[[Gap], bool], Callable[[_Evidence], Words]], ...] = 
     (_tail, _say_tail),
     (_behind, _say_behind),
     (_publication, _say_publication),
+    (_launching, _say_launching),
     (_agreement, _say_agreement),
     (_fetch_from_host, _say_fetch_from_host),
     (_activations, _say_activations),

@@ -69,6 +69,8 @@ class Gap:
     label: Label | None
     lead: float | None
     """How long before the gap the launching call was over; None: not known."""
+    flight: float | None = None
+    """When the collective began, in the trace's time: the launch and the wait of one have this in common."""
     first: bool = False
     """The first gather of its step: nothing comes before it that it could hide behind."""
     last: bool = False
@@ -85,9 +87,19 @@ class Gap:
         return self.label is not None and self.label.note.endswith(" prefetch")
 
     @property
+    def launching(self) -> bool:
+        """On a CPU: not a wait, but the call that starts a collective."""
+        return self.name.startswith("zero.launch")
+
+    @property
     def copy(self) -> bool:
         """Whether it is a copy between host and device."""
         return self.kind.startswith("offload.") or (self.label is None and self.name.startswith("Memcpy"))
+
+    @property
+    def collective(self) -> tuple[int, float | None, str]:
+        """Two gaps with the same are about one collective."""
+        return self.step, self.begin if self.flight is None else self.flight, self.what
 
     @property
     def what(self) -> str:
@@ -106,6 +118,7 @@ class Group:
     phase: str
     what: str
     count: int
+    """How many collectives or copies."""
     total: float
     widest: Gap
 
@@ -134,7 +147,13 @@ class TraceSummary:
         for gap in self.gaps:
             found.setdefault((gap.phase, gap.what), []).append(gap)
         groups = [
-            Group(phase, what, len(gaps), sum(gap.length for gap in gaps), max(gaps, key=lambda gap: gap.length))
+            Group(
+                phase,
+                what,
+                len({gap.collective for gap in gaps}),
+                sum(gap.length for gap in gaps),
+                max(gaps, key=lambda gap: gap.length),
+            )
             for (phase, what), gaps in found.items()
         ]
         return sorted(groups, key=lambda group: -group.total)
@@ -190,7 +209,7 @@ def _gaps(trace: Trace, step: Step, exposed: Iterable[tuple[float, float]], caus
             gaps.append(
                 Gap(
                     step.number, (at - step.begin) / 1000, length(piece) / 1000, trace.phase_at(moment), cause.name,
-                    cause.label, lead, _same(cause, first), _same(cause, last),
+                    cause.label, lead, cause.flight, _same(cause, first), _same(cause, last),
                 )
             )  # fmt: skip
         gaps += [Gap(step.number, (b - step.begin) / 1000, (e - b) / 1000, "", OTHER, None, None) for b, e in left]

@@ -109,6 +109,7 @@ CASES = [
     ),
     ([ours("publish", 90, 99), *flight("interval 1|parameters.all_gather", (90, 90.5), (90.5, 98))],
      ["gradient_accumulation_steps"]),
+    (flight(f"interval 8|{GATHER} prefetch", (10, 20), (30, 30)), ["train_micro_batch_size_per_gpu"]),
     ([ours("wait agreement.all_reduce", 90, 99)], [""]),
     ([ours("H2D interval 1 (x) offload.parameters_fetch", 5, 20)], ["zero.offload_param.device"]),
     ([ours("D2H interval 1 (x) offload.gradients_to_host", 50, 60)], ["zero.offload_optimizer.ratio"]),
