@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_exposed_communication_agrees_with_the_clock_of_the_run(run):
             assert 0 < exposed <= in_flight < times.length / 1000
             assert entry["comm/hidden_fraction"] == pytest.approx(1 - exposed / in_flight)
     assert 0.99 < min(ratios) < 1.2
+
+
+def test_tensorboards_plugin_reads_it(run, tmp_path):
+    _, paths, _ = run
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the plugin's own, of pandas and the like
+        from torch_tb_profiler.profiler.data import RunProfileData
+
+        read = RunProfileData.parse("rank0", "1", str(paths[0]), str(tmp_path))
+    assert read.steps_names == [str(2 + k) for k in range(ACTIVE)]
+    assert read.has_communication
+    assert read.distributed_info["world_size"] == 2
+    assert not any(event.name.startswith("zero.in_flight") for event in read.events)
 
 
 def labels_of(path: Path) -> list[Label]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import runs
+from tools import trace_report
 
 STEP_KEYS = {
     "step", "loss", "lr", "grad_norm", "grad_norm_clipped", "loss_scale", "skipped", "tokens", "tokens_per_second",
@@ -171,6 +172,19 @@ def test_loggers_and_profiler_need_no_account(watched: tuple[Path, str]) -> None
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
     traces = sorted(p.name.split(".")[0] for p in (run_dir / "traces").glob("*.pt.trace.json"))
     assert traces == ["rank0", "rank1"]
+
+
+def test_the_traces_of_a_run_are_summed_up(watched: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, _ = watched
+    assert trace_report.main([str(run_dir)]) == 0
+    report = capsys.readouterr().out
+    assert [line.partition(",")[0] for line in report.splitlines() if line.startswith("rank ")] == [
+        "rank 0 of 2", "rank 1 of 2",
+    ]  # fmt: skip
+    assert "gradients." in report
+    steps, _ = runs.entries(run_dir)
+    for step in steps:
+        assert 0 < step["comm/exposed_seconds"] <= step["comm/in_flight_seconds"] < step["step_seconds"]
 
 
 def _read_all(leader: int, command: runs.Command) -> str:
