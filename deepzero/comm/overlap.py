@@ -92,7 +92,7 @@ class Flight:
         self._range: AbstractContextManager[None] | None = None
         self._airborne: ranges.Airborne | None = None
         if self._recorder is not None:
-            self._airborne = self._recorder.take_off(kind, where)
+            self._airborne = self._recorder.take_off(kind, where, lane=meter.measures)
             label = self._airborne.label
             self._enter(ranges.Label("launch", label.interval, label.place, label.note))
         self._since = perf_counter()

@@ -98,7 +98,7 @@ def interval_of(where: str) -> int | None:
 
 @dataclass
 class Airborne:
-    """One collective in the *in_flight* lane. Times are those of ``time.time_ns``."""
+    """What goes into a lane of its own: a collective, a delayed update. Times are those of ``time.time_ns``."""
 
     label: Label
     began_ns: int
@@ -117,6 +117,8 @@ class Recorder:
 
     def __init__(self, held: Callable[[], dict[str, int]] | None = None) -> None:
         self.flights: list[Airborne] = []
+        self.aside: list[Airborne] = []
+        """In threads that the profiler does not see."""
         self.samples: list[tuple[int, dict[str, int]]] = []
         """(``time.time_ns``, bytes by category)"""
         self._held = held
@@ -144,10 +146,27 @@ class Recorder:
         finally:
             self._mine.place = ""
 
-    def take_off(self, kind: str, where: str) -> Airborne:
-        """A collective is about to be launched; its place is that of the range inside which this happens."""
+    @contextlib.contextmanager
+    def span_aside(self, label: Label) -> Iterator[None]:
+        """A range around what is inside, in a thread that the profiler does not see."""
+        entry = Airborne(label, time.time_ns())
+        self.aside.append(entry)
+        try:
+            yield
+        finally:
+            entry.ended_ns = entry.ended_ns or time.time_ns()
+
+    def take_off(self, kind: str, where: str, lane: bool = True) -> Airborne:
+        """A collective is about to be launched; its place is that of the range inside which this happens.
+
+        Args:
+            kind: the ledger's name for it.
+            where: ``interval 12``.
+            lane: False where the profiler sees by itself when it is under way: NCCL's kernels.
+        """
         flight = Airborne(self.inside("in_flight", kind, where), time.time_ns())
-        self.flights.append(flight)
+        if lane:
+            self.flights.append(flight)
         return flight
 
     def inside(self, verb: str, kind: str, where: str) -> Label:
@@ -166,7 +185,7 @@ class Recorder:
     def finish(self) -> None:
         """The recorded steps are over; what is under way is cut off here."""
         now = time.time_ns()
-        for flight in self.flights:
+        for flight in [*self.flights, *self.aside]:
             flight.ended_ns = flight.ended_ns or now
 
     def _sample(self) -> None:
@@ -210,6 +229,11 @@ def span(verb: str, interval: int | None = None, place: str = "", note: str = ""
     if _recorder is None:
         return _NOTHING
     return _recorder.span(Label(verb, interval, place, note))
+
+
+def span_aside(verb: str, interval: int | None, place: str, note: str) -> AbstractContextManager[None]:
+    """:func:`span` in a thread that the program has started itself, which torch's profiler does not see."""
+    return _NOTHING if _recorder is None else _recorder.span_aside(Label(verb, interval, place, note))
 
 
 def moving(verb: str, kind: str, where: str) -> AbstractContextManager[None]:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 FOLDER = "traces"
 COMMUNICATION = "communication"
 """Category and lane of the events that say when a collective was under way."""
+ASIDE = "delayed update"
+"""The same for what a thread does that torch's profiler does not see."""
 HELD = "held"
 """Name of the counters of the memory timeline."""
 _FIRST_LANE = 1_000_000_000
@@ -103,6 +105,8 @@ def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = Non
     finally:
         recording.drive(profiler, profiler.stop)
         recording.end()
+        if not recording.tried:  # a run that goes on from a checkpoint may have too few steps left
+            log.warning("profiler: the run ended before the first step that was to be recorded; there is no trace")
 
 
 class Recording:
@@ -120,6 +124,8 @@ class Recording:
         self._snapshots = snapshots and torch.cuda.is_available()
         self._recorder: ranges.Recorder | None = None
         self._broken = False
+        self.tried = False
+        """A trace was written, or it was said why not."""
 
     def drive(self, profiler: torch.profiler.profile, verb: Callable[[], None]) -> None:
         """Start, step or stop the profiler, and record when it does. **One that has failed is not touched again**:
@@ -134,7 +140,7 @@ class Recording:
                 verb()
             self._follow(profiler)
         except Exception as error:  # what watches a run does not stop it
-            self._broken = True
+            self._broken = self.tried = True
             self.end()
             log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
 
@@ -157,6 +163,7 @@ class Recording:
 
     def write(self, profiler: torch.profiler.profile) -> None:
         """The recorded steps are over: write the trace, whole or not at all."""
+        self.tried = True
         recorder, stem = self._recorder, f"{self.worker}.{time.time_ns()}"
         try:
             ranges.stop()
@@ -207,25 +214,25 @@ def weave(path: Path, recorder: ranges.Recorder | None, pid: int) -> None:
 
 
 def our_events(recorder: ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
-    """Lanes of collectives and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``.
-
-    On a GPU there are no lanes: NCCL's kernels are in the trace.
-    """
+    """Lanes and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``."""
 
     def at(moment_ns: int) -> float:
         return (moment_ns - base_ns) / 1000
 
     events: list[dict[str, Any]] = []
-    flights = [] if torch.cuda.is_available() else recorder.flights
-    spans = [(flight.began_ns, flight.ended_ns or flight.began_ns) for flight in flights]
-    numbers = lanes(spans)
-    for lane in range(max(numbers, default=-1) + 1):
-        thread = {"pid": pid, "tid": _FIRST_LANE + lane, "ph": "M", "ts": 0}
-        events.append({**thread, "name": "thread_name", "args": {"name": f"{COMMUNICATION} {lane + 1}"}})
-        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": _FIRST_LANE + lane}})
-    for flight, (began, ended), lane in zip(flights, spans, numbers, strict=True):
-        event = {"ph": "X", "cat": COMMUNICATION, "name": flight.label.text(), "pid": pid, "tid": _FIRST_LANE + lane}
-        events.append({**event, "ts": at(began), "dur": (ended - began) / 1000, "args": {}})
+    first = _FIRST_LANE
+    for name, entries in ((COMMUNICATION, recorder.flights), (ASIDE, recorder.aside)):
+        spans = [(entry.began_ns, entry.ended_ns or entry.began_ns) for entry in entries]
+        numbers = lanes(spans)
+        count = max(numbers, default=-1) + 1
+        for lane in range(count):
+            thread = {"pid": pid, "tid": first + lane, "ph": "M", "ts": 0}
+            events.append({**thread, "name": "thread_name", "args": {"name": f"{name} {lane + 1}"}})
+            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": first + lane}})
+        for entry, (began, ended), lane in zip(entries, spans, numbers, strict=True):
+            event = {"ph": "X", "cat": name, "name": entry.label.text(), "pid": pid, "tid": first + lane}
+            events.append({**event, "ts": at(began), "dur": (ended - began) / 1000, "args": {}})
+        first += count
     for moment, held in recorder.samples:
         events.append({"ph": "C", "cat": HELD, "name": HELD, "pid": pid, "tid": 0, "ts": at(moment), "args": held})
     return events

@@ -218,6 +218,50 @@ def test_it_ends_with_the_recorded_steps(run):
     assert steps == [f"ProfilerStep#{2 + k}" for k in range(ACTIVE)]
 
 
+def delayed(rank, world, folder):
+    zero = {"offload_optimizer": {"device": "cpu", "delayed_update": True, "delay_after_steps": 0}}
+    engine = start(Layers(), stage=2, zero=zero)
+    cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=2, ranks=(0,))
+    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
+        for step in range(4):
+            one_step(engine, rank, world, step)
+            end_of_step()
+    engine.destroy()
+
+
+def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
+    """Torch's profiler does not see the thread that makes it."""
+    ranks.run(delayed, str(tmp_path), world_size=2)
+    (path,) = (tmp_path / "traces").iterdir()
+    updates = [event for event in events_of(path) if event.get("cat") == "delayed update"]
+    found = [Label.parse(event["name"]) for event in updates]
+    assert found[:2] == [Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")]
+    summary = summarize(load_trace(path))
+    assert len(summary.steps) == 2
+    assert len(found) >= 3  # the last one may begin after the recorded steps
+    assert summary.total("host_steps") == 0
+
+
+def ended_early(rank, world, folder):
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("deepzero").addHandler(handler)
+    engine = start(Layers(), stage=2)
+    with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), Path(folder), rank) as end_of_step:
+        one_step(engine, rank, world)
+        end_of_step()
+    logging.getLogger("deepzero").removeHandler(handler)
+    engine.destroy()
+    return said
+
+
+def test_a_run_that_ends_before_the_first_recorded_step_says_so(ranks, tmp_path):
+    for said in ranks.run(ended_early, str(tmp_path), world_size=2):
+        assert said == ["profiler: the run ended before the first step that was to be recorded; there is no trace"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def silent(rank, world):
     """A step with the profiler off, in which a range would raise."""
     engine = start(Layers(), stage=3, zero=WHOLE, bucket=WIDTH * WIDTH)

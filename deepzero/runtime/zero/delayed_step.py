@@ -113,7 +113,7 @@ class DelayedStep:
                 for group, grads in work:
                     outs = group.back.outs() if group.back is not None else None
                     number, first = group.back.where() if group.back is not None else (None, "")
-                    with ranges.span("step", number, first, "delayed"):
+                    with ranges.span_aside("step", number, first, "delayed"):
                         twin.step(grads=grads, out=outs, scale=divisor, only=group.masters)
                     self._bytes += bytes_of_step(self.optimizer, group, outs or [])
         except BaseException as error:
