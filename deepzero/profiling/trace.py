@@ -168,15 +168,18 @@ class Recording:
         try:
             ranges.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._snapshots:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{stem}.memory_snapshot.pickle"))
             part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
             try:
                 profiler.export_chrome_trace(str(part))
-                weave(part, recorder, os.getpid())
+                try:
+                    weave(part, recorder, os.getpid())
+                except ValueError as error:
+                    log.warning("profiler: the trace has no lanes and no memory timeline: %s", error)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
+            if self._snapshots:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{stem}.memory_snapshot.pickle"))
         except Exception as error:  # what watches a run does not stop it
             log.warning("profiler: no trace in %s: %s: %s; training goes on", self.folder, type(error).__name__, error)
         finally:

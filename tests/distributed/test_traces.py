@@ -235,7 +235,7 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     (path,) = (tmp_path / "traces").iterdir()
     updates = [event for event in events_of(path) if event.get("cat") == "delayed update"]
     found = [Label.parse(event["name"]) for event in updates]
-    assert found[:2] == [Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")]
+    assert set(found) == {Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")}
     summary = summarize(load_trace(path))
     assert len(summary.steps) == 2
     assert len(found) >= 3  # the last one may begin after the recorded steps
