@@ -327,6 +327,24 @@ def test_several_cycles_give_a_trace_each(ranks, tmp_path):
     assert all(label.verb != "in_flight" or label.note for path in paths for label in labels_of(path))
 
 
+def stage_0(rank, world, folder):
+    engine = start(Layers(), stage=0)
+    cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=1, ranks=(0,))
+    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
+        for step in range(2):
+            one_step(engine, rank, world, step)
+            end_of_step()
+    engine.destroy()
+
+
+def test_stage_0_names_its_reductions(ranks, tmp_path):
+    ranks.run(stage_0, str(tmp_path), world_size=2)
+    (path,) = (tmp_path / "traces").iterdir()
+    labels = labels_of(path)
+    assert {label.verb for label in labels} >= {"reduce", "launch", "wait", "in_flight", "agree"}
+    assert all(label.place for label in labels if label.note.startswith("gradients.")), labels
+
+
 def cycles(rank, world, folder):
     engine = start(Layers(), stage=2)
     cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=1, repeat=2, ranks=(1,), memory=False, with_stack=True)
