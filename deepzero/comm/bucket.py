@@ -31,6 +31,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.pretended import stands_for
 from deepzero.comm.streams import Gate, Lane
@@ -155,6 +156,8 @@ class Flight:
     accumulate: bool
     measure: Measure | None
     leave: Callable[[], None] | None
+    place: str = ""
+    """The interval's first parameter, for traces."""
     parts: list[Part] = field(default_factory=list)
     """What has to be added up when ``pending`` is over."""
     pending: Pending | None = None
@@ -301,6 +304,7 @@ class BucketReducer:
         measure: Measure | None = None,
         leave: Callable[[], None] | None = None,
         group: int = 0,
+        place: str = "",
     ) -> None:
         """Send the bucket that :meth:`acquire` gave. ``output`` is valid after :meth:`drain`.
 
@@ -312,6 +316,7 @@ class BucketReducer:
             leave: called in stream order when ``output`` is written, to take it elsewhere. It is added there, so with
                 ``leave`` nothing is added here.
             group: the number of the interval's group.
+            place: the interval's first parameter, for traces.
         """
         if self._stays(accumulate):
             kind = ALL_REDUCE if self.whole and self.method == "native" else REDUCE_SCATTER
@@ -324,7 +329,7 @@ class BucketReducer:
         bucket = self._buckets.popleft()
         bucket.filled.record()
         key = (group, interval.index)
-        flight = Flight(bucket, interval, key, output, accumulate and leave is None, measure, leave)
+        flight = Flight(bucket, interval, key, output, accumulate and leave is None, measure, leave, place)
         if self.way is not None and self.way.takes(key):
             # What packs and unpacks runs beside the backward pass, in the lane's order from here to the sum.
             with self._lane.running():
@@ -383,7 +388,7 @@ class BucketReducer:
     def _finish(self, flight: Flight) -> None:
         """Wait for one reduction, add it up into its output, and free its bucket."""
         interval, comm = flight.interval, self.comm
-        with self._lane.running():
+        with self._lane.running(), ranges.span("reduce", interval.index, flight.place, "sum"):
             flight.bucket.filled.wait()
             if flight.then is not None:
                 flight.then()

@@ -26,6 +26,7 @@ from deepzero.comm import pretended, process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.groups import Group, Nodes, make_group, split_ranks
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.overlap import Flight, OverlapMeter
 from deepzero.comm.trail import Launch
 from deepzero.comm.watchdog import Watchdog
 
@@ -38,10 +39,18 @@ _Works = Sequence[dist.Work | None]
 class Pending:
     """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
 
-    def __init__(self, works: _Works, ledger: Ledger, chaos: Chaos, watch: Watchdog, launch: Launch) -> None:
+    def __init__(
+        self,
+        works: _Works,
+        ledger: Ledger,
+        chaos: Chaos,
+        watch: Watchdog,
+        launch: Launch,
+        flight: Flight | None = None,
+    ) -> None:
         self._works = [work for work in works if work is not None]
         self._ledger, self._chaos = ledger, chaos
-        self._watch, self._launch = watch, launch
+        self._watch, self._launch, self._flight = watch, launch, flight
         self._done = False
 
     def wait(self) -> None:
@@ -51,6 +60,8 @@ class Pending:
         self._chaos.delay()
         trail = self._watch.trail
         trail.waiting = self._launch
+        if self._flight is not None:
+            self._flight.standing()
         try:
             for work in self._works:
                 work.wait()
@@ -59,6 +70,8 @@ class Pending:
             raise
         finally:
             trail.waiting = None
+            if self._flight is not None:
+                self._flight.landed()
         self._works = []
         self._done = True
         self._ledger.note("wait", self._launch.kind, self._launch.where)
@@ -85,6 +98,8 @@ class Communicator:
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = Group(tuple(range(self.world_size)), self.rank, None)
         self._watch = watchdog.current()
+        self.overlap = OverlapMeter(device, ledger)
+        """How much of what is sent was hidden."""
 
     def split(self, size: int) -> tuple[Group, Group]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
@@ -218,12 +233,15 @@ class Communicator:
         self.chaos.delay()
         return self._watch.trail.launch(kind, where)
 
-    def _pending(self, launch: Launch, start: Callable[[], _Works] = list) -> Pending:
+    def _pending(self, launch: Launch, start: Callable[[], _Works] | None = None) -> Pending:
         """What ``start()`` has under way. It raises when the group is broken: the watchdog may know why."""
+        if start is None:  # nothing travels
+            return Pending([], self.ledger, self.chaos, self._watch, launch)
         trail = self._watch.trail
         if self._pretends:
             start = list
         trail.waiting = launch  # the host exchange blocks here, and so does gloo when its buffers are full
+        flight = self.overlap.launch(launch.kind, launch.where)
         try:
             works = start()
         except RuntimeError as error:
@@ -231,7 +249,8 @@ class Communicator:
             raise
         finally:
             trail.waiting = None
-        return Pending(works, self.ledger, self.chaos, self._watch, launch)
+            flight.launched()
+        return Pending(works, self.ledger, self.chaos, self._watch, launch, flight)
 
     def _unused(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor[:0]

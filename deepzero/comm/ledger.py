@@ -152,9 +152,13 @@ class Ledger:
             self.events.append(Event(what, kind, where, sent, self.clock()))
         if self.observer is not None:
             self.observer(what, kind, where)
-        account = self.between_steps if self._aside or kind in self.no_part_of_a_step else self.traffic
+        account = self.traffic if self.in_step(kind) else self.between_steps
         entry = account.setdefault(kind, Traffic())
         entry.add(Traffic(1, elements - padding, padding, sent_bytes, between_bytes))
+
+    def in_step(self, kind: str) -> bool:
+        """Whether what is sent now under this name is part of a step."""
+        return not (self._aside or kind in self.no_part_of_a_step)
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
         """Keep an event, when the order is being traced; tell it to the observer, when there is one."""

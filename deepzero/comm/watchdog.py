@@ -36,7 +36,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import pretended
+from deepzero.comm import pretended, ranges
 from deepzero.comm.autopsy import (
     ASKING_SECONDS,
     CONNECTION,
@@ -190,7 +190,8 @@ class Watchdog:
         """Around a collective that returns when it is complete."""
         self.trail.waiting = self.trail.launch(kind, where)
         try:
-            yield
+            with ranges.span("wait", note=kind):
+                yield
         except RuntimeError as error:
             self.explain(error)
             raise

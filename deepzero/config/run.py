@@ -266,12 +266,19 @@ class ProfilerConfig:
     warmup: int = 1
     active: int = 3
     """Steps that are recorded."""
+    repeat: int = 1
+    """How often wait, warmup and active come, one after the other; a trace each time."""
     ranks: tuple[int, ...] = (0,)
     """Which ranks record."""
+    memory: bool = True
+    """Allocations, the ledger's categories over time, and with a GPU the allocator's history in a file of its own."""
+    with_stack: bool = False
+    """The line of Python that called each operator: large traces, and slower steps."""
 
     def __post_init__(self) -> None:
         for name in ("wait", "warmup", "active"):
             require(getattr(self, name) >= 0, f"profiler.{name}", getattr(self, name), "must not be negative")
+        require(self.repeat >= 1, "profiler.repeat", self.repeat, "must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
 
@@ -196,14 +197,15 @@ class Wire:
             padding: how many of the elements are padding.
             where: which interval, for traces.
         """
-        return self._launch(kind, host, source, self._down, padding, where)
+        return self._launch("D2H", kind, host, source, self._down, padding, where)
 
     def to_device(self, kind: str, target: torch.Tensor, host: torch.Tensor, padding: int = 0, where: str = "") -> Copy:
         """Launch ``target.copy_(host)``, when the current stream is done with ``target``; as :meth:`to_host`."""
-        return self._launch(kind, target, host, self._up, padding, where)
+        return self._launch("H2D", kind, target, host, self._up, padding, where)
 
     def _launch(
         self,
+        verb: str,
         kind: str,
         target: torch.Tensor,
         source: torch.Tensor,
@@ -218,11 +220,11 @@ class Wire:
         self.chaos.delay()
         self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
         if stream is None:
-            return self._in_line(kind, target, source)
+            return self._in_line(verb, kind, target, source, where)
         timing = _Timing(kind, source.nbytes)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), ranges.moving(verb, kind, where):
             stream.wait_event(ready)
             timing.begin.record(stream)
             target.copy_(source, non_blocking=True)
@@ -230,10 +232,10 @@ class Wire:
         self.meter.later(timing)
         return Copy(self.chaos, None, stream, timing)
 
-    def _in_line(self, kind: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
+    def _in_line(self, verb: str, kind: str, target: torch.Tensor, source: torch.Tensor, where: str) -> Copy:
         def copy() -> None:
             began = time.perf_counter()
-            with torch.no_grad():
+            with torch.no_grad(), ranges.moving(verb, kind, where):
                 target.copy_(source)
             took = time.perf_counter() - began
             self.meter.leg(kind).add(source.nbytes, took, took)

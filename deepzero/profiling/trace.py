@@ -1,32 +1,70 @@
 """``profiler=torch``: torch.profiler over a few steps, as traces in the run folder.
 
 The files are Chrome traces, ``traces/rank0.<time>.pt.trace.json``. ``tensorboard --logdir RUN_FOLDER`` shows them with
-torch-tb-profiler (kernels, memory, communication against computation); https://ui.perfetto.dev opens them one by one.
+torch-tb-profiler, https://ui.perfetto.dev opens them one by one, and ``python -m tools.trace_report RUN_FOLDER`` says
+what they mean. Beside what torch records they have
+
+- ranges in ZeRO's words, see [Note: the grammar of a range's name] in ``comm/ranges.py``;
+- on a CPU lanes named *communication*: each collective from its launch until it is known to be complete;
+- counters named *held*: the bytes of the ledger's categories over time, which Perfetto plots.
+
+With a GPU and ``profiler.memory`` there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's
+history of the recorded steps, for https://pytorch.org/memory_viz.
+
+What fails here is said in one line, and training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import ProfilerConfig
 
+log = logging.getLogger(__name__)
+
+FOLDER = "traces"
+COMMUNICATION = "communication"
+"""Category and lane of the events that say when a collective was under way."""
+ASIDE = "delayed update"
+"""The same for what a thread does that torch's profiler does not see."""
+HELD = "held"
+"""Name of the counters of the memory timeline."""
+_FIRST_LANE = 1_000_000_000
+"""Number of the first lane: higher than any thread's."""
+_HEAD = 1 << 16
+_BEGIN = '"traceEvents": ['
+_SNAPSHOT_EVENTS = 100_000
+
+Held = Callable[[], dict[str, int]]
+
 
 def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
-    """Raise a :class:`ConfigError` for a profiler that would record nothing."""
+    """Raise a :class:`ConfigError` for a profiler that would record nothing, or less than was asked for."""
     if not cfg.enabled:
         return
-    needed = cfg.wait + cfg.warmup + cfg.active
+    cycle = cfg.wait + cfg.warmup + cfg.active
+    needed = cycle * cfg.repeat
     if cfg.active < 1:
         raise ConfigError(f"profiler.active={cfg.active}: at least one step must be recorded")
     if steps < needed:
+        times = f", {cfg.repeat} times" if cfg.repeat > 1 else ""
         raise ConfigError(
             f"train.steps={steps}: the profiler needs profiler.wait {cfg.wait} + profiler.warmup {cfg.warmup} + "
-            f"profiler.active {cfg.active} = {needed} steps"
+            f"profiler.active {cfg.active}{times} = {needed} steps"
         )
     strangers = [rank for rank in cfg.ranks if not 0 <= rank < world_size]
     if strangers or not cfg.ranks:
@@ -34,13 +72,14 @@ def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def trace(cfg: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Callable[[], None]]:
+def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = None) -> Iterator[Callable[[], None]]:
     """Profile the steps inside, when this rank is one of those that record.
 
     Args:
         cfg: which steps and which ranks.
         run_dir: gets a folder ``traces``.
         rank: this rank.
+        held: gives the bytes held by category, for the memory timeline.
 
     Yields:
         A function to be called at the end of every optimizer step.
@@ -51,11 +90,168 @@ def trace(cfg: ProfilerConfig, run_dir: Path, rank: int) -> Iterator[Callable[[]
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held if cfg.memory else None, cfg.memory)
+    profiler = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "traces"), worker_name=f"rank{rank}"),
+        schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
+        on_trace_ready=recording.write,
         record_shapes=True,
-        profile_memory=True,
-    ) as profiler:
-        yield profiler.step
+        profile_memory=cfg.memory,
+        with_stack=cfg.with_stack,
+    )
+    recording.drive(profiler, profiler.start)
+    try:
+        yield lambda: recording.drive(profiler, profiler.step)
+    finally:
+        recording.drive(profiler, profiler.stop)
+        recording.end()
+        if not recording.tried:  # a run that goes on from a checkpoint may have too few steps left
+            log.warning("profiler: the run ended before the first step that was to be recorded; there is no trace")
+
+
+class Recording:
+    """What this module adds to one rank's traces: on while the profiler records.
+
+    Args:
+        folder: where traces go.
+        worker: begins their names.
+        held: as for :func:`trace`.
+        snapshots: with a GPU, the allocator's history too.
+    """
+
+    def __init__(self, folder: Path, worker: str, held: Held | None, snapshots: bool) -> None:
+        self.folder, self.worker, self._held = folder, worker, held
+        self._snapshots = snapshots and torch.cuda.is_available()
+        self._recorder: ranges.Recorder | None = None
+        self._broken = False
+        self.tried = False
+        """A trace was written, or it was said why not."""
+
+    def drive(self, profiler: torch.profiler.profile, verb: Callable[[], None]) -> None:
+        """Start, step or stop the profiler, and record when it does. **One that has failed is not touched again**:
+        torch ends the process when it is stopped twice.
+        """
+        if self._broken:
+            return
+        try:
+            with warnings.catch_warnings():
+                # Of a second cycle; the events of the first are in their file.
+                warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
+                verb()
+            self._follow(profiler)
+        except Exception as error:  # what watches a run does not stop it
+            self._broken = self.tried = True
+            self.end()
+            log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
+
+    def _follow(self, profiler: torch.profiler.profile) -> None:
+        """Begin when the profiler has begun to record. The end is :meth:`write`."""
+        action = torch.profiler.ProfilerAction
+        if self._recorder is None and profiler.current_action in (action.RECORD, action.RECORD_AND_SAVE):
+            if self._snapshots:
+                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+            self._recorder = ranges.Recorder(self._held)
+            ranges.start(self._recorder)
+
+    def end(self) -> None:
+        """Nothing is recorded any more."""
+        if self._recorder is not None:
+            ranges.stop()
+            self._recorder = None
+            if self._snapshots:
+                torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write(self, profiler: torch.profiler.profile) -> None:
+        """The recorded steps are over: write the trace, whole or not at all."""
+        self.tried = True
+        recorder, stem = self._recorder, f"{self.worker}.{time.time_ns()}"
+        try:
+            ranges.stop()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
+            try:
+                profiler.export_chrome_trace(str(part))
+                try:
+                    weave(part, recorder, os.getpid())
+                except ValueError as error:
+                    log.warning("profiler: the trace has no lanes and no memory timeline: %s", error)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
+            if self._snapshots:
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"{stem}.memory_snapshot.pickle"))
+        except Exception as error:  # what watches a run does not stop it
+            log.warning("profiler: no trace in %s: %s: %s; training goes on", self.folder, type(error).__name__, error)
+        finally:
+            self.end()
+
+
+# ---- our events in torch's file --------------------------------------------------------------------------------------
+
+
+def weave(path: Path, recorder: ranges.Recorder | None, pid: int) -> None:
+    """Put what ``recorder`` has kept into a trace file, before torch's own events. The file is not parsed.
+
+    Raises:
+        ValueError: the file does not look like a trace of torch.
+    """
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+        head = file.read(_HEAD)
+        base = re.search(r'"baseTimeNanoseconds": (\d+)', head)
+        place = head.find(_BEGIN)
+        if base is None or place < 0:
+            raise ValueError(f"{path.name} has no baseTimeNanoseconds or traceEvents in its first {_HEAD} bytes")
+        lines = [json.dumps(event) for event in our_events(recorder, pid, int(base[1]))] if recorder else []
+        if not lines:
+            return
+        place += len(_BEGIN)
+        woven = path.with_suffix(".woven")
+        try:
+            with woven.open("w", encoding="utf-8", errors="surrogateescape") as out:
+                # A trace has torch's own metadata in any case, so a comma is always right.
+                out.write(head[:place] + "\n" + ",\n".join(lines) + ",\n" + head[place:])
+                shutil.copyfileobj(file, out)
+            woven.replace(path)
+        finally:
+            woven.unlink(missing_ok=True)
+
+
+def our_events(recorder: ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
+    """Lanes and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``."""
+
+    def at(moment_ns: int) -> float:
+        return (moment_ns - base_ns) / 1000
+
+    events: list[dict[str, Any]] = []
+    first = _FIRST_LANE
+    for name, entries in ((COMMUNICATION, recorder.flights), (ASIDE, recorder.aside)):
+        spans = [(entry.began_ns, entry.ended_ns or entry.began_ns) for entry in entries]
+        numbers = lanes(spans)
+        count = max(numbers, default=-1) + 1
+        for lane in range(count):
+            thread = {"pid": pid, "tid": first + lane, "ph": "M", "ts": 0}
+            events.append({**thread, "name": "thread_name", "args": {"name": f"{name} {lane + 1}"}})
+            events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": first + lane}})
+        for entry, (began, ended), lane in zip(entries, spans, numbers, strict=True):
+            event = {"ph": "X", "cat": name, "name": entry.label.text(), "pid": pid, "tid": first + lane}
+            events.append({**event, "ts": at(began), "dur": (ended - began) / 1000, "args": {}})
+        first += count
+    for moment, held in recorder.samples:
+        events.append({"ph": "C", "cat": HELD, "name": HELD, "pid": pid, "tid": 0, "ts": at(moment), "args": held})
+    return events
+
+
+def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The lane of each span: the first in which nothing overlaps with it. ``spans`` are sorted by their begin.
+
+    Example:
+        >>> lanes([(0, 10), (5, 20), (10, 30), (12, 13)])
+        [0, 1, 0, 2]
+    """
+    ends: list[int] = []
+    chosen = []
+    for began, ended in spans:
+        free = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))
+        ends[free : free + 1] = [ended]
+        chosen.append(free)
+    return chosen

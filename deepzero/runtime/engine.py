@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from deepzero.comm import process_group
+from deepzero.comm import process_group, ranges
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
@@ -152,7 +152,7 @@ class Engine(EngineCheckpoints):
         self.comm.step = self.global_steps + 1
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
-        with self._watch_activations():
+        with self._watch_activations(), ranges.span("forward"):
             outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             loss = scalar_loss(outputs)
@@ -195,7 +195,8 @@ class Engine(EngineCheckpoints):
         # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
         factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
         try:
-            self._times(loss, factor).backward(retain_graph=retain_graph)
+            with ranges.span("backward"):
+                self._times(loss, factor).backward(retain_graph=retain_graph)
         finally:
             self._loss_is_scaled = False
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
@@ -296,10 +297,12 @@ class Engine(EngineCheckpoints):
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         self._sharded_step.before_step(self._zero.groups)
         # 3 boundary: flush, wait.
-        self.stage.finish_gradients()
+        with ranges.span("boundary"):
+            self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
+        with ranges.span("agree"):
+            agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
         self.stopping = agreement.stop
         scale, mean_divisor = self._scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -310,10 +313,12 @@ class Engine(EngineCheckpoints):
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
-            self._sharded_step.step(mean_divisor * clip)
+            with ranges.span("step"):
+                self._sharded_step.step(mean_divisor * clip)
             self.ledger.note("step")
             # 5 publish: cast into the flat buffer, gather the intervals.
-            self.stage.publish()
+            with ranges.span("publish"):
+                self.stage.publish()
             self.ledger.note("publish")
         else:
             self.skipped_steps += 1
@@ -326,6 +331,7 @@ class Engine(EngineCheckpoints):
             self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
         )
         self._zero.close_step(self.ledger, agreement.finite)
+        self.comm.overlap.close_step()
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
         self._print_progress(self.last_step)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import BatchSizes, EngineConfig
 from deepzero.runtime.built import Built
 from deepzero.runtime.grad_norm import layer_of
@@ -28,6 +29,7 @@ class EngineFacts(nn.Module):
     _asked_to_stop: bool
     _zero: Built
     last_step: Any
+    comm: Communicator
     skipped_steps: int
     world_size: int
 
@@ -156,9 +158,13 @@ class EngineFacts(nn.Module):
         return dataclasses.asdict(meter.readings) if meter is not None else {}
 
     def step_metrics(self) -> dict[str, float]:
-        """What the last step has to say beside its record: :meth:`offload_metrics`, and the error meter's readings."""
+        """What the last step has to say beside its record.
+
+        Communication that was hidden (``comm/overlap.py``), :meth:`offload_metrics`, the error meter's readings.
+        """
         meter = self._zero.meter
-        return {**self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
+        overlap = self.comm.overlap.metrics()
+        return {**overlap, **self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 

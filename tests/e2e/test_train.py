@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e import runs
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_rows
+from tools import trace_report
 
 STEP_KEYS = {
     "step", "loss", "lr", "grad_norm", "grad_norm_clipped", "loss_scale", "skipped", "tokens", "tokens_per_second",
@@ -148,3 +149,16 @@ def test_a_terminal_gets_a_bar(watched: tuple[Path, str]) -> None:
     assert "30/30 [" in seen
     assert "\r" in seen
     assert "sent by one rank in one step" in seen
+
+
+def test_the_traces_of_a_run_are_summed_up(watched: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir, _ = watched
+    assert trace_report.main([str(run_dir)]) == 0
+    report = capsys.readouterr().out
+    assert [line.partition(",")[0] for line in report.splitlines() if line.startswith("rank ")] == [
+        "rank 0 of 2", "rank 1 of 2",
+    ]  # fmt: skip
+    assert "gradients." in report
+    steps, _ = runs.entries(run_dir)
+    for step in steps:
+        assert 0 < step["comm/exposed_seconds"] <= step["comm/in_flight_seconds"] < step["step_seconds"]

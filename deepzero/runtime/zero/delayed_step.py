@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepzero.comm import process_group
+from deepzero.comm import process_group, ranges
 from deepzero.config.parse import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.wire import ADAM
@@ -112,7 +112,9 @@ class DelayedStep:
             with torch.no_grad(), cpu_threads(host.threads if host is not None else 1):
                 for group, grads in work:
                     outs = group.back.outs() if group.back is not None else None
-                    twin.step(grads=grads, out=outs, scale=divisor, only=group.masters)
+                    number, first = group.back.where() if group.back is not None else (None, "")
+                    with ranges.span_aside("step", number, first, "delayed"):
+                        twin.step(grads=grads, out=outs, scale=divisor, only=group.masters)
                     self._bytes += bytes_of_step(self.optimizer, group, outs or [])
         except BaseException as error:
             self._error = error

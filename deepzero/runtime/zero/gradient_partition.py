@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from deepzero.comm import ranges
 from deepzero.comm.bucket import BucketReducer, Measure
 from deepzero.layout import Interval
 from deepzero.offload.host_gradients import HostGradients
@@ -165,9 +166,11 @@ class GradientPartition:
             self._measured.add(key)
         accumulate = self.reduced or again
         output, measure, leave = self._destination(entry, accumulate, measure)
-        bucket = self.reducer.acquire(entry.interval, output, accumulate)
-        self.source.fill(entry, bucket, name_unused=not again)
-        self.reducer.launch(entry.interval, output, accumulate, measure, leave, entry.group)
+        first = self.groups[entry.group].names[entry.interval.slots[0].index]
+        with ranges.span("reduce", entry.interval.index, first):
+            bucket = self.reducer.acquire(entry.interval, output, accumulate)
+            self.source.fill(entry, bucket, name_unused=not again)
+            self.reducer.launch(entry.interval, output, accumulate, measure, leave, entry.group, first)
         if self._launched is not None:
             self._launched(entry)
 

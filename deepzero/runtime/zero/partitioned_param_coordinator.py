@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import memory_of
 from deepzero.offload.wire import FETCH_BETWEEN_STEPS
@@ -238,13 +239,14 @@ class PartitionedParameterCoordinator:
             self._launch(key, kind, where)
         if action is not None:
             for key, for_backward in action.prefetch:
-                self._launch(key, BACKWARD if for_backward else forward, f"prefetch at {where}")
+                self._launch(key, BACKWARD if for_backward else forward, where, prefetch=True)
         if not on_demand:
             self._current = frozenset(keys)
-        for key in keys:
-            self.inflight.wait(key)
-            self._live.pop(key, None)
-            self._live[key] = None
+        with ranges.standing_at(where):
+            for key in keys:
+                self.inflight.wait(key)
+                self._live.pop(key, None)
+                self._live[key] = None
 
     def release_sub_module(self, where: str) -> None:
         """2 post-forward: the module is over; ranks that fall apart say so in their messages. Nothing is released yet.
@@ -323,11 +325,11 @@ class PartitionedParameterCoordinator:
         for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
             self._release(key)
 
-    def _launch(self, key: int, kind: str, where: str) -> None:
+    def _launch(self, key: int, kind: str, where: str, prefetch: bool = False) -> None:
         interval = self.intervals[key]
         if key in self._live:
             return
-        self.ledger.note("fetch", where, f"interval {key}")
+        self.ledger.note("fetch", f"prefetch at {where}" if prefetch else where, f"interval {key}")
         self.live_numel += interval.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self._comm.rank == 0:
@@ -339,7 +341,8 @@ class PartitionedParameterCoordinator:
         self._live[key] = None
         interval.only_pinned = False
         if interval.status is ZeroParamStatus.NOT_AVAILABLE:
-            self.inflight.launch(interval, kind)
+            with ranges.span("fetch", key, where, "prefetch" if prefetch else ""):
+                self.inflight.launch(interval, kind)
 
     def _release(self, key: int, discard: bool = False) -> None:
         interval = self.intervals[key]
@@ -351,7 +354,8 @@ class PartitionedParameterCoordinator:
             interval.only_pinned = True
         else:
             self.ledger.note("release", "", f"interval {key}")
-            interval.discard() if discard else interval.release()
+            with ranges.span("release", key, interval.params[0]._zero.name if interval.params else ""):
+                interval.discard() if discard else interval.release()
 
     def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
         """What was used longest ago, until ``keys`` have room within ``limit`` elements."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Interval
 from deepzero.offload.wire import Copy
@@ -64,4 +65,5 @@ def _all_gather(group: FlatGroup, interval: Interval, comm: Communicator) -> Pen
     whole = group.flat_P[interval.offset : interval.offset + interval.numel]
     padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
     where = f"interval {interval.index}"
-    return comm.all_gather(ALL_GATHER, group.partitions[interval.index], whole, padding, where)
+    with ranges.span("publish", interval.index, group.names[interval.slots[0].index]):
+        return comm.all_gather(ALL_GATHER, group.partitions[interval.index], whole, padding, where)

@@ -27,6 +27,7 @@ from typing import Protocol
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.wire import ADAM, PipelineMeter
 from deepzero.runtime.zero.gradients import ParameterGroup
@@ -52,6 +53,9 @@ class Back(Protocol):
 
     def send(self) -> None:
         """They are written."""
+
+    def where(self) -> tuple[int, str]:
+        """The interval's number and its first parameter, for traces."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,8 @@ class ShardedStep:
                     continue
                 outs = group.back.outs()
                 began = time.perf_counter()
-                self.step_sub_group(group, divisor, outs)
+                with ranges.span("step", *group.back.where()):
+                    self.step_sub_group(group, divisor, outs)
                 took = time.perf_counter() - began
                 leg.add(bytes_of_step(self.optimizer, group, outs), took, took)
                 group.back.send()

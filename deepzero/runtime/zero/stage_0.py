@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from deepzero.comm import ranges
 from deepzero.comm.bucket import BucketReducer
 from deepzero.layout import Interval
 from deepzero.runtime.grad_norm import BlockNorms, square_sum_words
@@ -111,9 +112,11 @@ class ZeroStage0:
 
     def _reduce(self) -> None:
         for entry in self.order:
-            bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=self.reduced)
-            self.source.fill(entry, bucket, name_unused=not self.reduced)
-            self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced)
+            first = self.groups[entry.group].names[entry.interval.slots[0].index]
+            with ranges.span("reduce", entry.interval.index, first):
+                bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=self.reduced)
+                self.source.fill(entry, bucket, name_unused=not self.reduced)
+                self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced, place=first)
         self.reducer.drain()
 
     def drain(self) -> None:

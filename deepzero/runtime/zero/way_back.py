@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from deepzero.comm import ranges
 from deepzero.layout import Interval, Piece
 from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.placement import Placement
@@ -131,6 +132,10 @@ class WayBack:
         staged[cursor:].zero_()
         return [staged[start : start + numel] for start, numel in runs]
 
+    def where(self) -> tuple[int, str]:
+        """The interval's number and its first parameter, for traces."""
+        return self.interval.index, self.group.names[self.interval.slots[0].index]
+
     def send(self) -> None:
         """The step has written: launch the copy, and say so."""
         where = f"interval {self.interval.index}"
@@ -139,7 +144,8 @@ class WayBack:
             return
         source = self._taken[1] if self._taken is not None else self.group.master_of(self.interval)
         target = self.group.target_of(self.interval)
-        copy = self.wire.to_device(TO_DEVICE, target, source.detach(), self._padding, where)
+        with ranges.span("publish", *self.where()):
+            copy = self.wire.to_device(TO_DEVICE, target, source.detach(), self._padding, where)
         if self._taken is not None and self._staging is not None:
             self._staging.sent(self._taken[0], copy)
         else:

@@ -1,0 +1,325 @@
+"""A trace file, read: its steps, and when a rank computed, communicated and copied. All times are microseconds.
+
+Both kinds of trace are brought to the same three lists of spans.
+
+========  ==========================================  ==========================================================
+          a GPU's trace                               a CPU's
+========  ==========================================  ==========================================================
+compute   kernels, fills, copies within the device    the training thread, while it does not stand: below
+communi-  NCCL's kernels                              *in_flight* lanes, gloo's own events, and the *launch* and
+cation                                                *wait* ranges
+copies    copies to and from the host                 *D2H* and *H2D* ranges: made in line by the training thread
+========  ==========================================  ==========================================================
+
+On a CPU the training thread *stands* in ``zero.launch``, ``zero.wait``, ``zero.D2H`` and ``zero.H2D``; outside of them
+the rank's program runs, be it an operator or Python. What of it are operators is counted apart.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from deepzero.comm.ranges import Label
+from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
+
+PATTERNS = ("*.pt.trace.json", "*.pt.trace.json.gz")
+PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
+"""Ranges of the engine that others lie in; ``step`` without an interval."""
+
+Times = list[tuple[float, float]]
+"""(begin, end), sorted, not overlapping."""
+
+
+class TraceError(ValueError):
+    """A file that is no trace, or none that can be summed up: which, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time."""
+
+    begin: float
+    end: float
+    name: str
+    label: Label | None = None
+    """Ours, or that of the range in which a GPU's kernel was launched."""
+    launched: float | None = None
+    """When the call that launched a collective was over, where that is known; on a GPU, when it began."""
+    flight: float | None = None
+    """When the collective began: its launch and its wait have this in common."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One ``ProfilerStep#N``."""
+
+    number: int
+    begin: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """One rank's trace."""
+
+    path: Path
+    rank: int
+    world_size: int | None
+    device: Literal["cpu", "cuda"]
+    steps: list[Step]
+    compute: Times = field(default_factory=list)
+    """On a CPU empty: see :func:`computing`."""
+    operators: Times = field(default_factory=list)
+    """On a CPU: torch's operators on any thread, but for those that communicate."""
+    communication: list[Span] = field(default_factory=list)
+    copies: list[Span] = field(default_factory=list)
+    stands: list[Span] = field(default_factory=list)
+    """On a CPU: the launches and waits of the training thread."""
+    phases: list[Span] = field(default_factory=list)
+    host_steps: list[Span] = field(default_factory=list)
+    """The optimizer's sub-groups in host memory, on the training thread."""
+    held: list[tuple[float, dict[str, float]]] = field(default_factory=list)
+    """The memory timeline: bytes by category."""
+
+    def phase_at(self, moment: float) -> str:
+        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
+        around = [p for p in self.phases if p.begin <= moment <= p.end]
+        found = max(around, key=lambda phase: phase.begin, default=None)
+        return found.label.verb if found is not None and found.label is not None else ""
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Times:
+    """Merged.
+
+    Example:
+        >>> union([(5, 7), (0, 2), (1, 3), (7, 8)])
+        [(0, 3), (5, 8)]
+    """
+    merged: Times = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def inside(times: Times, begin: float, end: float) -> Times:
+    """What of ``times`` lies between two moments.
+
+    Example:
+        >>> inside([(0, 3), (5, 8)], 2, 6)
+        [(2, 3), (5, 6)]
+    """
+    first = max(bisect.bisect_right(times, (begin, float("inf"))) - 1, 0)
+    cut = ((max(b, begin), min(e, end)) for b, e in times[first : bisect.bisect_left(times, (end, 0.0))])
+    return [(b, e) for b, e in cut if e > b]
+
+
+def minus(times: Times, others: Times) -> Times:
+    """What of ``times`` is in none of ``others``.
+
+    Example:
+        >>> minus([(0, 10), (20, 30)], [(2, 3), (9, 21)])
+        [(0, 2), (3, 9), (21, 30)]
+    """
+    left: Times = []
+    for begin, end in times:
+        for b, e in inside(others, begin, end):
+            if b > begin:
+                left.append((begin, b))
+            begin = e
+        if end > begin:
+            left.append((begin, end))
+    return left
+
+
+def length(times: Times) -> float:
+    """Of all together."""
+    return sum(end - begin for begin, end in times)
+
+
+def times_of(spans: Iterable[Span]) -> Times:
+    """Merged."""
+    return union((span.begin, span.end) for span in spans)
+
+
+def computing(trace: Trace, step: Step) -> Times:
+    """When the rank computed in ``step``, see the module's text."""
+    if trace.device == "cuda":
+        return inside(trace.compute, step.begin, step.end)
+    return minus([(step.begin, step.end)], times_of([*trace.stands, *trace.copies]))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def find_traces(paths: Sequence[Path]) -> list[Path]:
+    """The trace files that ``paths`` name: files, folders with traces, run folders.
+
+    Raises:
+        TraceError: one of them is, or has, none.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            folder = path / FOLDER if (path / FOLDER).is_dir() else path
+            files = sorted(file for pattern in PATTERNS for file in folder.glob(pattern))
+            if not files:
+                raise TraceError(f"{folder} has no traces ({PATTERNS[0]}); record some with profiler=torch")
+            found += files
+        elif not path.exists():
+            raise TraceError(f"{path}: no such file or folder")
+        else:
+            found.append(path)
+    return list(dict.fromkeys(found))
+
+
+def load_trace(path: Path) -> Trace:
+    """Read one file.
+
+    Raises:
+        TraceError: it is not a trace of ``torch.profiler``, or has no steps.
+    """
+    content = _content(path)
+    events = content.get("traceEvents") if isinstance(content, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
+    complete = [event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event]
+    marks = [event for event in complete if event.get("cat") == "user_annotation" and _STEP.fullmatch(event["name"])]
+    if not marks:
+        raise TraceError(
+            f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
+        )
+    steps = [Step(int(_STEP.fullmatch(mark["name"])[1]), *_times(mark)) for mark in marks]  # type: ignore[index]
+    info = content.get("distributedInfo") or {}
+    named = re.match(r"rank(\d+)\.", path.name)
+    rank = info.get("rank", int(named[1]) if named else 0)
+    kernels = any(event.get("cat") == "kernel" for event in complete)
+    trace = Trace(
+        path, int(rank), info.get("world_size"), "cuda" if kernels else "cpu", sorted(steps, key=lambda s: s.begin)
+    )
+    _read_ranges(trace, complete, marks[0].get("tid"))
+    if kernels:
+        _read_gpu(trace, complete)
+    else:
+        _read_cpu(trace, complete, marks[0].get("tid"))
+    _read_held(trace, events)
+    return trace
+
+
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+
+
+def _content(path: Path) -> Any:
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, ValueError) as error:
+        raise TraceError(f"{path} cannot be read: {error}") from None
+    if not data.strip():
+        raise TraceError(f"{path} is empty: the run that wrote it was cut short; record again")
+    try:
+        return json.loads(data.decode("utf-8", errors="replace"))
+    except ValueError as error:
+        raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
+
+
+def _times(event: dict[str, Any]) -> tuple[float, float]:
+    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+
+
+def _ours(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Label]]:
+    for event in events:
+        label = Label.parse(str(event.get("name", "")))
+        if label is not None and event.get("cat") in ("user_annotation", COMMUNICATION):
+            yield event, label
+
+
+def _read_ranges(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
+    """Phases and the steps of sub-groups."""
+    for event, label in _ours(events):
+        span = Span(*_times(event), event["name"], label)
+        if label.verb in PHASES and label.interval is None and not label.note:
+            trace.phases.append(span)
+        elif label.verb == "step" and event.get("tid") == thread:
+            trace.host_steps.append(span)
+
+
+def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
+    flights: dict[tuple[int | None, str], list[Span]] = {}
+    stands = []
+    for event, label in _ours(events):
+        span = Span(*_times(event), event["name"], label)
+        if event["cat"] == COMMUNICATION:
+            trace.communication.append(span)
+            flights.setdefault((label.interval, label.note), []).append(span)
+        elif event.get("tid") == thread and label.verb in ("launch", "wait"):
+            stands.append((span, label))
+        elif event.get("tid") == thread and label.verb in ("D2H", "H2D"):
+            trace.copies.append(span)
+    over: dict[float, float] = {}
+    for span, label in sorted(stands, key=lambda stand: stand[0].begin):
+        # The last flight of this name that had begun; a flight is noted just before its launch.
+        begun = [f.begin for f in flights.get((label.interval, label.note), ()) if f.begin <= span.begin]
+        flight = max(begun, default=None)
+        if flight is not None and label.verb == "launch":
+            over[flight] = span.end
+        launched = None if flight is None or label.verb == "launch" else over.get(flight, flight)
+        trace.stands.append(Span(span.begin, span.end, span.name, label, launched, flight))
+    gloo = [Span(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
+    trace.communication += [*gloo, *trace.stands]
+    operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
+    trace.operators = minus(union(_times(event) for event in operators), times_of([*trace.stands, *trace.copies]))
+
+
+def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
+    calls = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    by_thread: dict[Any, list[Span]] = {}
+    for event, ours in _ours(events):
+        if event["cat"] == "user_annotation" and ours.verb in ("launch", "wait", "D2H", "H2D"):
+            by_thread.setdefault(event.get("tid"), []).append(Span(*_times(event), event["name"], ours))
+    for spans in by_thread.values():
+        spans.sort(key=lambda span: span.begin)
+    compute = []
+    for event in events:
+        kind, name = event.get("cat"), str(event.get("name", ""))
+        if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        call = calls.get(event.get("args", {}).get("correlation"))
+        launched = float(call["ts"]) if call else None
+        label = _around(by_thread.get(call["tid"], []), float(call["ts"])) if call else None
+        span = Span(*_times(event), name, label, launched, launched)
+        if kind == "kernel" and "nccl" in name.lower():
+            trace.communication.append(span)
+        elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+            trace.copies.append(span)
+        else:
+            compute.append((span.begin, span.end))
+    trace.compute = union(compute)
+
+
+def _around(spans: Sequence[Span], moment: float) -> Label | None:
+    """The range on one thread that ``moment`` lies in; these ranges do not overlap."""
+    place = bisect.bisect_right(spans, moment, key=lambda span: span.begin) - 1
+    return spans[place].label if place >= 0 and spans[place].end >= moment else None
+
+
+def _read_held(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
+    counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
+    trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
