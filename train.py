@@ -58,7 +58,7 @@ from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
-from deepzero.training.timeline import StepTimeline
+from deepzero.training.timeline import StepTimeline, complete_timeline
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -113,7 +113,9 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     if run.train.eval_every:
         monitor.validation(run.train.steps, validate(engine, val_data, run.train.eval_batches))
     text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
-    monitor.finish(final_facts(run, engine, text))
+    facts = final_facts(run, engine, text)
+    complete_timeline(run, run_dir, engine, monitor.line)
+    monitor.finish(facts)
     process_group.shutdown()
 
 

@@ -27,6 +27,7 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.offload.wire import FETCH
 from deepzero.planning.work import Work, WorkMeter, fused_attention
+from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.outputs import scalar_loss
@@ -95,6 +96,8 @@ class Rehearsal:
     """Every collective of the last step: kind and where, in order. The same on all ranks, or they hang."""
     gradients: list[str]
     """Parameters that got one in the last step, in the order in which they came."""
+    points: list[dict[str, Any]]
+    """What was held after each event of the last step, where that was asked for: see ``profiling/step_recorder.py``."""
     fetched: dict[str, str]
     """What stage 3 fetches and releases: ``interval 3`` → the parameters that lie in it."""
     reduced: dict[str, str]
@@ -114,7 +117,7 @@ class Rehearsal:
         return max(0, self.peak_bytes - device)
 
 
-def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS) -> Rehearsal:
+def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS, limit: int | None = None) -> Rehearsal:
     """Run ``program`` for some steps as ``rank``.
 
     Args:
@@ -122,6 +125,7 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS) 
         world: how many ranks, and on what.
         rank: which of them.
         steps: optimizer steps; fewer than :data:`STEPS` do not reach stage 3's plan.
+        limit: weigh what is held at every event of the last step, and keep about so many points; None: do not.
 
     Raises:
         ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss.
@@ -137,14 +141,20 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS) 
         recording: list[Event] = []
         for step in range(steps):
             ledger.events, meter.work, arrived[:] = [], Work(), []
+            recorder = None
+            if limit is not None and step == steps - 1:
+                recorder = StepRecorder(ledger, limit, clock=meter.clock)
+                recorder.begin()
             meter.restart_peak()
             for _ in range(engine.batch.accumulation):
                 engine.backward(_loss(program, engine(*program.batch())))
                 engine.step()
+            if recorder is not None:
+                recorder.end()
             if step == 0:
                 recording = ledger.events
         engine.finish_delayed_update()
-        return _result(engine, meter, recording, arrived)
+        return _result(engine, meter, recording, arrived, recorder)
 
 
 def follow(engine: Engine, plan: StepPlan) -> None:
@@ -203,7 +213,9 @@ def _loss(program: Program, output: Any) -> torch.Tensor:
     return loss
 
 
-def _result(engine: Engine, meter: WorkMeter, recording: list[Event], arrived: list[str]) -> Rehearsal:
+def _result(
+    engine: Engine, meter: WorkMeter, recording: list[Event], arrived: list[str], recorder: StepRecorder | None
+) -> Rehearsal:
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
     plan = stage.coordinator.training.step_plan() if isinstance(stage, ZeroStage3) else None
@@ -225,6 +237,7 @@ def _result(engine: Engine, meter: WorkMeter, recording: list[Event], arrived: l
         host_bytes=host,
         trail=[(event.kind, event.where) for event in ledger.events if event.what == "launch"],
         gradients=arrived,
+        points=[point.as_dict() for point in recorder.points] if recorder is not None else [],
         fetched=_fetched_names(engine),
         reduced=_reduced_names(engine),
         micro_batches=engine.batch.accumulation,

@@ -5,6 +5,7 @@ One step of each start of a run is recorded (``train.timeline_step``); ``docs/re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,13 @@ import torch
 from deepzero.comm import process_group
 from deepzero.config.run import RunConfig
 from deepzero.monitor.files import TIMELINE, write_json
+from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.runtime.engine import Engine
+from deepzero.training.pieces import program_of
+
+REHEARSED_RANKS = 8
+"""A node's; the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
 
 
 class StepTimeline:
@@ -63,3 +69,25 @@ class StepTimeline:
             write_json(self._run_dir / TIMELINE, {**everything, "ranks": ranks, "predicted": None})
         except Exception as error:  # whatever the disk says
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
+
+
+def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
+    """Put the plan beside what was measured: the same step, rehearsed. For rank 0 alone, at the end of the run.
+
+    A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
+    """
+    path = run_dir / TIMELINE
+    if not path.exists() or engine.global_rank != 0:
+        return
+    try:
+        timeline = json.loads(path.read_text(encoding="utf-8"))
+        nodes, kind = engine.comm.nodes, engine.device.type
+        world = World(nodes.world_size, nodes.per_node, "cuda" if kind == "cuda" else "cpu")
+        program, limit = program_of(run, nodes.world_size), points_for(nodes.world_size)
+        plans = [
+            rehearse(program, world, rank, limit=limit).points for rank in range(min(REHEARSED_RANKS, nodes.world_size))
+        ]
+        timeline["predicted"] = [{"points": plans[rank % len(plans)]} for rank in range(nodes.world_size)]
+        write_json(path, timeline)
+    except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
+        tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
