@@ -7,7 +7,6 @@ import gzip
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,8 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.e2e.browser import need_chromium
+
 START_SECONDS = 40.0
 
 FLAGS = [
@@ -51,8 +51,7 @@ And the view that the address names is chosen, as a hand would."""
 
 def need_a_browser() -> None:
     """Skip where there is no Chromium or no plugin."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium")
+    need_chromium()
     if importlib.util.find_spec("torch_tb_profiler") is None:
         pytest.skip("torch-tb-profiler is not installed")
 
@@ -142,9 +141,8 @@ def look(url: str, picture: Path, seconds: float = 15.0) -> str:
         picture: a PNG file to be written.
         seconds: of the browser's own clock, which stands still while nothing happens.
     """
-    assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000:.0f}"]
+        command = [need_chromium(), *FLAGS, f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000:.0f}"]
         command += [f"--screenshot={picture}", "--dump-dom", url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

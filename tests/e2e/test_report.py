@@ -14,7 +14,6 @@ from tests.e2e import browser, runs
 from tests.unit.test_report import check_self_contained, drawings, plain
 from tools.report import main
 
-needs_a_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
 STATES = ("parameters", "gradients", "masters", "moments")
 WHAT = ("plain data parallelism", "Stage 1 cuts the optimizer", "Stage 2 cuts the optimizer", "Stage 3 cuts")
 
@@ -95,7 +94,6 @@ def test_a_sweep_on_one_page(sweep: tuple[Path, runs.Done], tmp_path: Path) -> N
     assert drawings(html) == ["loss", "val", "speed"]
 
 
-@needs_a_browser
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_browser_shows_it_wide_and_narrow(sweep: tuple[Path, runs.Done], tmp_path: Path, dark: bool) -> None:
     page = sweep[0] / "3" / "report.html"
@@ -114,7 +112,6 @@ def test_a_browser_shows_it_wide_and_narrow(sweep: tuple[Path, runs.Done], tmp_p
     assert len({round(chart["x"]) for chart in said[1280]["charts"]}) > 2, "several"
 
 
-@needs_a_browser
 @pytest.mark.slow
 def test_a_browser_shows_a_comparison(sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
     out = tmp_path / "comparison.html"
