@@ -9,6 +9,7 @@ What is shown to people as a prediction comes from a rehearsal instead: see ``ad
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -156,6 +157,12 @@ class Estimator:
         self.numel = self.largest = 0
         self._probes: dict[bool, Probe] = {}
 
+    def of(self, world: World) -> Estimator:
+        """The same for another number of ranks, without another probe."""
+        other = copy.copy(self)
+        other.world, other.nodes = world, Nodes(world.world_size, self.nodes.per_node)
+        return other
+
     def probe(self, checkpointing: bool) -> Probe:
         """Run the model, of few blocks, and draw it out to its depth."""
         if checkpointing not in self._probes:
@@ -169,9 +176,7 @@ class Estimator:
         for micro_batch in MICRO_BATCHES:
             found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
             numbers = [[float(one[k]) for one in found] for k in range(3)]
-            numel, activations, seconds = (
-                base + each * layers for base, each in (_line(depths, one) for one in numbers)
-            )
+            numel, activations, seconds = (base + each * layers for base, each in (_line(depths, n) for n in numbers))
             self.numel = round(numel)
             held.append(activations)
             took.append(seconds)

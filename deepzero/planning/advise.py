@@ -1,0 +1,481 @@
+"""Which stage, which offload, which micro-batch: every setting that fits, the fastest first, by rehearsal.
+
+In order: *fix* what the user has chosen · *estimate* every setting of what is left (``estimate.py``) and strike out
+what cannot fit · *rehearse* the best of each stage and offload, with a smaller micro-batch where the first did not fit
+after all · *refine* the fastest: bucket sizes, looking ahead, hpZ and MiCS between nodes; what changes bits (qwZ, qgZ)
+only when it is asked for · *sort* by tokens per second.
+
+A prediction that is shown comes from a rehearsal on the cluster's numbers, as ``tools.simulate`` would give it. Only
+where a step has many micro-batches, two and three of them are rehearsed, and the rest is a straight line: each further
+one launches, computes and waits for the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from deepzero.comm.groups import find_nodes
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.monitor.terminal import short_bytes
+from deepzero.planning import plan
+from deepzero.planning.clusters import Cluster
+from deepzero.planning.estimate import Estimate, Estimator, MakeProgram, Offloaded, Setting
+from deepzero.planning.rehearse import World, rehearse
+from deepzero.planning.simulate import Simulated, simulate
+
+HEADROOM = 0.1
+"""Part of a memory that is left free: on the device for CUDA's context, NCCL's buffers and what the caching allocator
+loses by rounding and fragmentation; on the host for the system, the data and the processes themselves."""
+STRAIGHT = 3
+"""Micro-batches of a step up to which it is rehearsed as it is."""
+SURE = 0.85
+"""Of estimated activations: so much there will be at least."""
+ENOUGH = 0.97
+"""Of the best throughput: a smaller micro-batch that reaches it is taken."""
+OFFLOADS: dict[Offloaded, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("zero.offload_optimizer.device=cpu",),
+    "optimizer_and_param": ("zero.offload_optimizer.device=cpu", "zero.offload_param.device=cpu"),
+}
+LOSSY = {"qwz": (3,), "qgz": (1, 2, 3), "all": (3,)}
+"""ZeRO++'s choices that change bits, and their stages."""
+_STAGE, _OFFLOAD, _CHECKPOINTING = "zero.stage", "zero.offload_", "model.activation_checkpointing"
+_MICRO, _STEPS, _GLOBAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+_BUCKETS = ("zero.reduce_bucket_size", "zero.allgather_bucket_size")
+_PREFETCH = "zero.stage3_prefetch_bucket_size"
+_ZEROPP = ("zeropp", "zero.zero_", "zero.mics_", "zero.quantization.", "comm.ranks_per_node")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is given."""
+
+    words: tuple[str, ...]
+    """The user's overrides, which stay."""
+    compose: Callable[[Sequence[str]], RunConfig]
+    """Overrides to settings: ``train.compose``."""
+    make: MakeProgram
+    cluster: Cluster
+    world: World
+    headroom: float = HEADROOM
+    global_batch: int | None = None
+    """Sequences of an optimizer step; None: as the overrides say, or whatever is fastest."""
+    lossy: bool = False
+    """Try what changes bits."""
+    rehearsals: int = 12
+    """At most so many."""
+    seconds: float = 40.0
+    """After them no further rehearsal begins; the first two always do."""
+    tell: Callable[[str], None] = field(default=lambda _: None)
+
+    @property
+    def device_bytes(self) -> float:
+        """What a rank may use."""
+        return self.cluster.memory_bytes * (1 - self.headroom)
+
+    @property
+    def host_bytes(self) -> float:
+        """What the ranks of a node may use of its host."""
+        return self.cluster.host_bytes * (1 - self.headroom)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting, rehearsed."""
+
+    setting: Setting
+    words: tuple[str, ...]
+    """Overrides that make it: the user's, then ours."""
+    simulated: Simulated
+    step_seconds: float
+    tokens: int
+    """Of an optimizer step."""
+    straight_line: bool
+    """Drawn out from two and three micro-batches."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A stage and offload of which nothing fits, or that does not go with what was given."""
+
+    setting: Setting
+    memory: dict[str, int]
+    """Bytes of one rank by category, at the smallest; empty where ``reason`` says all."""
+    too_much: float
+    """Bytes beyond what may be used, of a device or of a node's host; 0 where ``reason`` says all."""
+    on_host: bool
+    rehearsed: bool
+    reason: str = ""
+
+
+@dataclass
+class Advice:
+    """The answer."""
+
+    question: Question
+    numel: int
+    options: list[Option] = field(default_factory=list)
+    """What fits, the fastest first."""
+    refused: list[Refused] = field(default_factory=list)
+    waiting: list[Estimate] = field(default_factory=list)
+    """What may fit, and was not rehearsed for want of time."""
+    help: list[str] = field(default_factory=list)
+    """Where nothing fits: what would."""
+    took: float = 0.0
+
+
+def fixed_keys(words: Sequence[str], run: RunConfig, plain: RunConfig) -> Callable[[str], bool]:
+    """Whether the user has chosen a key: typed it, or a group or experiment that sets it to another value.
+
+    A name that ends in ``_`` or ``.`` stands for all keys that begin so.
+
+    Args:
+        words: the overrides.
+        run: what they compose to.
+        plain: the same without them, but for the model.
+    """
+    typed = {word.lstrip("+~").partition("=")[0] for word in words}
+    changed = _changed(run, plain)
+
+    def fixed(name: str) -> bool:
+        if name == _OFFLOAD and "offload" in typed:
+            return True
+        many = name.endswith(("_", "."))
+        return any(key.startswith(name) if many else key == name for key in (*typed, *changed))
+
+    return fixed
+
+
+def _changed(run: RunConfig, plain: RunConfig) -> set[str]:
+    one, other = (dict(_flat(dataclasses.asdict(some))) for some in (run, plain))
+    return {key.removeprefix("engine.") for key in one if one[key] != other.get(key)}
+
+
+def _flat(mapping: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) -> Option:
+    """One setting on the cluster.
+
+    Raises:
+        ConfigError: the words do not go together, or not with so many ranks.
+    """
+    run, world = question.compose(words), question.world
+    batch = resolve_batch(run.engine, world.world_size)
+
+    def simulated(engine: EngineConfig, tokens: int) -> Simulated:
+        program = question.make(dataclasses.replace(run, engine=engine), world.world_size)
+        return simulate(rehearse(program, world), question.cluster, tokens)
+
+    each = run.model.block_size * batch.micro_batch * world.world_size
+    if batch.accumulation <= STRAIGHT:
+        found = simulated(run.engine, each * batch.accumulation)
+        return Option(setting, tuple(words), found, found.timeline.seconds, each * batch.accumulation, False)
+    sizes = {"train_batch_size": None, _MICRO: batch.micro_batch}
+    two, three = (
+        simulated(dataclasses.replace(run.engine, **{**sizes, _STEPS: steps}), each * steps)
+        for steps in (STRAIGHT - 1, STRAIGHT)
+    )
+    further = three.timeline.seconds - two.timeline.seconds
+    seconds = three.timeline.seconds + (batch.accumulation - STRAIGHT) * further
+    return Option(setting, tuple(words), three, seconds, each * batch.accumulation, True)
+
+
+class Space:
+    """The settings that are left when the user has chosen."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.run = question.compose(question.words)
+        plain = question.compose([word for word in question.words if word.startswith("model=")])
+        self.fixed = fixed_keys(question.words, self.run, plain)
+        self.world_size = question.world.world_size
+        engine = self.run.engine
+        self.nodes = find_nodes(engine.comm.ranks_per_node or question.world.ranks_of_host, self.world_size)
+        if question.global_batch is not None and engine.train_batch_size not in (None, question.global_batch):
+            raise ConfigError(
+                f"--global-batch {question.global_batch}: train_batch_size={engine.train_batch_size} says another; "
+                "leave one of them out"
+            )
+        self.global_batch = question.global_batch or engine.train_batch_size
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.global_batch is not None:
+            engine = dataclasses.replace(self.run.engine, train_batch_size=self.global_batch)
+            resolve_batch(engine, self.world_size)  # says what would divide
+
+    def families(self) -> list[tuple[int, Offloaded]]:
+        """Stages and what they offload."""
+        zero, found = self.run.engine.zero, []
+        given: Offloaded = "optimizer_and_param" if zero.offload_param.device == "cpu" else "optimizer"
+        given = given if zero.offload_optimizer.device == "cpu" else "none"
+        offloads: list[Offloaded] = [given] if self.fixed(_OFFLOAD) else list(OFFLOADS)
+        stages = [zero.stage] if self.fixed(_STAGE) else [0, 1, 2, 3]
+        for offload in offloads:
+            least = {"none": 0, "optimizer": 1, "optimizer_and_param": 3}[offload]
+            found += [(stage, offload) for stage in stages if stage >= least]
+        return found
+
+    def checkpointing(self) -> list[bool]:
+        """With, without, or as it was chosen; other people's models keep theirs."""
+        now = self.run.model.activation_checkpointing
+        return [now] if self.fixed(_CHECKPOINTING) or self.run.model.library != "own" else [False, True]
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Micro-batch and accumulation, the smallest micro-batch first."""
+        engine, ranks = self.run.engine, self.world_size
+        micro, steps = engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
+        if self.global_batch is None:
+            sizes = [micro] if micro is not None else [1 << power for power in range(9)]
+            return [(size, steps or 1) for size in sizes]
+        each = self.global_batch // ranks
+        sizes = [size for size in range(1, each + 1) if each % size == 0]
+        found = [(size, each // size) for size in sizes if micro in (None, size) and steps in (None, each // size)]
+        return found
+
+    def words(self, setting: Setting) -> tuple[str, ...]:
+        """The user's, and what makes the setting of them."""
+        ours: list[str] = []
+        if not self.fixed(_STAGE):
+            ours.append(f"{_STAGE}={setting.stage}")
+        if not self.fixed(_OFFLOAD):
+            ours += OFFLOADS[setting.offload]
+        if not self.fixed(_CHECKPOINTING) and setting.checkpointing != self.run.model.activation_checkpointing:
+            ours.append(f"{_CHECKPOINTING}={str(setting.checkpointing).lower()}")
+        if self.run.engine.train_micro_batch_size_per_gpu is None:
+            ours.append(f"{_MICRO}={setting.micro_batch}")
+        if self.question.global_batch is not None and self.run.engine.train_batch_size is None:
+            ours.append(f"{_GLOBAL}={self.question.global_batch}")
+        return (*self.question.words, *ours, *setting.extra)
+
+    def variants(self, best: Setting, limit: int) -> list[tuple[str, ...]]:
+        """Further overrides to try on a setting.
+
+        Args:
+            best: the fastest so far.
+            limit: elements of an interval as it is cut now.
+        """
+        zero, found = self.run.engine.zero, []
+        sizes = [limit // 2] + (
+            [2 * limit] if limit == min(zero.reduce_bucket_size, zero.allgather_bucket_size) else []
+        )
+        if not any(map(self.fixed, _BUCKETS)):
+            found += [tuple(f"{key}={size}" for key in _BUCKETS) for size in sizes if size > 0]
+        if best.stage == 3 and not self.fixed(_PREFETCH) and zero.stage3_prefetch_bucket_size < limit:
+            found.append((f"{_PREFETCH}={limit}",))
+        return found if any(map(self.fixed, _ZEROPP)) else [*found, *self._zeropp(best)]
+
+    def _zeropp(self, best: Setting) -> list[tuple[str, ...]]:
+        size, found = self.nodes.per_node, []
+        several = self.nodes.count > 1 and size > 1
+        node, hpz = f"comm.ranks_per_node={size}", f"zero.zero_hpz_partition_size={size}"
+        if best.stage == 3 and several:
+            found.append(("zeropp=hpz", hpz, node))
+            if best.offload != "optimizer_and_param":
+                found.append(("zeropp=mics", f"zero.mics_shard_size={size}", node))
+        if self.question.lossy and self.world_size > 1:
+            lossy = [name for name, stages in LOSSY.items() if best.stage in stages and (several or name != "all")]
+            found += [(f"zeropp={name}", *((hpz, node) if name == "all" else ())) for name in lossy]
+        return found
+
+
+class Search:
+    """Finds the settings that fit, and how fast they are."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.space = question, Space(question)
+        self.began = time.perf_counter()
+        question.tell("probing the model")
+        self.estimator = Estimator(self.space.run, question.make, question.cluster, question.world)
+        self.advice = Advice(question, 0)
+        self.rehearsed = 0
+        self.extra: dict[tuple[tuple[int, Offloaded], bool], float] = {}
+        """Bytes by which rehearsals have shown an estimate to be too small."""
+
+    def run(self) -> Advice:
+        """Estimate, rehearse, refine, sort."""
+        advice, chosen = self.advice, []
+        for family in self.space.families():
+            candidates = self._candidates(family)
+            advice.numel = self.estimator.numel
+            if candidates:
+                chosen.append(candidates)
+            else:
+                advice.refused.append(self._refuse_by_estimate(family))
+        chosen.sort(key=lambda some: -some[0].tokens_per_second)
+        for candidates in chosen:
+            if not self._may_rehearse(refining=False):
+                advice.waiting.append(candidates[0])
+            else:
+                self._settle(candidates)
+        self._sort()
+        if advice.options:
+            best = advice.options[0]
+            for extra in self.space.variants(best.setting, self.estimator.limit):
+                if self._may_rehearse(refining=True):
+                    self._try(dataclasses.replace(best.setting, extra=extra))
+            self._sort()
+        if not advice.options and not advice.waiting:
+            advice.help = self._help()
+        advice.took = time.perf_counter() - self.began
+        return advice
+
+    def _may_rehearse(self, refining: bool) -> bool:
+        """A quarter of the time is left for refining."""
+        used = time.perf_counter() - self.began
+        part = 1.0 if refining else 0.75
+        few = self.rehearsed < 2 and not refining
+        return self.rehearsed < self.question.rehearsals and (few or used < part * self.question.seconds)
+
+    def _candidates(self, family: tuple[int, Offloaded]) -> list[Estimate]:
+        """Settings of a family that may fit, in the order in which they are to be tried: the most promising first."""
+        found = []
+        for checkpointing in self.space.checkpointing():
+            for micro_batch, accumulation in self.space.batches():
+                estimate = self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
+                if self._beyond(estimate)[0] > 0:
+                    break
+                found.append(estimate)
+        fits = [one for one in found if self._likely(one)] or found
+        if not fits:
+            return []
+        fastest = max(one.tokens_per_second for one in fits)
+        first = min(
+            (one for one in fits if one.tokens_per_second >= ENOUGH * fastest),
+            key=lambda one: (one.device_bytes, one.setting.micro_batch),
+        )
+        rest = sorted((one for one in found if one is not first), key=lambda one: -one.tokens_per_second)
+        return [first, *rest]
+
+    def _beyond(self, estimate: Estimate) -> tuple[float, bool]:
+        """Bytes too many, at the least; and whether it is the host that has too few."""
+        sure = estimate.device_bytes - round((1 - SURE) * estimate.memory["activations"])
+        host = estimate.host_bytes * self.estimator.nodes.per_node - self.question.host_bytes
+        device = sure - self.question.device_bytes
+        return (device, False) if device > 0 or host <= 0 else (host, True)
+
+    def _likely(self, estimate: Estimate) -> bool:
+        key = (estimate.setting.family, estimate.setting.checkpointing)
+        extra = self.extra.get(key, estimate.buffers)
+        return estimate.device_bytes + extra <= self.question.device_bytes and self._beyond(estimate)[0] <= 0
+
+    def _refuse_by_estimate(self, family: tuple[int, Offloaded]) -> Refused:
+        """Nothing of it can fit: the setting that comes nearest."""
+        micro_batch, accumulation = self.space.batches()[0]
+        found = [
+            self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
+            for checkpointing in self.space.checkpointing()
+        ]
+        nearest = min(found, key=lambda one: self._beyond(one)[0])
+        too_much, on_host = self._beyond(nearest)
+        return Refused(nearest.setting, nearest.memory, too_much, on_host, rehearsed=False)
+
+    def _settle(self, candidates: list[Estimate]) -> None:
+        """Rehearse until one fits; after one that does not, what it has shown to be too large is passed over."""
+        last: Refused | None = None
+        remaining = list(candidates)
+        while remaining and (last is None or self._may_rehearse(refining=False)):
+            estimate = remaining.pop(0)
+            last = self._try(estimate.setting, estimate)
+            if last is None:
+                return
+            if last.reason or last.on_host:
+                break
+            left = [one for one in remaining if one.device_bytes < estimate.device_bytes]
+            likely = [one for one in left if self._likely(one)]
+            # Where none looks as if it did, the smallest decides.
+            remaining = likely or sorted(left, key=lambda one: one.device_bytes)[:1]
+        if last is not None:
+            self.advice.refused.append(last)
+
+    def _try(self, setting: Setting, estimate: Estimate | None = None) -> Refused | None:
+        """Rehearse one setting, and note it where it fits.
+
+        Returns:
+            Why it does not; None: it does.
+        """
+        self.rehearsed += 1
+        words = self.space.words(setting)
+        self.question.tell(f"rehearsing {self.rehearsed}: {' '.join(words[len(self.question.words) :]) or 'as given'}")
+        try:
+            option = rehearse_option(self.question, setting, words)
+        except ConfigError as error:
+            return Refused(setting, {}, 0.0, False, True, str(error))
+        simulated = option.simulated
+        over = simulated.device_bytes - self.question.device_bytes
+        host = simulated.host_bytes_per_node - self.question.host_bytes
+        if estimate is not None:
+            key = (setting.family, setting.checkpointing)
+            self.extra[key] = simulated.device_bytes - estimate.device_bytes
+        if max(over, host) > 0:
+            return Refused(
+                setting, plan.memory(simulated.rehearsal), over if over > 0 else host, over <= 0, rehearsed=True
+            )
+        self.advice.options.append(option)
+        return None
+
+    def _sort(self) -> None:
+        """The fastest first; of equals, the one that holds less, then the plainer one."""
+        self.advice.options.sort(
+            key=lambda one: (-float(f"{one.tokens_per_second:.3g}"), one.simulated.device_bytes, len(one.words))
+        )
+
+    def _help(self) -> list[str]:
+        """By estimate: more ranks, other settings than those that were given, more memory."""
+        said = []
+        here = self.estimator
+        for power in range(1, 11):
+            size = self.space.world_size << power
+            self.estimator = here.of(dataclasses.replace(self.question.world, world_size=size))
+            if any(self._likely(one) for one in self._smallest(self.space.families(), self.space.checkpointing())):
+                said.append(f"{size} ranks instead of {self.space.world_size}")
+                break
+        self.estimator = here
+        families: list[tuple[int, Offloaded]] = [(s, "none") for s in range(4)] + [(s, "optimizer") for s in (1, 2, 3)]
+        both = [False, True] if self.space.run.model.library == "own" else self.space.checkpointing()
+        every = self._smallest([*families, (3, "optimizer_and_param")], both, micro_batch=1)
+        fits = [one for one in every if self._likely(one)]
+        if fits:
+            words = " ".join(words_of(max(fits, key=lambda one: one.tokens_per_second).setting))
+            said.append(f"{words}, which the given settings exclude")
+        device = [one for one in self.advice.refused if one.too_much > 0 and not one.on_host]
+        if device:
+            least = min(one.too_much for one in device)
+            needed = (self.question.device_bytes + least) / (1 - self.question.headroom)
+            said.append(
+                f"devices of {short_bytes(needed)} instead of {short_bytes(self.question.cluster.memory_bytes)}"
+            )
+        return said
+
+    def _smallest(
+        self, families: Sequence[tuple[int, Offloaded]], checkpointing: Sequence[bool], micro_batch: int | None = None
+    ) -> list[Estimate]:
+        first, accumulation = self.space.batches()[0]
+        return [
+            self.estimator(Setting(*family, choice, micro_batch or first, accumulation))
+            for family in families
+            for choice in checkpointing
+        ]
+
+
+def words_of(setting: Setting) -> list[str]:
+    """A setting as overrides, all of it."""
+    stage, micro_batch = f"{_STAGE}={setting.stage}", f"{_MICRO}={setting.micro_batch}"
+    checkpointing = f"{_CHECKPOINTING}={str(setting.checkpointing).lower()}"
+    return [stage, *OFFLOADS[setting.offload], checkpointing, micro_batch, *setting.extra]
