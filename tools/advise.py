@@ -21,10 +21,11 @@ import train
 from deepzero.comm.groups import find_nodes
 from deepzero.config.parse import ConfigError
 from deepzero.config.words import plain_names
-from deepzero.planning.advise import HEADROOM, Question, Search
+from deepzero.planning.advise import Search
 from deepzero.planning.advise_text import as_dict, text
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
 from deepzero.planning.rehearse import World
+from deepzero.planning.search_space import HEADROOM, Question
 from deepzero.training.pieces import program_of
 
 NOTHING = 3
@@ -33,7 +34,7 @@ NOTHING = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print it."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
         target = Path(arguments.json) if arguments.json else None
         if target is not None and not target.resolve().parent.is_dir():

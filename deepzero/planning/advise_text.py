@@ -9,7 +9,8 @@ from typing import Any
 
 from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
-from deepzero.planning.advise import Advice, Option, Question, Refused, words_of
+from deepzero.planning.advise import Advice, Option, Refused
+from deepzero.planning.search_space import Question, words_of
 
 NOTHING_FITS = "nothing fits"
 _COLUMNS = f"{'':>3}  {'stage':<6}{'offload':<20}{'micro x accum':>14}  {'ckpt':<5}{'step':>11}{'tokens/s':>10}"
@@ -33,8 +34,8 @@ def text(advice: Advice) -> str:
     world, cluster = question.world, question.cluster
     nodes = world.world_size // world.ranks_of_host
     lines = [
-        f"{advice.numel:,} parameters; {cluster.name}: {world.world_size} ranks, {nodes} node{'s' if nodes > 1 else ''} "
-        f"of {world.ranks_of_host}",
+        f"{advice.numel:,} parameters; {cluster.name}: {world.world_size} ranks, "
+        f"{nodes} node{'s' if nodes > 1 else ''} of {world.ranks_of_host}",
         f"to be used: {short_bytes(question.device_bytes)} of {short_bytes(cluster.memory_bytes)} on a device, "
         f"{short_bytes(question.host_bytes)} of {short_bytes(cluster.host_bytes)} in a node's host memory",
     ]
@@ -65,12 +66,15 @@ def _end(advice: Advice) -> list[str]:
         return [f"the first: {share}", "run", f"  {command(best, advice.question)}"]
     if advice.waiting:
         return ["nothing was rehearsed that fits; give it more --seconds"]
-    nearest = min((one for one in advice.refused if one.too_much), key=lambda one: one.too_much, default=None)
+    nearest = min(
+        (one for one in advice.refused if one.too_much), key=lambda one: one.too_much + one.buffers, default=None
+    )
     lines = [NOTHING_FITS]
     if nearest is not None:
         where = "a node's host memory" if nearest.on_host else "a device"
+        words, about = " ".join(words_of(nearest.setting)), "" if nearest.rehearsed else "about "
         lines[0] += (
-            f"; nearest is {' '.join(words_of(nearest.setting))}, which lacks {short_bytes(nearest.too_much)} on {where}"
+            f"; nearest is {words}, which lacks {about}{short_bytes(nearest.too_much + nearest.buffers)} on {where}"
         )
     return lines + [f"what would help: {one}" for one in advice.help]
 
@@ -80,8 +84,9 @@ def _row(number: int, option: Option) -> str:
     batch = f"{setting.micro_batch} x {setting.accumulation}"
     host = short_bytes(simulated.host_bytes_per_node) if simulated.host_bytes_per_node else "-"
     mark = "~" if option.straight_line else ""
+    kept = "yes" if setting.checkpointing else "no"
     return (
-        f"{number:>3}  {setting.stage:<6}{setting.offload:<20}{batch:>14}  {'yes' if setting.checkpointing else 'no':<5}"
+        f"{number:>3}  {setting.stage:<6}{setting.offload:<20}{batch:>14}  {kept:<5}"
         f"{f'{mark}{option.step_seconds * 1e3:.4g} ms':>11}{short_number(option.tokens_per_second):>10}"
         f"{short_bytes(simulated.device_bytes):>10}{host:>10}  {' '.join(setting.extra)}"
     ).rstrip()

@@ -2,8 +2,8 @@
 
 A rehearsal takes seconds, and there are hundreds of settings. This sorts them: the *states* are the closed forms of
 ``runtime/closed_forms.py``, exact but for padding and buffers; *activations* and the time of forward and backward are
-those of the model alone, run on the meta device with one or two depths and two micro-batches, and drawn out in a
-straight line; *communication* is the closed volumes at the cluster's bandwidth, hidden as far as the stage can hide it.
+those of the model alone, run on the meta device with few blocks and three micro-batches, and drawn out in straight
+lines; *communication* is the closed volumes at the cluster's bandwidth, hidden as far as the stage can hide it.
 What is shown to people as a prediction comes from a rehearsal instead: see ``advise.py``.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -43,10 +43,11 @@ Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
 MakeProgram = Callable[[RunConfig, int], Program]
 """A run and a number of ranks to what a rank runs: ``deepzero.training.pieces.program_of``."""
 
-DEPTHS = (2, 4)
-"""Blocks of the probed models; activations and time grow by the same with every further one."""
-MICRO_BATCHES = (1, 4)
-"""Sequences of the probes."""
+DEPTHS = (4, 8)
+"""Blocks of the probed models; activations and time grow by the same with every further one. (With fewer
+blocks the peak is not among them, but at the logits.)"""
+MICRO_BATCHES = (1, 4, 8)
+"""Sequences of the probes. With one the peak is often that of a weight's gradient, and later that of activations."""
 BACKWARD = 2 / 3
 """Of the time of a micro-batch: two matrix products where the forward pass has one."""
 BUFFERS = {0: 3, 1: 3, 2: 3, 3: 6}
@@ -73,16 +74,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Probe:
-    """A model alone, of any micro-batch: bytes and seconds on a straight line through what was probed."""
+    """A model alone at :data:`MICRO_BATCHES`, and on straight lines between and beyond them."""
 
-    activations: tuple[float, float]
-    """Bytes: at no sequence, and for each."""
-    seconds: tuple[float, float]
-    """Forward and backward, the same."""
+    activations: tuple[float, ...]
+    """Bytes."""
+    seconds: tuple[float, ...]
+    """Forward and backward."""
 
     def at(self, micro_batch: int) -> tuple[float, float]:
         """Bytes and seconds of a micro-batch."""
-        return tuple(max(0.0, base + each * micro_batch) for base, each in (self.activations, self.seconds))  # type: ignore[return-value]
+        last = len(MICRO_BATCHES) - 2
+        first = next((k for k in range(last) if micro_batch <= MICRO_BATCHES[k + 1]), last)
+        found = []
+        for values in (self.activations, self.seconds):
+            base, each = _line(MICRO_BATCHES[first : first + 2], values[first : first + 2])
+            found.append(max(0.0, base + each * micro_batch))
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ def _forget(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def _line(at: tuple[int, ...], values: list[float]) -> tuple[float, float]:
+def _line(at: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     """Through one or two points: at zero, and the slope (through one: none)."""
     if len(at) == 1:
         return values[0], 0.0
@@ -180,7 +187,7 @@ class Estimator:
             self.numel = round(numel)
             held.append(activations)
             took.append(seconds)
-        return Probe(_line(MICRO_BATCHES, held), _line(MICRO_BATCHES, took))
+        return Probe(tuple(held), tuple(took))
 
     def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[int, int, float]:
         model = dataclasses.replace(self.run.model, n_layer=depth, activation_checkpointing=checkpointing)
