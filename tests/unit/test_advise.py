@@ -232,14 +232,13 @@ def test_no_folder_for_the_figures(capsys: pytest.CaptureFixture[str], tmp_path:
 
 @pytest.mark.slow
 def test_what_is_printed_runs(advice: Advice, tmp_path: Path) -> None:
-    """The plainest option and an offloaded one, for two steps on this machine."""
+    """The one that offloads most, for two steps on this machine."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("for i in range(10):\n    print(i)\n" * 2000, encoding="utf-8")
-    for family in ((2, "none"), (3, "optimizer_and_param")):
-        option = next(one for one in advice.options if one.setting.family == family)
-        words = shlex.split(command(option, advice.question))[2:]
-        few = ("train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "train.save_every=0")
-        more = (*few, "data=text", f"data.path={corpus}", f"hydra.run.dir={tmp_path / str(family[0])}")
-        done = runs.train(*words, *more, cwd=tmp_path)
-        assert done.status == 0, done.err
-        assert "step 2/2" in " ".join(done.out.split())
+    option = next(one for one in advice.options if one.setting.family == (3, "optimizer_and_param"))
+    words = shlex.split(command(option, advice.question))[2:]
+    few = ("train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "train.save_every=0")
+    more = (*few, "data=text", f"data.path={corpus}", f"hydra.run.dir={tmp_path / 'run'}")
+    done = runs.train(*words, *more, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "step 2/2" in " ".join(done.out.split())
