@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--global-batch", type=int, metavar="N", help="sequences of an optimizer step; default: whatever is fastest")
     add("--lossy", action="store_true", help="also try what changes bits: qwZ and qgZ")
     add("--rehearsals", type=int, default=12, metavar="N", help="at most so many settings are rehearsed (default 12)")
-    add("--seconds", type=float, default=40.0, help="after so many, no further rehearsal begins (default 40)")
+    add("--seconds", type=float, default=50.0, help="time to take, but for the first rehearsal (default 50)")
     add("--json", metavar="FILE", help="also write all figures there")
     return parser
 

@@ -122,7 +122,7 @@ class Search:
         question.tell("probing the model")
         self.estimator = Estimator(self.space.run, question.make, question.cluster, question.world)
         self.advice = Advice(question, 0)
-        self.rehearsed = 0
+        self.rehearsed, self.longest = 0, 0.0
         self.extra: dict[tuple[tuple[int, Offloaded], bool], float] = {}
         """Bytes by which rehearsals have shown an estimate to be too small."""
 
@@ -155,11 +155,10 @@ class Search:
         return advice
 
     def _may_rehearse(self, refining: bool) -> bool:
-        """A quarter of the time is left for refining."""
-        used = time.perf_counter() - self.began
-        part = 1.0 if refining else 0.75
-        few = self.rehearsed < 2 and not refining
-        return self.rehearsed < self.question.rehearsals and (few or used < part * self.question.seconds)
+        """One always; a further one where it will be over in time, by the longest so far, and leaves some to refine."""
+        until = time.perf_counter() - self.began + self.longest
+        in_time = until < self.question.seconds * (1.0 if refining else 0.75)
+        return self.rehearsed < self.question.rehearsals and (in_time or not self.rehearsed)
 
     def _candidates(self, family: tuple[int, Offloaded]) -> list[Estimate]:
         """Settings of a family that may fit, in the order in which they are to be tried: the most promising first."""
@@ -231,10 +230,12 @@ class Search:
         self.rehearsed += 1
         words = self.space.words(setting)
         self.question.tell(f"rehearsing {self.rehearsed}: {' '.join(words[len(self.question.words) :]) or 'as given'}")
+        began = time.perf_counter()
         try:
             option = rehearse_option(self.question, setting, words)
         except ConfigError as error:
             return Refused(setting, {}, 0.0, False, True, str(error))
+        self.longest = max(self.longest, time.perf_counter() - began)
         simulated = option.simulated
         over = simulated.device_bytes - self.question.device_bytes
         host = simulated.host_bytes_per_node - self.question.host_bytes

@@ -49,8 +49,8 @@ class Question:
     """Try what changes bits."""
     rehearsals: int = 12
     """At most so many."""
-    seconds: float = 40.0
-    """After them no further rehearsal begins; the first two always do."""
+    seconds: float = 50.0
+    """No rehearsal begins that will not be over by then; but for the first."""
     tell: Callable[[str], None] = field(default=lambda _: None)
 
     @property
