@@ -30,6 +30,8 @@ STRAIGHT = 3
 """Micro-batches of a step up to which it is rehearsed as it is."""
 SURE = 0.85
 """Of estimated activations: so much there will be at least."""
+WAITS = 0.05
+"""Of the step: a fastest setting that waits longer is tried with a larger micro-batch."""
 ENOUGH = 0.99
 """Of the best throughput: a smaller micro-batch that reaches it is taken."""
 
@@ -143,6 +145,7 @@ class Search:
             else:
                 self._settle(candidates)
         self._sort()
+        self._grow()
         if advice.options:
             best = advice.options[0]
             for extra in self.space.variants(best.setting, self.estimator.limit, self.estimator.numel):
@@ -153,6 +156,21 @@ class Search:
             advice.help = self._help()
         advice.took = time.perf_counter() - self.began
         return advice
+
+    def _grow(self) -> None:
+        """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""
+        while (options := self.advice.options) and options[0].simulated.exposed_share > WAITS:
+            best = options[0].setting
+            larger = [size for size in self.space.batches() if size[0] > best.micro_batch]
+            if not larger or not self._may_rehearse(refining=True):
+                return
+            setting = dataclasses.replace(best, micro_batch=larger[0][0], accumulation=larger[0][1])
+            estimate = self.estimator(setting)
+            if not self._likely(estimate) or self._try(setting, estimate) is not None:
+                return
+            self._sort()
+            if options[0].setting == best:
+                return
 
     def _may_rehearse(self, refining: bool) -> bool:
         """One always; a further one where it will be over in time, by the longest so far, and leaves some to refine."""
