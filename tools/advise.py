@@ -45,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(plain_names(str(error)), file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        print(f"this model reads values while it runs, so that it cannot be rehearsed: {error}", file=sys.stderr)
+        return 2
     print(text(advice))
     return 0 if advice.options or advice.waiting else NOTHING
 
