@@ -231,7 +231,8 @@ def _result(
         plan=plan,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
-        peak_bytes=meter.peak_bytes,
+        peak_bytes=meter.peak_bytes
+        - host,  # the host's memory is one arena, on the meta device too, there all the time
         traffic=dict(ledger.last_step),
         predicted=dict(ledger.predicted_traffic),
         host_bytes=host,

@@ -76,6 +76,8 @@ class _Clockwork:
         self.free: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[str, str], deque[Span]] = defaultdict(deque)
         self.fetched: dict[str, float] = {}
+        self.stepped = 0
+        """Elements that the CPU has stepped on."""
         self.line = Timeline()
 
     def play(self) -> Timeline:
@@ -127,21 +129,26 @@ class _Clockwork:
         lane = "to_device" if event.kind.endswith(("to_device", "fetch")) else "to_host"
         if event.kind == TO_DEVICE:
             # The CPU has stepped on what leaves now: its gradients came before, its masters and moments lie there.
-            moved = event.sent.elements * self._state_bytes_per_element()
-            ready = max(self.now, self.free["to_host"], self.free["host"])
-            seconds = moved * self.rehearsal.nodes.per_node / self.cluster.host_memory_bandwidth
-            self.free["host"] = ready + seconds
-            self.line.spans.append(Span("host", "optimizer step", event.where, ready, ready + seconds, moved))
+            self._step_on_host(event.sent.elements, event.where)
             self.free[lane] = max(self.free[lane], self.free["host"])
         span = self._run(lane, event, event.sent.bytes / self.cluster.host_bandwidth)
         if event.kind == FETCH:
             self.fetched[event.where] = span.end
 
-    def _state_bytes_per_element(self) -> float:
+    def _step_on_host(self, elements: int, where: str) -> None:
+        """The CPU steps on so many elements, when their gradients have come and it is free."""
         held = self.rehearsal.held
         states = held.get("host_masters", 0) + held.get("host_moments", 0)
-        elements = max(1, held.get("host_masters", 0) // 4)
-        return STEP_PASSES * states / elements + held.get("host_gradients", 0) / elements
+        moved = (STEP_PASSES * states + held.get("host_gradients", 0)) * elements / self._host_elements()
+        start = max(self.now, self.free["to_host"], self.free["host"])
+        self.free["host"] = start + moved * self.rehearsal.nodes.per_node / self.cluster.host_memory_bandwidth
+        self.line.spans.append(Span("host", "optimizer step", where, start, self.free["host"], moved))
+        self.stepped += elements
+
+    def _host_elements(self) -> int:
+        """That the CPU steps on; in fp32 parameters in host memory are their own masters."""
+        held = self.rehearsal.held
+        return max(1, (held.get("host_masters", 0) or held.get("host_parameters", 0)) // 4)
 
     def _step(self, event: Event) -> None:
         """The device's own optimizer step: one pass over what it keeps."""
@@ -155,7 +162,10 @@ class _Clockwork:
         self.now += seconds
 
     def _publish(self, event: Event) -> None:
-        """The step is over when the new parameters are there."""
+        """The step is over when the new parameters are there; those that stay in host memory, too."""
+        left = self._host_elements() - self.stepped
+        if left > 0 and self.rehearsal.held.get("host_moments", 0):
+            self._step_on_host(left, "")
         late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
         for span in sorted(late, key=lambda item: item.end):
             if span.end > self.now:

@@ -1,0 +1,284 @@
+"""What a setting will hold and take, roughly and at once: closed forms, and a probe of the model without ZeRO.
+
+A rehearsal takes seconds, and there are hundreds of settings. This sorts them: the *states* are the closed forms of
+``runtime/closed_forms.py``, exact but for padding and buffers; *activations* and the time of forward and backward are
+those of the model alone, run on the meta device with few blocks and three micro-batches, and drawn out in straight
+lines; *communication* is the closed volumes at the cluster's bandwidth, hidden as far as the stage can hide it.
+What is shown to people as a prediction comes from a rehearsal instead: see ``advise.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from deepzero.comm.groups import Nodes
+from deepzero.comm.ledger import Sent
+from deepzero.comm.pretended import Pretended, pretend
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.layout import interval_limit
+from deepzero.planning.clusters import Cluster
+from deepzero.planning.rehearse import Program, World
+from deepzero.planning.work import Work, WorkMeter, fused_attention
+from deepzero.runtime.built import Dtypes
+from deepzero.runtime.closed_forms import (
+    Elements,
+    HostElements,
+    StateSizes,
+    moment_bytes_per_element,
+    offloaded_memory,
+    predicted_memory,
+)
+from deepzero.runtime.optimizers import build_optimizer
+from deepzero.runtime.outputs import scalar_loss
+
+Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
+MakeProgram = Callable[[RunConfig, int], Program]
+"""A run and a number of ranks to what a rank runs: ``deepzero.training.pieces.program_of``."""
+
+DEPTHS = (4, 8)
+"""Blocks of the probed models; activations and time grow by the same with every further one. (With fewer
+blocks the peak is not among them, but at the logits.)"""
+MICRO_BATCHES = (1, 4, 8)
+"""Sequences of the probes. With one the peak is often that of a weight's gradient, and later that of activations."""
+BACKWARD = 2 / 3
+"""Of the time of a micro-batch: two matrix products where the forward pass has one."""
+BUFFERS = {0: 3, 1: 3, 2: 3, 3: 6}
+"""Buckets, and in stage 3 what is gathered, by stage: about so many times the largest interval."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the search."""
+
+    stage: int
+    offload: Offloaded
+    checkpointing: bool
+    micro_batch: int
+    accumulation: int = 1
+    extra: tuple[str, ...] = ()
+    """Further overrides, as on the command line: bucket sizes, ZeRO++."""
+
+    @property
+    def family(self) -> tuple[int, Offloaded]:
+        """Settings that differ in the rest alone hold their states alike."""
+        return self.stage, self.offload
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A model alone at :data:`MICRO_BATCHES`, and on straight lines between and beyond them."""
+
+    activations: tuple[float, ...]
+    """Bytes."""
+    seconds: tuple[float, ...]
+    """Forward and backward."""
+
+    def at(self, micro_batch: int) -> tuple[float, float]:
+        """Bytes and seconds of a micro-batch."""
+        last = len(MICRO_BATCHES) - 2
+        first = next((k for k in range(last) if micro_batch <= MICRO_BATCHES[k + 1]), last)
+        found = []
+        for values in (self.activations, self.seconds):
+            base, each = _line(MICRO_BATCHES[first : first + 2], values[first : first + 2])
+            found.append(max(0.0, base + each * micro_batch))
+        return found[0], found[1]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one setting."""
+
+    setting: Setting
+    memory: dict[str, int]
+    """Bytes of one rank by category: closed forms, and ``activations``."""
+    buffers: int
+    """Bytes: a guess, and so no part of ``memory``."""
+    seconds: float
+    """Of an optimizer step."""
+    tokens_per_second: float
+
+    @property
+    def device_bytes(self) -> int:
+        """At least so much: without buffers."""
+        return sum(size for name, size in self.memory.items() if not name.startswith("host_"))
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one rank, without buffers."""
+        return sum(size for name, size in self.memory.items() if name.startswith("host_"))
+
+
+def _measure(program: Program, dtype: torch.dtype, device_type: Literal["cpu", "cuda"]) -> tuple[int, int, int, Work]:
+    """Elements of the model, of its largest parameter; bytes beside the parameters; ops. One micro-batch.
+
+    Gradients go as soon as they are there: they are ZeRO's to keep, and its closed forms count them.
+    """
+    meter = WorkMeter()
+    with pretend(Pretended(0, 1, device_type, 1)), meter, fused_attention():
+        with torch.device("meta"):
+            model = program.model().to(dtype)
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(_forget)
+        before, meter.work = meter.alive_bytes, Work()
+        meter.restart_peak()
+        output = model(*program.batch())
+        loss = program.loss(output) if program.loss is not None else scalar_loss(output)
+        if loss is None:
+            raise ConfigError(f"the model's output ({type(output).__name__}) holds no scalar loss")
+        loss.backward()
+        sizes = [param.numel() for param in model.parameters()]
+        return sum(sizes), max(sizes), meter.peak_bytes - before, meter.work
+
+
+def _forget(param: torch.Tensor) -> None:
+    param.grad = None
+
+
+def _line(at: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Through one or two points: at zero, and the slope (through one: none)."""
+    if len(at) == 1:
+        return values[0], 0.0
+    slope = (values[1] - values[0]) / (at[1] - at[0])
+    return values[0] - slope * at[0], slope
+
+
+class Estimator:
+    """Estimates for one model on one cluster; the model is probed once with checkpointing and once without."""
+
+    def __init__(self, run: RunConfig, make: MakeProgram, cluster: Cluster, world: World) -> None:
+        if run.engine.optimizer is None:
+            raise ConfigError("the settings name no optimizer: choose one with optimizer=…")
+        self.run, self.make, self.cluster, self.world = run, make, cluster, world
+        self.nodes = Nodes(world.world_size, run.engine.comm.ranks_per_node or world.ranks_of_host)
+        self.dtypes = Dtypes.of(run.engine)
+        optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(64))])
+        self.moments = moment_bytes_per_element(optimizer, torch.device("cpu"))
+        self.numel = self.largest = 0
+        self._probes: dict[bool, Probe] = {}
+
+    def of(self, world: World) -> Estimator:
+        """The same for another number of ranks, without another probe."""
+        other = copy.copy(self)
+        other.world, other.nodes = world, Nodes(world.world_size, self.nodes.per_node)
+        return other
+
+    def probe(self, checkpointing: bool) -> Probe:
+        """Run the model, of few blocks, and draw it out to its depth."""
+        if checkpointing not in self._probes:
+            self._probes[checkpointing] = self._probe(checkpointing)
+        return self._probes[checkpointing]
+
+    def _probe(self, checkpointing: bool) -> Probe:
+        layers = self.run.model.n_layer
+        depths = DEPTHS if layers > max(DEPTHS) else (layers,)
+        held, took = [], []
+        for micro_batch in MICRO_BATCHES:
+            found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
+            numbers = [[float(one[k]) for one in found] for k in range(3)]
+            numel, activations, seconds = (base + each * layers for base, each in (_line(depths, n) for n in numbers))
+            self.numel = round(numel)
+            held.append(activations)
+            took.append(seconds)
+        return Probe(tuple(held), tuple(took))
+
+    def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[int, int, float]:
+        model = dataclasses.replace(self.run.model, n_layer=depth, activation_checkpointing=checkpointing)
+        engine = dataclasses.replace(
+            self.run.engine,
+            train_batch_size=None,
+            train_micro_batch_size_per_gpu=micro_batch,
+            gradient_accumulation_steps=1,
+        )
+        program = self.make(dataclasses.replace(self.run, model=model, engine=engine), self.world.world_size)
+        numel, largest, held, work = _measure(program, self.dtypes.compute, self.world.device_type)
+        self.largest = max(self.largest, largest)
+        ops = zip(work.flops, work.bytes, strict=True)
+        return numel, held, sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
+
+    def __call__(self, setting: Setting) -> Estimate:
+        """Memory and time of one setting."""
+        held, seconds = self.probe(setting.checkpointing).at(setting.micro_batch)
+        if self.run.engine.activation_checkpointing.cpu_checkpointing:
+            held = 0.0  # they wait in host memory; how much of them, a rehearsal knows
+        memory = {**self._states(setting), "activations": round(held)}
+        total = self._step_seconds(setting, memory, seconds)
+        tokens = setting.micro_batch * setting.accumulation * self.world.world_size * self.run.model.block_size
+        interval = max(self.limit, self.largest) * self.dtypes.compute.itemsize
+        return Estimate(setting, memory, BUFFERS[setting.stage] * interval, total, tokens / total)
+
+    @cached_property
+    def limit(self) -> int:
+        """Elements of an interval, where no parameter is larger."""
+        self.probe(self.run.model.activation_checkpointing)
+        zero = self.run.engine.zero
+        return interval_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
+
+    def _states(self, setting: Setting) -> dict[str, int]:
+        zero, world_size = self.run.engine.zero, self.world.world_size
+        whole_reduce = setting.stage == 0 or (setting.stage == 1 and not zero.reduce_scatter)
+        sizes = StateSizes(
+            compute=self.dtypes.compute.itemsize,
+            accumulation=self.dtypes.accumulation.itemsize,
+            moments=self.moments,
+            wire=self.dtypes.wire.itemsize,
+            stage=setting.stage,
+            overlap=zero.overlap_comm,
+            micro_batches=setting.accumulation,
+            whole_reduce=whole_reduce,
+            exact=self.run.engine.comm.reduce == "exact",
+        )
+        if setting.offload == "none":
+            return predicted_memory(Elements(self.numel), world_size, sizes)
+        host = int(self.numel * zero.offload_optimizer.ratio)
+        masters = 0 if sizes.compute == 4 and setting.offload == "optimizer_and_param" else 1
+        away = self.numel if setting.offload == "optimizer_and_param" else 0
+        if away and zero.offload_param.max_in_cpu is not None:
+            away = min(away, zero.offload_param.max_in_cpu * world_size)
+        parted = self.numel if setting.stage == 3 else 0
+        elements = HostElements(
+            host, self.numel - host, masters * host, masters * (self.numel - host), away, parted - away, host
+        )
+        return offloaded_memory(self.numel - parted, self.numel, elements, world_size, sizes, copies=1)
+
+    def _step_seconds(self, setting: Setting, memory: dict[str, int], one: float) -> float:
+        """Forward and backward of all micro-batches, what of the communication cannot hide behind them, the step."""
+        cluster, times = self.cluster, setting.accumulation
+        gather = self._collective(self.dtypes.compute.itemsize)
+        reduce = self._collective(self.dtypes.wire.itemsize)
+        behind = one * BACKWARD if self.run.engine.zero.overlap_comm else 0.0
+        late = {
+            0: max(0.0, 2 * reduce - behind),
+            1: (max(0.0, reduce - behind) if times == 1 else reduce) + gather,
+            2: times * max(0.0, reduce - behind) + gather,
+            3: times * (max(0.0, 2 * gather - one) + max(0.0, reduce - behind)),
+        }[setting.stage]
+        states = 2 * (memory["masters"] + memory["moments"]) + memory["gradients"]
+        total = times * one + late + states / cluster.memory_bandwidth
+        if setting.offload != "none":
+            state = 2 * (memory["host_masters"] + memory["host_moments"]) + memory["host_gradients"]
+            total += state * self.nodes.per_node / cluster.host_memory_bandwidth
+            down = memory["host_gradients"] / cluster.host_bandwidth
+            total += times * max(0.0, down - behind)
+            if setting.offload == "optimizer":
+                share = self.numel * self.dtypes.compute.itemsize / self.world.world_size
+                total += share / cluster.host_bandwidth
+        return total
+
+    def _collective(self, itemsize: int) -> float:
+        """All parameters once: reduced, or gathered."""
+        world_size, nodes = self.world.world_size, self.nodes
+        if world_size == 1:
+            return 0.0
+        calls = max(1, self.numel // max(self.limit, 1))
+        nbytes = self.numel * itemsize * (world_size - 1) / world_size / calls
+        between = nbytes * nodes.share_between
+        ring = self.world.device_type == "cuda" and self.run.engine.comm.reduce != "exact"
+        return calls * self.cluster.collective_seconds(Sent(0, int(nbytes), between, world_size, ring), nodes)

@@ -1,0 +1,207 @@
+"""The question that ``advise.py`` answers, and the settings among which it looks: all that the user has not fixed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from deepzero.comm.groups import find_nodes
+from deepzero.config.engine import resolve_batch
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import RunConfig
+from deepzero.planning.clusters import Cluster
+from deepzero.planning.estimate import MakeProgram, Offloaded, Setting
+from deepzero.planning.rehearse import World
+
+HEADROOM = 0.1
+"""Part of a memory that is left free: on the device for CUDA's context, NCCL's buffers and what the caching allocator
+loses by rounding and fragmentation; on the host for the system, the data and the processes themselves."""
+OFFLOADS: dict[Offloaded, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("zero.offload_optimizer.device=cpu",),
+    "optimizer_and_param": ("zero.offload_optimizer.device=cpu", "zero.offload_param.device=cpu"),
+}
+LOSSY = {"qwz": (3,), "qgz": (1, 2, 3), "all": (3,)}
+"""ZeRO++'s choices that change bits, and their stages."""
+_STAGE, _OFFLOAD, _CHECKPOINTING = "zero.stage", "zero.offload_", "model.activation_checkpointing"
+_MICRO, _STEPS, _GLOBAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+_BUCKETS = ("zero.reduce_bucket_size", "zero.allgather_bucket_size")
+_PREFETCH = "zero.stage3_prefetch_bucket_size"
+_ZEROPP = ("zeropp", "zero.zero_", "zero.mics_", "zero.quantization.", "comm.ranks_per_node")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is given."""
+
+    words: tuple[str, ...]
+    """The user's overrides, which stay."""
+    compose: Callable[[Sequence[str]], RunConfig]
+    """Overrides to settings: ``train.compose``."""
+    make: MakeProgram
+    cluster: Cluster
+    world: World
+    headroom: float = HEADROOM
+    global_batch: int | None = None
+    """Sequences of an optimizer step; None: as the overrides say, or whatever is fastest."""
+    lossy: bool = False
+    """Try what changes bits."""
+    rehearsals: int = 12
+    """At most so many."""
+    seconds: float = 50.0
+    """No rehearsal begins that will not be over by then; but for the first."""
+    tell: Callable[[str], None] = field(default=lambda _: None)
+
+    @property
+    def device_bytes(self) -> float:
+        """What a rank may use."""
+        return self.cluster.memory_bytes * (1 - self.headroom)
+
+    @property
+    def host_bytes(self) -> float:
+        """What the ranks of a node may use of its host."""
+        return self.cluster.host_bytes * (1 - self.headroom)
+
+
+def fixed_keys(words: Sequence[str], run: RunConfig, plain: RunConfig) -> Callable[[str], bool]:
+    """Whether the user has chosen a key: typed it, or a group or experiment that sets it to another value.
+
+    A name that ends in ``_`` or ``.`` stands for all keys that begin so.
+
+    Args:
+        words: the overrides.
+        run: what they compose to.
+        plain: the same without them, but for the model.
+    """
+    typed = {word.lstrip("+~").partition("=")[0] for word in words}
+    changed = _changed(run, plain)
+
+    def fixed(name: str) -> bool:
+        if name == _OFFLOAD and "offload" in typed:
+            return True
+        many = name.endswith(("_", "."))
+        return any(key.startswith(name) if many else key == name for key in (*typed, *changed))
+
+    return fixed
+
+
+def _changed(run: RunConfig, plain: RunConfig) -> set[str]:
+    one, other = (dict(_flat(dataclasses.asdict(some))) for some in (run, plain))
+    return {key.removeprefix("engine.") for key in one if one[key] != other.get(key)}
+
+
+def _flat(mapping: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in mapping.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def words_of(setting: Setting) -> list[str]:
+    """A setting as overrides, all of it."""
+    stage, micro_batch = f"{_STAGE}={setting.stage}", f"{_MICRO}={setting.micro_batch}"
+    checkpointing = f"{_CHECKPOINTING}={str(setting.checkpointing).lower()}"
+    return [stage, *OFFLOADS[setting.offload], checkpointing, micro_batch, *setting.extra]
+
+
+class Space:
+    """The settings that are left when the user has chosen."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.run = question.compose(question.words)
+        plain = question.compose([word for word in question.words if word.startswith("model=")])
+        self.fixed = fixed_keys(question.words, self.run, plain)
+        self.world_size = question.world.world_size
+        engine = self.run.engine
+        self.nodes = find_nodes(engine.comm.ranks_per_node or question.world.ranks_of_host, self.world_size)
+        if question.global_batch is not None and engine.train_batch_size not in (None, question.global_batch):
+            raise ConfigError(
+                f"--global-batch {question.global_batch}: train_batch_size={engine.train_batch_size} says another; "
+                "leave one of them out"
+            )
+        self.global_batch = question.global_batch or engine.train_batch_size
+        self._check_batch()
+
+    def _check_batch(self) -> None:
+        if self.global_batch is not None:
+            engine = dataclasses.replace(self.run.engine, train_batch_size=self.global_batch)
+            resolve_batch(engine, self.world_size)  # says what would divide
+
+    def families(self) -> list[tuple[int, Offloaded]]:
+        """Stages and what they offload."""
+        zero, found = self.run.engine.zero, []
+        given: Offloaded = "optimizer_and_param" if zero.offload_param.device == "cpu" else "optimizer"
+        given = given if zero.offload_optimizer.device == "cpu" else "none"
+        offloads: list[Offloaded] = [given] if self.fixed(_OFFLOAD) else list(OFFLOADS)
+        stages = [zero.stage] if self.fixed(_STAGE) else [0, 1, 2, 3]
+        for offload in offloads:
+            least = {"none": 0, "optimizer": 1, "optimizer_and_param": 3}[offload]
+            found += [(stage, offload) for stage in stages if stage >= least]
+        return found
+
+    def checkpointing(self) -> list[bool]:
+        """With, without, or as it was chosen; other people's models keep theirs."""
+        now = self.run.model.activation_checkpointing
+        return [now] if self.fixed(_CHECKPOINTING) or self.run.model.library != "own" else [False, True]
+
+    def batches(self) -> list[tuple[int, int]]:
+        """Micro-batch and accumulation, the smallest micro-batch first."""
+        engine, ranks = self.run.engine, self.world_size
+        micro, steps = engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
+        if self.global_batch is None:
+            sizes = [micro] if micro is not None else [1 << power for power in range(9)]
+            return [(size, steps or 1) for size in sizes]
+        each = self.global_batch // ranks
+        sizes = [size for size in range(1, each + 1) if each % size == 0]
+        found = [(size, each // size) for size in sizes if micro in (None, size) and steps in (None, each // size)]
+        return found
+
+    def words(self, setting: Setting) -> tuple[str, ...]:
+        """The user's, and what makes the setting of them."""
+        ours: list[str] = []
+        if not self.fixed(_STAGE):
+            ours.append(f"{_STAGE}={setting.stage}")
+        if not self.fixed(_OFFLOAD):
+            ours += OFFLOADS[setting.offload]
+        if not self.fixed(_CHECKPOINTING) and setting.checkpointing != self.run.model.activation_checkpointing:
+            ours.append(f"{_CHECKPOINTING}={str(setting.checkpointing).lower()}")
+        if self.run.engine.train_micro_batch_size_per_gpu is None:
+            ours.append(f"{_MICRO}={setting.micro_batch}")
+        if self.question.global_batch is not None and self.run.engine.train_batch_size is None:
+            ours.append(f"{_GLOBAL}={self.question.global_batch}")
+        return (*self.question.words, *ours, *setting.extra)
+
+    def variants(self, best: Setting, limit: int, numel: int) -> list[tuple[str, ...]]:
+        """Further overrides to try on a setting.
+
+        Args:
+            best: the fastest so far.
+            limit: elements of an interval as it is cut now.
+            numel: of the model.
+        """
+        zero, found = self.run.engine.zero, []
+        sizes = ([limit // 2] if limit < numel else []) + (
+            [2 * limit] if limit == min(zero.reduce_bucket_size, zero.allgather_bucket_size) else []
+        )
+        if not any(map(self.fixed, _BUCKETS)):
+            found += [tuple(f"{key}={size}" for key in _BUCKETS) for size in sizes]
+        if best.stage == 3 and not self.fixed(_PREFETCH) and zero.stage3_prefetch_bucket_size < limit:
+            found.append((f"{_PREFETCH}={limit}",))
+        return found if any(map(self.fixed, _ZEROPP)) else [*found, *self._zeropp(best)]
+
+    def _zeropp(self, best: Setting) -> list[tuple[str, ...]]:
+        size = self.nodes.per_node
+        found: list[tuple[str, ...]] = []
+        several = self.nodes.count > 1 and size > 1
+        node, hpz = f"comm.ranks_per_node={size}", f"zero.zero_hpz_partition_size={size}"
+        if best.stage == 3 and several:
+            found.append(("zeropp=hpz", hpz, node))
+            if best.offload != "optimizer_and_param":
+                found.append(("zeropp=mics", f"zero.mics_shard_size={size}", node))
+        if self.question.lossy and self.world_size > 1:
+            lossy = [name for name, stages in LOSSY.items() if best.stage in stages and (several or name != "all")]
+            found += [(f"zeropp={name}", *((hpz, node) if name == "all" else ())) for name in lossy]
+        return found

@@ -1,0 +1,244 @@
+"""Advice: predictions are those of ``simulate``, what is listed fits, what is printed composes, what is fixed stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from deepzero.planning.advise import Advice, Search, rehearse_option
+from deepzero.planning.advise_text import NOTHING_FITS, command, text
+from deepzero.planning.clusters import H100_HDR
+from deepzero.planning.estimate import Setting
+from deepzero.planning.rehearse import World, rehearse
+from deepzero.planning.search_space import Question
+from deepzero.planning.simulate import simulate
+from deepzero.runtime.closed_forms import Elements, StateSizes, predicted_memory
+from deepzero.training.pieces import program_of
+from tests.e2e import runs
+from tools import advise as tool
+
+TINY = ("model.n_layer=1", "model.n_embd=64", "model.block_size=16")
+WIDE = ("model.n_layer=6", "model.n_embd=512", "model.n_head=8", "model.block_size=16")
+"""19 M parameters, whose states are many times their buffers and activations."""
+
+
+def ask(*words: str, ranks: int = 2, memory: float = 80e9, per_node: int = 8, **more: Any) -> Question:
+    """A question about a cluster of H100, with other memory."""
+    cluster = dataclasses.replace(H100_HDR, memory_bytes=memory)
+    world = World(ranks, min(ranks, per_node))
+    return Question(words, train.compose, program_of, cluster, world, **{"seconds": 1e6, **more})
+
+
+def plain(stage: int, micro_batch: int, accumulation: int = 1) -> Setting:
+    """A setting without offload and checkpointing."""
+    return Setting(stage, "none", False, micro_batch, accumulation)
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    """Everything but checkpointing and the micro-batch is open."""
+    words = (*TINY, "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=2")
+    return Search(ask(*words)).run()
+
+
+def test_all_stages_and_offloads_are_ranked(advice: Advice) -> None:
+    families = {option.setting.family for option in advice.options}
+    offloaded = {(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")}
+    assert families == {(0, "none"), (1, "none"), (2, "none"), (3, "none")} | offloaded
+    speeds = [float(f"{option.tokens_per_second:.3g}") for option in advice.options]
+    assert speeds == sorted(speeds, reverse=True)
+    assert not advice.refused
+    assert not advice.waiting
+
+
+def test_predictions_are_those_of_simulate(advice: Advice) -> None:
+    for option in (advice.options[0], advice.options[-1]):
+        run = train.compose(option.words)
+        again = simulate(rehearse(program_of(run, 2), World(2, 2)), advice.question.cluster, 2 * 2 * 16)
+        assert option.step_seconds == again.timeline.seconds
+        assert option.simulated.as_dict() == again.as_dict()
+        assert option.tokens_per_second == again.as_dict()["tokens_per_second"]
+
+
+def test_what_is_printed_composes_to_what_was_rehearsed(advice: Advice) -> None:
+    for option in advice.options:
+        words = shlex.split(command(option, advice.question))
+        assert words[:3] == ["python", "train.py", "launch.nproc=2"]
+        run, setting = train.compose(words[2:]), option.setting
+        zero = run.engine.zero
+        assert zero.stage == setting.stage
+        assert (zero.offload_optimizer.device == "cpu") == (setting.offload != "none")
+        assert (zero.offload_param.device == "cpu") == (setting.offload == "optimizer_and_param")
+        assert run.engine.train_micro_batch_size_per_gpu == setting.micro_batch == 2
+        assert run.model.activation_checkpointing is setting.checkpointing is False
+    assert command(advice.options[0], advice.question) in text(advice)
+
+
+def test_offload_takes_from_the_device_and_costs_time(advice: Advice) -> None:
+    """The host's memory is no part of a device's, and the CPU's step takes its time, wherever the parameters are."""
+    found = {option.setting.family: option for option in advice.options if not option.setting.extra}
+    for stage, offload in ((2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")):
+        with_host, without = found[stage, offload].simulated, found[stage, "none"].simulated  # type: ignore[index]
+        assert with_host.rehearsal.activation_bytes <= 1.01 * without.rehearsal.activation_bytes + 4096
+        states = with_host.rehearsal.held
+        moved = 2 * (states["host_masters"] + states["host_moments"]) + states["host_gradients"]
+        stepped = sum(span.end - span.start for span in with_host.timeline.spans if span.lane == "host")
+        assert stepped == pytest.approx(2 * moved / H100_HDR.host_memory_bandwidth, rel=2e-3)  # padding
+        assert with_host.timeline.exposed_by_kind()["optimizer step"] > 0
+
+
+def test_small_memory_leaves_stage_3_alone() -> None:
+    """Whole parameters alone would take more than there is; a 64th of all states does not."""
+    ranks, memory = 64, 36e6
+    given = ("offload=none", "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=1")
+    found = Search(ask(*WIDE, *given, ranks=ranks, memory=memory, rehearsals=1)).run()
+    sizes = StateSizes(
+        compute=2,
+        accumulation=4,
+        moments=8,
+        wire=2,
+        stage=2,
+        overlap=True,
+        micro_batches=1,
+        whole_reduce=False,
+        exact=False,
+    )
+    forms = [
+        sum(predicted_memory(Elements(found.numel), ranks, dataclasses.replace(sizes, stage=stage)).values())
+        for stage in (2, 3)
+    ]
+    assert forms[0] > 0.9 * memory > forms[1]
+    assert {option.setting.stage for option in found.options} == {3}
+    assert sorted(refused.setting.stage for refused in found.refused) == [0, 1, 2]
+    assert all(option.simulated.device_bytes <= 0.9 * memory for option in found.options)
+    said = text(found)
+    assert "stage 0: at least" in said
+    assert "a rank has moments" in said
+    assert "torchrun --nnodes=8 --nproc-per-node=8" in said
+    stage_2 = next(refused for refused in found.refused if refused.setting.stage == 2)
+    assert stage_2.memory["parameters"] == pytest.approx(2 * found.numel)
+
+
+def test_the_largest_micro_batch_that_fits() -> None:
+    """Memory for some sequences; what is chosen fits, and the estimate of twice as many does not."""
+    given = ("offload=none", "zero.stage=2", "model.activation_checkpointing=false")
+    search = Search(ask(*TINY, *given, memory=8e6, rehearsals=4))
+    found = search.run()
+    best = found.options[0]
+    assert best.setting.micro_batch > 1
+    assert best.simulated.device_bytes <= 0.9 * 8e6
+    more = search.estimator(dataclasses.replace(best.setting, micro_batch=4 * best.setting.micro_batch))
+    assert more.device_bytes > 0.9 * 8e6
+
+
+def test_what_is_fixed_stays() -> None:
+    given = (*TINY, "zero.stage=3", "zero.offload_optimizer.device=cpu", "model.activation_checkpointing=true")
+    given += ("train_micro_batch_size_per_gpu=3", "zero.reduce_bucket_size=70000", "optimizer.lr=0.5")
+    found = Search(ask(*given)).run()
+    assert [option.words for option in found.options] == [given]
+    assert found.options[0].setting == Setting(3, "optimizer", True, 3)
+
+
+def test_a_key_of_stage_3_does_not_fix_the_stage() -> None:
+    space = Search(ask(*TINY, "zero.stage3_max_live_parameters=1000000")).space
+    assert len(space.families()) == 8
+    assert space.checkpointing() == [False, True]
+    assert Search(ask(*TINY, "experiment=smoke", "zeropp=hpz")).space.families() == [
+        (3, "none"),
+        (3, "optimizer"),
+        (3, "optimizer_and_param"),
+    ]
+
+
+def test_nodes_bring_hpz_and_lossy_brings_the_rest() -> None:
+    few, many = (Search(ask(*TINY, ranks=8, per_node=4, lossy=lossy)).space for lossy in (False, True))
+    best = plain(3, 1)
+    assert [extra[0] for extra in few.variants(best, 1 << 20, 1 << 16)] == ["zeropp=hpz", "zeropp=mics"]
+    everything = many.variants(best, 1 << 20, 1 << 16)
+    assert [extra[0] for extra in everything[2:]] == ["zeropp=qwz", "zeropp=qgz", "zeropp=all"]
+    for extra in everything:
+        run = train.compose([*TINY, "zero.stage=3", *extra])
+        assert run.engine.zero.secondary_size in (1, 4)
+    assert few.variants(plain(2, 1), 1 << 20, 1 << 16) == []
+
+
+def test_many_micro_batches_lie_on_a_straight_line() -> None:
+    words = (*TINY, "zero.stage=3", "train_micro_batch_size_per_gpu=1", "train_batch_size=12")
+    question = ask(*words)
+    option = rehearse_option(question, plain(3, 1, 6), words)
+    run = train.compose(words)
+    whole = simulate(rehearse(program_of(run, 2), question.world), question.cluster, 12 * 16)
+    assert option.straight_line
+    assert option.tokens == whole.tokens
+    assert option.step_seconds == pytest.approx(whole.timeline.seconds, rel=1e-9)
+    assert option.simulated.device_bytes == pytest.approx(whole.device_bytes, abs=64)  # losses
+
+
+def test_a_global_batch_is_kept() -> None:
+    space = Search(ask(*TINY, global_batch=12)).space
+    assert space.batches() == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    run = train.compose(space.words(plain(1, 3, 2)))
+    assert (run.engine.train_batch_size, run.engine.train_micro_batch_size_per_gpu) == (12, 3)
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    given = ["offload=none", "model.activation_checkpointing=false"]
+    status = tool.main([*WIDE, "--ranks", "2", "--memory-gb", "0.06", *given, "--json", str(file)])
+    out = capsys.readouterr().out
+    assert status == tool.NOTHING
+    assert f"{NOTHING_FITS}; nearest is zero.stage=3 " in out
+    assert "what would help: 16 ranks instead of 2" in out
+    assert "what would help: zero.stage=3 zero.offload_optimizer.device=cpu zero.offload_param.device=cpu" in out
+    assert "devices of about" in out
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert written["options"] == []
+    assert len(written["refused"]) == 4
+    assert all(refused["too_much"] > 0 for refused in written["refused"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+        (["--ranks", "12"], "does not divide it; say --ranks-per-node"),
+        (["--ranks", "8", "--ranks-per-node", "3"], "1, 2, 4 or 8"),
+        (["--memory-gb", "nan"], "--memory-gb nan: must be a positive number"),
+        (["--headroom", "1"], "--headroom 1.0: must be a part"),
+        (["--cluster", "b200"], "cluster=b200: there are h100"),
+        (["--global-batch", "9", "--ranks", "2"], "train_batch_size=9: does not divide"),
+        (["--global-batch", "8", "train_batch_size=4", "--ranks", "2"], "leave one of them out"),
+        (["zero.stgae=2"], "stgae"),
+        (["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    assert tool.main([*arguments, "--json", str(file)]) == 2
+    assert said in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_no_folder_for_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert tool.main(["--json", str(tmp_path / "none" / "advice.json")]) == 2
+    assert "make it first" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_is_printed_runs(advice: Advice, tmp_path: Path) -> None:
+    """The one that offloads most, for two steps on this machine."""
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("for i in range(10):\n    print(i)\n" * 2000, encoding="utf-8")
+    option = next(one for one in advice.options if one.setting.family == (3, "optimizer_and_param"))
+    words = shlex.split(command(option, advice.question))[2:]
+    few = ("train.steps=2", "train.eval_every=0", "train.sample_tokens=0", "train.save_every=0")
+    more = (*few, "data=text", f"data.path={corpus}", f"hydra.run.dir={tmp_path / 'run'}")
+    done = runs.train(*words, *more, cwd=tmp_path)
+    assert done.status == 0, done.err
+    assert "step 2/2" in " ".join(done.out.split())
