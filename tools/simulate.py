@@ -6,8 +6,8 @@
     python -m tools.simulate --compare zero.stage=1 --compare zero=stage1_allreduce --cluster dgx_2h model=gpt2_1_3b
 
 Each telling rank is rehearsed (``deepzero/planning/sequence.py``), the rehearsal is played on the cluster's numbers
-(``deepzero/planning/timeline.py``). ``--probe`` measures instead what the machine at hand can do, on ranks that it starts,
-or on those that torchrun has started it as (``deepzero/planning/probe.py``).
+(``deepzero/planning/timeline.py``). ``--probe`` measures instead what the machine at hand can do, on ranks that it
+starts, or on those that torchrun has started it as (``deepzero/planning/probe.py``).
 """
 
 from __future__ import annotations

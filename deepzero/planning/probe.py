@@ -3,8 +3,10 @@
 All ranks measure at the same time, as they compute at the same time: what they share (cores, memory, the links of a
 node) each then has its share of. Of every number the slowest rank's counts, for a step waits for that one.
 
-- *Operations*: products of square matrices in the compute dtype; ``efficiency`` is then 1.
-- *Memory*: a large tensor copied, read and written.
+- *Operations*: linear layers forward and backward in the compute dtype; ``efficiency`` is then 1.
+- *Memory*: what layer norms and GELUs reach of it, forward and backward. On a GPU that is the memory's bandwidth; a CPU
+  core is slower at such functions than at reading, and it is they that a step is made of.
+- *Host memory*: a large tensor copied, read and written.
 - *An op's least time*: forward and backward pass of a network so small that nothing but launching takes time.
 - *Links*: the collectives of ``comm/collectives.py``, at several sizes inside a node and, where there are several,
   between the ranks of the same number on each; seconds over bytes as a straight line, by least squares.
@@ -34,6 +36,8 @@ from deepzero.planning.work import WorkMeter
 
 SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
 """Bytes that a rank contributes to a collective."""
+ROWS, WIDTH = 512, 1024
+"""Of the layers that are timed: a micro-batch's tokens, a model's width."""
 ROUNDS = 5
 """The median of so many counts."""
 
@@ -50,9 +54,11 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
     nodes = find_nodes(None, process_group.world_size(), told)
     comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
     inside, across = comm.split(nodes.per_node)
+    products = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
     mine = {
-        "flops": _flops(device, dtype),
-        "memory_bandwidth": _copy_bandwidth(device, device, 2),
+        "flops": _reached(products, device, dtype)[0],
+        "memory_bandwidth": _reached(others, device, dtype)[1],
         "host_memory_bandwidth": _copy_bandwidth(torch.device("cpu"), torch.device("cpu"), 2) * nodes.per_node,
         "host_bandwidth": _copy_bandwidth(torch.device("cpu"), device, 1),
         "memory_bytes": _memory_bytes(device, nodes.per_node),
@@ -125,10 +131,19 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    size = 8192 if device.type == "cuda" else 768
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _median_seconds(lambda: a @ b, device)
+def _reached(layers: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Operations and bytes a second of a forward and a backward pass, **counted as a rehearsal counts them**."""
+    network = nn.Sequential(*layers).to(device, dtype)
+    x = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
+
+    def work() -> None:
+        network.zero_grad(set_to_none=True)
+        network(x).backward(x.detach())
+
+    with WorkMeter(device.type) as meter:
+        work()
+    seconds = _median_seconds(work, device)
+    return sum(meter.work.flops) / seconds, sum(meter.work.bytes) / seconds
 
 
 def _copy_bandwidth(source: torch.device, target: torch.device, passes: int) -> float:
@@ -154,7 +169,7 @@ def _op_overhead(device: torch.device) -> float:
 
 
 def _link(comm: Communicator, group: Group, sizes: Sequence[int]) -> tuple[float, float] | None:
-    """Latency and bandwidth among the ranks of a group; None: nobody is there to talk to. All groups measure at once."""
+    """Latency and bandwidth among a group's ranks; None: nobody is there to talk to. All groups measure at once."""
     if group.size == 1:
         return None
     points = []

@@ -152,7 +152,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, simulate, print; 0, 1 where a rank failed, 2 for bad options. However large the error is: it is shown."""
+    """Measure, simulate, print. 0, however large the error is; 1 where a rank failed; 2 for bad options."""
     options = _parse(arguments)
     if options.width % 64:
         print(f"--width {options.width}: heads are 64 wide; give a multiple of 64", file=sys.stderr)
