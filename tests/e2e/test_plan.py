@@ -1,4 +1,4 @@
-"""`python train.py plan=true` prints a plan and leaves nothing; simulations at their scale, in a process of their own."""
+"""`python train.py plan=true` prints a plan and leaves nothing; large simulations in a process of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCALE = """
 import resource, sys
 from tools.simulate import main
 status = main(sys.argv[1:])
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print("peak resident", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 sys.exit(status)
 """
 """Reads its own peak: that of all children would be some other test's."""
@@ -23,7 +23,7 @@ sys.exit(status)
 
 def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     done = train("plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path)
-    assert done.code == 0, done.err
+    assert done.status == 0, done.err
     assert "stage 3" in done.out and "3 ranks on 1 node" in done.out and "one step, in order" in done.out
     assert list(tmp_path.iterdir()) == []
 
@@ -32,7 +32,7 @@ def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_plan_is_not_for_torchrun(tmp_path: Path) -> None:
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = train("plan=true", cwd=tmp_path, **launcher)
-    assert done.code == 2 and "plan=true starts nothing: run it with python, not with torchrun" in done.err
+    assert done.status == 2 and "plan=true starts nothing: run it with python, not with torchrun" in done.err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -52,7 +52,7 @@ def test_175_billion_parameters_on_1024_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ranks 0, 1023 rehearsed" in done.stdout and "all go the same way" in done.stdout
     assert "1024 ranks, 128 nodes of 8" in done.stdout
-    assert int(done.stdout.split("peak")[1]) < 4 * 2**30
+    assert int(done.stdout.split("peak resident")[1]) < 4 * 2**30
 
 
 @pytest.mark.exhaustive
@@ -70,4 +70,4 @@ def test_a_trillion_parameters_on_4096_ranks(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "ranks 0, 7, 8, 2048, 4095 rehearsed" in done.stdout and "all go the same way" in done.stdout
-    assert int(done.stdout.split("peak")[1]) < 4 * 2**30
+    assert int(done.stdout.split("peak resident")[1]) < 4 * 2**30
