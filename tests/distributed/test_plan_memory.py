@@ -22,8 +22,8 @@ MORE: dict[str, dict[str, Any]] = {
     "stage 3, qwZ": {"stage": 3, "zero_quantized_weights": True},
     "stage 2, qgZ": {"stage": 2, "zero_quantized_gradients": True},
 }
-SLACK = 0.02
-"""Of the peak: see :func:`peaks`."""
+SLACK = 0.001
+"""Of the peak. Seen: 1.4 kB of 3 to 5 MB, small temporaries that the two take in another way."""
 
 
 def held(rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> list[str]:
