@@ -89,16 +89,30 @@ def with_a_batch(run: RunConfig) -> RunConfig:
 
 
 def _world(arguments: argparse.Namespace) -> World:
+    for option, value in (("--ranks", arguments.ranks), ("--ranks-per-node", arguments.ranks_per_node)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: there has to be at least one")
     ranks = arguments.ranks or train.default_nproc()
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: there has to be at least one")
     per_node = arguments.ranks_per_node or min(8, ranks)
     if arguments.ranks_per_node is not None:
-        find_nodes(per_node, ranks)  # says which numbers would divide
+        try:
+            find_nodes(per_node, ranks)  # says which numbers would divide
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("comm.ranks_per_node=", "--ranks-per-node ")) from None
     elif ranks % per_node:
         per_node = ranks
     kind = arguments.device or ("cpu" if arguments.ranks is None and not train.torch.cuda.is_available() else "cuda")
     return World(ranks, per_node, kind)
+
+
+def check_file(option: str, path: str | None) -> None:
+    """Refuse a file that cannot be written, before any work is done for it.
+
+    Raises:
+        ConfigError: its folder is not there, or it is a folder itself.
+    """
+    if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+        raise ConfigError(f"{option} {path}: give a file in a folder that exists")
 
 
 def load_program(text: str) -> Program:
@@ -121,5 +135,9 @@ def load_program(text: str) -> Program:
         raise ConfigError(f"--program {text}: {path} has no function {name!r}")
     program = function()
     if not isinstance(program, Program):
-        raise ConfigError(f"--program {text}: {name}() returned a {type(program).__name__}, not a Program")
+        raise ConfigError(f"--program {text}: {name}() returned {_a(type(program).__name__)}, not a Program")
     return program
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="also write all of it there, waits included")
     arguments = parser.parse_args(argv)
     try:
+        composed.check_file("--json", arguments.json)
+        if arguments.moves is not None and arguments.moves < 0:
+            raise ConfigError(f"--moves {arguments.moves}: give 0 or more rows")
         found = composed.compose(arguments)
         if not 0 <= arguments.rank < found.world.world_size:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {found.world.world_size - 1}")

@@ -31,7 +31,7 @@ from deepzero.checkpoint.state import Holdings, Run, plain_name
 from deepzero.checkpoint.values import TORCH_DTYPES, decode, tensor_names
 from deepzero.comm import process_group
 from deepzero.layout import Interval, Slot
-from deepzero.runtime.zero.flat_group import FlatGroup, get_data_parallel_partitions
+from deepzero.runtime.zero.flat_group import FlatGroup
 
 log = logging.getLogger(__name__)
 
@@ -355,9 +355,7 @@ class Loader:
             whole = torch.empty(interval.numel, dtype=values[0][1].dtype, device=values[0][1].device)
             for slot, value in values:
                 whole[slot.offset - interval.offset :][: slot.numel].copy_(value.detach())
-            base = Interval(0, 0, interval.numel, 0, interval.slots, interval.world_size)
-            parts = get_data_parallel_partitions(whole, base)
-            self.holdings.comm.all_gather(ALL_GATHER, parts, whole, 0, f"interval {interval.index}").wait()
+            self.holdings.comm.all_gather(ALL_GATHER, whole, 0, f"interval {interval.index}").wait()
             for slot, value in values:
                 value.detach().copy_(whole[slot.offset - interval.offset :][: slot.numel])
 

@@ -412,9 +412,8 @@ class BucketReducer:
         """The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded."""
         comm = self.comm
         padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
-        parts = whole.split(interval.part_numel)
         kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"interval {interval.index}"
-        self._gathers.append(comm.all_gather(kind, parts, whole, padding, where))
+        self._gathers.append(comm.all_gather(kind, whole, padding, where))
 
     def drain(self) -> None:
         """Finish everything under way. Afterwards the outputs may be read on the current stream.

@@ -170,21 +170,22 @@ class Communicator:
     def all_gather(
         self,
         kind: str,
-        parts: Sequence[torch.Tensor],
         whole: torch.Tensor,
         padding: int = 0,
         where: str = "",
         group: Group | None = None,
         numel: int | None = None,
     ) -> Pending:
-        """Every rank's part, in place: ``parts`` are those of ``whole``, one for each rank, and this rank's is there.
+        """Every rank's part, in place: 1-D ``whole`` has one for each rank, of equal extents, and this rank's is there.
 
         ``padding``, ``group`` and ``numel`` are :meth:`exchange`'s.
         """
         among = group or self.everybody
-        mine = parts[among.index]
+        part = whole.numel() // among.size
+        mine = whole[among.index * part : (among.index + 1) * part]
         if self._pairwise or among.size == 1:
-            return self.exchange(kind, [mine] * among.size, parts, padding, where, group, numel)
+            # Only here is a view of every part needed; thousands of them would cost more than the launch.
+            return self.exchange(kind, [mine] * among.size, whole.split(part), padding, where, group, numel)
         launch, others = self._before(kind, where), among.size - 1
         crossing = self.nodes.leaving(self.rank, among.ranks)
         elements = mine.numel() if numel is None else numel

@@ -16,7 +16,11 @@ stage 1 with reduced communication. Peak rates and memory are the makers'. Laten
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepzero.comm.groups import Nodes
@@ -49,10 +53,13 @@ class Cluster:
     host_memory_bandwidth: float
     """Of a node's host memory, which its ranks share when the CPU steps."""
     device_type: str = "cuda"
+    op_overhead: float = 0.0
+    """Seconds that no op takes less than: launching it, where nothing runs ahead. 0 where a GPU's queue is never empty;
+    on a CPU it is measured."""
 
     def op_seconds(self, flops: float, moved: float) -> float:
-        """An op takes as long as its operations, or as its memory traffic, whichever is more."""
-        return max(flops / (self.flops * self.efficiency), moved / self.memory_bandwidth)
+        """An op takes as long as its operations, its memory traffic or its launch, whichever is most."""
+        return max(flops / (self.flops * self.efficiency), moved / self.memory_bandwidth, self.op_overhead)
 
     def collective_seconds(self, sent: Sent, nodes: Nodes) -> float:
         """From the launch to the end, with nothing else on the links."""
@@ -90,30 +97,71 @@ RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
 
 
 def find_cluster(text: str) -> Cluster:
-    """A preset by name, with changes: ``h100`` or ``h100,node_bandwidth=100e9,memory_bytes=40e9``.
+    """A preset by name, or a file, with changes: ``h100``, ``h100,node_bandwidth=100e9`` or ``probed.json,flops=1e12``.
 
     Raises:
-        ConfigError: no such preset, field or number.
+        ConfigError: no such preset, file, field or number.
 
     Example:
         >>> find_cluster("dgx_2h,node_bandwidth=5e9").node_bandwidth
         5000000000.0
     """
     name, *changes = text.split(",")
-    if name not in PRESETS:
-        raise ConfigError(f"cluster={name}: there are {', '.join(PRESETS)}, each with changes as in {name},flops=3e14")
-    found = PRESETS[name]
-    numbers = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
+    if name.endswith(".json"):
+        found = read_cluster(name)
+    elif name in PRESETS:
+        found = PRESETS[name]
+    else:
+        raise ConfigError(
+            f"cluster={name}: there are {', '.join(PRESETS)}, each with changes as in h100,flops=3e14, and files that "
+            "python -m tools.simulate --probe --save FILE.json writes"
+        )
     for change in changes:
         key, _, value = change.partition("=")
-        if key not in numbers:
-            raise ConfigError(f"cluster={text}: {key!r} is no field; there are {', '.join(sorted(numbers))}")
+        if key not in _NUMBERS:
+            raise ConfigError(f"cluster={text}: {key!r} is no field; there are {', '.join(sorted(_NUMBERS))}")
         try:
             number = float(value)
         except ValueError:
             raise ConfigError(f"cluster={text}: {key}={value} is no number") from None
-        if number <= 0:
+        if not (number > 0 or (number == 0 and key in _MAY_BE_ZERO)) or number == math.inf:
             raise ConfigError(f"cluster={text}: {key}={value} must be positive")
+        if key == "ranks_per_node" and number != int(number):
+            raise ConfigError(f"cluster={text}: {key}={value} must be a whole number")
         value_of: dict[str, Any] = {key: int(number) if key == "ranks_per_node" else number}
         found = dataclasses.replace(found, **value_of)
     return found
+
+
+_MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead")
+_NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
+
+
+def read_cluster(path: str) -> Cluster:
+    """A cluster from a JSON file: a mapping of all fields, as ``--probe --save`` writes it.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster={path}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"cluster={path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"cluster={path} holds no mapping of a cluster's fields")
+    for key in found:
+        if key not in (*_NUMBERS, "name", "device_type"):
+            raise ConfigError(f"cluster={path}: {key!r} is no field; there are {', '.join(sorted(_NUMBERS))}")
+    if lacking := sorted((_NUMBERS | {"name"}) - set(found) - {"op_overhead"}):
+        raise ConfigError(f"cluster={path} lacks {', '.join(lacking)}")
+    for key in _NUMBERS & set(found):
+        value, least = found[key], 0 if key in _MAY_BE_ZERO else sys.float_info.min
+        if type(value) not in (int, float) or not least <= value < math.inf:
+            raise ConfigError(f"cluster={path}: {key}={value!r} must be a positive number")
+        if key == "ranks_per_node" and type(value) is not int:
+            raise ConfigError(f"cluster={path}: {key}={value!r} must be a whole number")
+    if found.get("device_type", "cuda") not in ("cpu", "cuda"):
+        raise ConfigError(f"cluster={path}: device_type={found['device_type']!r} is neither cpu nor cuda")
+    return Cluster(**found)

@@ -11,6 +11,7 @@ raises, because the meta device has none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from deepzero.comm.pretended import Pretended, pretend
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.offload.wire import FETCH
+from deepzero.planning.packing import nothing_is_packed
 from deepzero.planning.work import Work, WorkMeter, fused_attention
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.engine import Engine
@@ -133,9 +135,10 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS, 
     config = _without_side_effects(program.config)
     who = Pretended(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter = WorkMeter()
-    with pretend(who), meter, fused_attention():
+    with pretend(who), meter, fused_attention(), contextlib.ExitStack() as rehearsing:
         arrived: list[str] = []
         engine = _build(program, config, arrived)
+        rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
         ledger = engine.ledger
         ledger.clock, ledger.trace = meter.clock, True
         recording: list[Event] = []

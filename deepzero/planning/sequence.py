@@ -67,7 +67,7 @@ def skipping(program: Program, module: str) -> Program:
     """The same program, but for one module that gives back what it is given: a rank that has gone wrong.
 
     Raises:
-        ConfigError: the model has no such module, when it is built.
+        ConfigError: the model has no such module, or only a container of modules, when it is built.
     """
 
     def model() -> nn.Module:
@@ -77,6 +77,10 @@ def skipping(program: Program, module: str) -> Program:
         except AttributeError:
             names = ", ".join(name for name, _ in itertools.islice(made.named_modules(), 1, 9))
             raise ConfigError(f"no module {module!r} to skip; the model has {names} …") from None
+        if type(found).forward is nn.Module.forward:
+            raise ConfigError(
+                f"module {module!r} to skip is a {type(found).__name__}, which is never called; name one of those in it"
+            )
         found.forward = _give_back
         return made
 
@@ -162,6 +166,8 @@ def check(
     zero = program.config.zero
     sizes = [size for size in (zero.zero_hpz_partition_size, zero.mics_shard_size) if size > 1]
     chosen = telling_ranks(world, sizes) if ranks is None else list(ranks)
+    if not chosen and not wrong:
+        raise ConfigError("no rank to rehearse; name at least one")
     for rank in (*chosen, *wrong):
         if not 0 <= rank < world.world_size:
             raise ConfigError(f"rank {rank}: this world has ranks 0 to {world.world_size - 1}")

@@ -72,7 +72,8 @@ class Simulated:
         speed = f", {short_number(self.tokens / line.seconds)} tokens/s" if self.tokens else ""
         room = "fits" if self.fits else "DOES NOT FIT"
         found = [
-            f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} nodes of {nodes.per_node}",
+            f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
+            f"{nodes.per_node}",
             f"  step {line.seconds * 1e3:.4g} ms{speed}, {self.flops_utilization:.0%} of the peak; compute "
             f"{line.compute_seconds * 1e3:.4g} ms, network busy {line.network_seconds * 1e3:.4g} ms, waited for "
             f"{line.exposed_seconds * 1e3:.4g} ms ({self.exposed_share:.0%} of the step)",

@@ -156,7 +156,10 @@ class _Clockwork:
         moved = STEP_PASSES * (held.get("masters", 0) + held.get("moments", 0))
         if moved:
             moved += self.rehearsal.memory.get("gradients", 0)
-        seconds = moved / self.cluster.memory_bandwidth
+        bandwidth = self.cluster.memory_bandwidth
+        if self.cluster.device_type == "cpu":  # the device's memory is the host's, which its ranks share
+            bandwidth = self.cluster.host_memory_bandwidth / self.rehearsal.nodes.per_node
+        seconds = moved / bandwidth
         self.line.spans.append(Span("compute", "optimizer step", "", self.now, self.now + seconds, moved))
         self.line.compute_seconds += seconds
         self.now += seconds

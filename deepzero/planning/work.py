@@ -9,6 +9,7 @@ allocator adds by rounding and fragmentation is not in it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -44,14 +45,39 @@ class Work:
     """Read and written; 0 for an op that only makes a view."""
 
 
-class WorkMeter(TorchDispatchMode):
-    """Counts, while it is entered, what is dispatched on the meta device."""
+@dataclass(frozen=True)
+class _Recipe:
+    """What an op makes of inputs of such shapes, and what it costs: a model of a hundred alike blocks asks again."""
 
-    def __init__(self) -> None:
+    shapes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    """Of its outputs."""
+    single: bool
+    """One tensor, not a tuple."""
+    flops: int
+    bytes: int
+
+    def make(self) -> Any:
+        """New outputs."""
+        made = tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in self.shapes
+        )
+        return made[0] if self.single else made
+
+
+class WorkMeter(TorchDispatchMode):
+    """Counts, while it is entered, what is dispatched on one kind of device.
+
+    Args:
+        device_type: which. ``meta``: a rehearsal. Another, to measure a real run in the same way.
+    """
+
+    def __init__(self, device_type: str = "meta") -> None:
         super().__init__()
+        self.device_type = device_type
         self.work = Work()
         self.alive_bytes = self.peak_bytes = 0
         self._seen: set[int] = set()
+        self._recipes: dict[Any, _Recipe | None] = {}
 
     def clock(self) -> float:
         """How many ops there have been: for :attr:`Ledger.clock`."""
@@ -66,22 +92,47 @@ class WorkMeter(TorchDispatchMode):
     ) -> Any:
         """Count one op, and let it run."""
         kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)  # moves nothing and holds nothing new; and there are many of them
+        key = self._key(func, args, kwargs)
+        recipe = self._recipes.get(key) if key is not None else None
+        if recipe is not None:
+            output = recipe.make()
+            self._count(recipe.flops, recipe.bytes, [output] if recipe.single else output)
+            return output
         output = func(*args, **kwargs)
-        made = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_meta]
+        made = self._mine(output)
         if not made:
             return output
         formula: Callable[..., int] | None = _FORMULAS.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
-        moved = 0
-        if not func.is_view:
-            given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_meta]
-            moved = sum(_bytes_of(t) for t in (*given, *made))
+        moved = sum(_bytes_of(t) for t in (*self._mine((args, kwargs)), *made))
+        if key is not None:
+            self._recipes[key] = _recipe_of(output, flops, moved)
+        self._count(flops, moved, made)
+        return output
+
+    def _mine(self, tree: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(tree)
+        return [t for t in leaves if isinstance(t, torch.Tensor) and t.device.type == self.device_type]
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ops with the same key make the same; None for what writes into its inputs, or has to be run."""
+        if self.device_type != "meta" or not _makes_new_tensors(func):
+            return None
+        try:
+            key = (func, _shape_of(args), _shape_of(tuple(kwargs.items())))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _count(self, flops: int, moved: int, made: Iterable[torch.Tensor]) -> None:
         if moved or flops:
             self.work.flops.append(flops)
             self.work.bytes.append(moved)
             for tensor in made:
                 self._hold(tensor)
-        return output
 
     def _hold(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -95,6 +146,40 @@ class WorkMeter(TorchDispatchMode):
     def _let_go(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.alive_bytes -= nbytes
+
+
+@functools.cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Whether nothing that it returns is, or lies in, what it is given."""
+    schema = func._schema
+    return not any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+
+
+def _shape_of(value: Any) -> Any:
+    """What of an argument the shape of the result depends on; TypeError for a tensor that has values."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            raise TypeError("a tensor with values")
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, value))
+    return type(value), value  # 1, 1.0 and True are equal, and make different dtypes
+
+
+def _recipe_of(output: Any, flops: int, moved: int) -> _Recipe | None:
+    """None where the outputs are something else than new tensors without gaps, all on the meta device."""
+    single = isinstance(output, torch.Tensor)
+    made = (output,) if single else output
+    if not isinstance(made, tuple):
+        return None
+    for tensor in made:
+        if type(tensor) is not torch.Tensor or not tensor.is_meta:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        if tensor.untyped_storage().nbytes() != extent:
+            return None
+    return _Recipe(tuple((t.shape, t.stride(), t.dtype) for t in made), single, flops, moved)
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

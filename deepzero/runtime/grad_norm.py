@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
+from deepzero.comm.pretended import stands_for
 from deepzero.layout import ALIGN, Piece
 
 EXPONENTS = 256
@@ -46,7 +47,7 @@ def block_norms(grad: torch.Tensor) -> torch.Tensor:
         fp32, ``grad.numel() // ALIGN`` elements; each depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
-    if grad.device.type == "cpu":
+    if stands_for(grad.device) == "cpu":
         return torch.linalg.vector_norm(blocks, dim=1)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     squares = blocks * blocks

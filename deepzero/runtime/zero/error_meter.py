@@ -181,7 +181,7 @@ class ErrorMeter:
         whole = torch.zeros(self.comm.world_size, values.numel(), dtype=torch.float64, device=self.comm.device)
         parts = whole.unbind()
         parts[self.comm.rank].copy_(values)
-        self.comm.all_gather(METER, parts, whole.view(-1), where="error meter").wait()
+        self.comm.all_gather(METER, whole.view(-1), where="error meter").wait()
         total = torch.zeros_like(parts[0])
         for part in parts:
             total += part

@@ -197,7 +197,7 @@ class Fragment:
         parts = gathered.split(largest)
         parts[comm.rank][: mine.numel()].copy_(mine)
         padding = (comm.world_size - 1) * (largest - mine.numel())
-        comm.all_gather(ALL_GATHER, parts, gathered, padding, f"slot {self.slot.index}").wait()
+        comm.all_gather(ALL_GATHER, gathered, padding, f"slot {self.slot.index}").wait()
         # Ranks own their pieces in ascending order.
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 

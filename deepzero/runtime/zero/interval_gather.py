@@ -169,39 +169,37 @@ class IntervalGather:
             return
         self._keeps = generation if inside is not None else None
         self._kept_in_training = keep or self.rules.fixed
-        parts = self._target.split(self._target.numel() // self.comm.world_size)
         if on_host and self._wire is not None:
-            mine = whole.split(self.interval.part_numel)[self.comm.rank]
+            mine = _part_of(whole, self.comm.rank, self.comm.world_size)
             padding = self._padding_of(self.comm.rank)
             aside = kind in self.comm.ledger.no_part_of_a_step
             fetch = FETCH_BETWEEN_STEPS if aside else FETCH
             self._fetch = self.last_fetch = self._wire.to_device(fetch, mine, shard(), padding, self.where)
             # Behind the copy on its own stream: the model goes on computing, as it does while others send.
             with self._fetch.afterwards(alone=self.comm.world_size == 1):
-                self._launch_over_all(kind, parts, mine)
+                self._launch_over_all(kind, mine)
         else:
-            self._launch_over_all(kind, parts, shard())
+            self._launch_over_all(kind, shard())
 
-    def _launch_over_all(self, kind: str, parts: tuple[torch.Tensor, ...], mine: torch.Tensor) -> None:
+    def _launch_over_all(self, kind: str, mine: torch.Tensor) -> None:
         rank, world = self.comm.rank, self.comm.world_size
-        place = parts[rank]
+        place = _part_of(self._target, rank, world)
         if self.lossy:
             self._pack(mine, place)
         elif place.data_ptr() != mine.data_ptr():
             place.copy_(mine)
         padding = (world - 1) * self._padding_of(rank)
         numel = self.interval.part_numel
-        self._pending = self.comm.all_gather(kind, parts, self._target, padding, self.where, numel=numel)
+        self._pending = self.comm.all_gather(kind, self._target, padding, self.where, numel=numel)
 
     def _launch_inside(self, kind: str, inside: Group) -> None:
         if self.secondary is None:
             raise RuntimeError(f"{self.where} has no secondary partition")
         kept = self.kept_messages
-        parts = self._target.split(self._target.numel() // inside.size)
-        parts[inside.index].copy_(self.secondary)
+        _part_of(self._target, inside.index, inside.size).copy_(self.secondary)
         padding = (inside.size - 1) * sum(self._padding_of(inside.index * kept + i) for i in range(kept))
         numel = kept * self.interval.part_numel
-        self._pending = self.comm.all_gather(kind, parts, self._target, padding, self.where, inside, numel)
+        self._pending = self.comm.all_gather(kind, self._target, padding, self.where, inside, numel)
 
     def finish(self) -> None:
         """``whole`` is complete, for the current stream. Harmless when it was already."""
@@ -211,8 +209,8 @@ class IntervalGather:
         if self._fetch is not None:
             self._fetch.wait()
         if self._keeps is not None and self.secondary is not None and self.rules.inside is not None:
-            parts = self._target.split(self._target.numel() // self.rules.inside.size)
-            self.secondary.copy_(parts[self.rules.inside.index])
+            inside = self.rules.inside
+            self.secondary.copy_(_part_of(self._target, inside.index, inside.size))
             self._secondary_of = self._keeps
         if self.lossy:
             self._decode()
@@ -318,3 +316,9 @@ class IntervalGather:
             sends += len(others)
             crossing += len(nodes.crossing(rank, list(others)))
         return Traffic(1, true / world, (sends * part - true) / world, size * sends / world, size * crossing / world)
+
+
+def _part_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """One of ``count`` equal parts. Of thousands one is wanted, and a view of each would cost more than the gather."""
+    part = whole.numel() // count
+    return whole[index * part : (index + 1) * part]

@@ -66,4 +66,4 @@ def _all_gather(group: FlatGroup, interval: Interval, comm: Communicator) -> Pen
     padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
     where = f"interval {interval.index}"
     with ranges.span("publish", interval.index, group.names[interval.slots[0].index]):
-        return comm.all_gather(ALL_GATHER, group.partitions[interval.index], whole, padding, where)
+        return comm.all_gather(ALL_GATHER, whole, padding, where)

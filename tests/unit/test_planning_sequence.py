@@ -1,0 +1,142 @@
+"""Which ranks are rehearsed, and how one that goes another way is found and named."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.parse import ConfigError
+from deepzero.config.run import ModelConfig
+from deepzero.models.gpt import GPT
+from deepzero.planning.rehearse import Program, Rehearsal, World, rehearse
+from deepzero.planning.sequence import check, compare, skipping, telling_ranks
+
+MODEL = ModelConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=64)
+WORLD = World(16, 4)
+
+
+def program(stage: int = 3, **changes: object) -> Program:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": stage, "reduce_bucket_size": 4_000, "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 9_000,
+        },
+        **changes,
+    }  # fmt: skip
+
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.zeros(1, MODEL.block_size, dtype=torch.long, device="meta")
+        return ids, ids
+
+    return Program(lambda: GPT(MODEL), batch, load_engine_config(config))
+
+
+def test_the_ranks_whose_number_could_matter() -> None:
+    assert telling_ranks(World(1, 1)) == [0]
+    assert telling_ranks(World(2, 2)) == [0, 1]
+    assert telling_ranks(World(64, 8), [16]) == [0, 7, 8, 15, 16, 32, 63]
+
+
+def test_all_ranks_of_one_program_launch_the_same() -> None:
+    rehearsals, differences = check(program(), WORLD)
+    assert [r.rank for r in rehearsals] == [0, 3, 4, 8, 15] and differences == []
+    assert len(rehearsals[0].trail) > 10
+
+
+def test_a_rank_that_leaves_out_a_module_is_caught_and_named() -> None:
+    said: list[str] = []
+    rehearsals, differences = check(program(), WORLD, {9: "blocks.1.mlp"}, tell=said.append)
+    [found] = differences
+    assert (found.rank, found.reference) == (9, 0)
+    assert found.number > 1, found
+    usual = next(r for r in rehearsals if r.rank == 0)
+    wrong = next(r for r in rehearsals if r.rank == 9)
+    same = [a == b for a, b in zip(usual.trail, wrong.trail, strict=False)]
+    assert found.number == same.index(False) + 1
+    assert "(blocks.1.mlp." in found.expected and "(blocks.1.mlp." not in found.found
+    assert f"rank 9 leaves the others at collective {found.number}: it launches" in str(found)
+    assert "rehearsing rank 9 without blocks.1.mlp" in said
+
+
+def test_the_majority_is_right() -> None:
+    _, differences = check(program(), WORLD, {0: "blocks.0"})
+    assert [(d.rank, d.reference) for d in differences] == [(0, 3)]
+
+
+def test_launches_agree_and_gradients_do_not() -> None:
+    _, [found] = check(program(stage=1), WORLD, {5: "blocks.1.mlp"}, [0, 15])
+    assert (found.rank, found.number) == (5, 0)
+    assert "launches what the others launch, and computes something else" in str(found)
+    assert "no gradient of blocks.1.mlp." in str(found)
+
+
+def test_what_is_launched_more_than_the_others_do() -> None:
+    usual = rehearse(program(), WORLD, 0)
+    longer = rehearse(program(gradient_accumulation_steps=2), WORLD, 1)
+    differences = compare([usual, rehearse(program(), WORLD, 2), longer])
+    assert [d.rank for d in differences] == [1]
+
+
+@pytest.mark.parametrize(("wrong", "ranks"), [({16: "blocks.0"}, None), ({}, [-1]), ({}, [3, 99])])
+def test_a_rank_that_is_not_there(wrong: dict[int, str], ranks: list[int] | None) -> None:
+    with pytest.raises(ConfigError, match="this world has ranks 0 to 15"):
+        check(program(), WORLD, wrong, ranks)
+
+
+def test_no_rank_at_all() -> None:
+    with pytest.raises(ConfigError, match="no rank"):
+        check(program(), WORLD, {}, [])
+
+
+def test_a_module_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"no module 'blocks.7' to skip; the model has .*blocks.0"):
+        rehearse(skipping(program(), "blocks.7"), WORLD)
+
+
+def test_a_module_that_is_never_called() -> None:
+    with pytest.raises(ConfigError, match="'blocks' to skip is a ModuleList, which is never called"):
+        rehearse(skipping(program(), "blocks"), WORLD)
+
+
+class Own(nn.Module):
+    """A module of one's own, with an output that is no loss yet."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16, device=device), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scores": self.second(torch.relu(self.first(x)))}
+
+
+def own(model: object = Own, loss: bool = True) -> Rehearsal:
+    made = Program(
+        model,  # type: ignore[arg-type]
+        lambda: (torch.empty(4, 8, device="meta"),),
+        program().config,
+        (lambda output: output["scores"].float().mean()) if loss else None,
+    )
+    return rehearse(made, World(4, 4))
+
+
+def test_any_module_with_a_loss_of_its_own() -> None:
+    found = own()
+    assert found.model_numel == 8 * 16 + 16 + 16 + 1
+    assert sorted(set(found.gradients)) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+
+
+def test_an_output_without_a_loss() -> None:
+    with pytest.raises(ConfigError, match=r"output \(dict\) holds no scalar loss; give the program one"):
+        own(loss=False)
+
+
+def test_a_model_with_values_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'first.weight' has values: the model of a rehearsal is made on the meta"):
+        own(partial(Own, "cpu"))

@@ -1,0 +1,138 @@
+"""``tools.plan`` and ``tools.simulate`` from the command line, in this process: output, exit status, odd input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools import plan, simulate
+
+TINY = ["model.n_layer=1", "model.n_embd=32", "model.n_head=2", "model.block_size=16"]
+PROGRAM = """
+import torch
+from torch import nn
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.planning.rehearse import Program
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = nn.Conv1d(8, 16, 3), nn.Linear(16, 1)
+
+    def forward(self, x):
+        return self.out(self.conv(x).transpose(1, 2)).float().mean()
+
+def make():
+    batch = lambda: (torch.empty(2, 8, 32, device="meta", dtype=torch.bfloat16),)
+    return Program(Net, batch, load_engine_config(CONFIG))
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(PROGRAM)
+    unfit = {"train_batch_size": 7, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}
+    Path("unfit.json").write_text(json.dumps(unfit))
+    Path("bare.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
+    return tmp_path
+
+
+def test_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*TINY, "zero.stage=3", "--ranks", "64", "--rank", "63", "--json", "plan.json"]) == 0
+    text = capsys.readouterr().out
+    assert "64 ranks on 8 nodes" in text and "rank 63" in text and "one step, in order" in text
+    found = json.loads((folder / "plan.json").read_text())
+    assert (found["stage"], found["rank"], found["world_size"], found["ranks_per_node"]) == (3, 63, 64, 8)
+    assert {row["what"] for row in found["moves"]} >= {"fetch", "release", "launch", "wait", "step"}
+    assert {path.name for path in folder.iterdir()} == {"mine.py", "unfit.json", "bare.json", "plan.json"}
+
+
+def test_a_plan_for_a_module_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--program", "mine.py:make", "--ranks", "4"]) == 0
+    assert "stage 3, 417 parameters, 4 ranks" in capsys.readouterr().out
+
+
+def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert plan.main(["model=hf", *TINY[:1], "zero.stage=3", "--ranks", "16", "--moves", "0"]) == 0
+    assert "16 ranks on 2 nodes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+        (["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
+        (["--ranks", "7", "--ranks-per-node", "2"], "--ranks-per-node 2: does not divide the 7 ranks"),
+        (["--ranks", "4", "--rank", "4"], "--rank 4: there are ranks 0 to 3"),
+        (["--moves", "-1"], "--moves -1: give 0 or more rows"),
+        (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: give a file in a folder that exists"),
+        (["zero.stge=1"], "Did you mean 'zero.stage'?"),
+        (["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
+        (["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
+        (["--config", "bare.json", "--ranks", "4"], "they have to name one"),
+        (["--config", "missing.json"], "'missing.json' cannot be read"),
+        (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
+        (["--program", "mine.py"], "give FILE.py:FUNCTION"),
+        (["--program", "mine.py:other"], "mine.py has no function 'other'"),
+        (["--program", "mine.py:number"], "number() returned an int, not a Program"),
+        (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
+    ],
+)
+def test_a_plan_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    before = sorted(folder.iterdir())
+    assert plan.main(words) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == ""
+    assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_simulated_on_both_clusters_of_the_post(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--compare", "zero.stage=1", "--compare", "zero=stage1_allreduce", "--check", "0", "--check", "5"]
+    assert simulate.main([*words, "--cluster", "azure_nc24r", "--cluster", "dgx_2h", "--json", "found.json"]) == 0
+    found = json.loads((folder / "found.json").read_text())
+    assert [(row["cluster"], row["world_size"]) for row in found] == [("azure_nc24r", 32)] * 2 + [("dgx_2h", 128)] * 2
+    for scattered, reduced in (found[:2], found[2:]):
+        assert scattered["settings"].endswith("zero.stage=1") and scattered["differences"] == []
+        assert scattered["network_seconds"] < reduced["network_seconds"]
+    assert capsys.readouterr().out.count("all go the same way") == 4
+
+
+def test_a_wrong_rank_ends_with_its_own_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--ranks", "4", "--wrong", "2:blocks.0", "--wrong", "3:blocks.0.norm_1"]
+    assert simulate.main(words) == simulate.DIFFERENT
+    text = capsys.readouterr().out
+    assert "rank 2 launches what the others launch, and computes something else" in text
+    assert "rank 3 launches what" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "h200"], "cluster=h200: there are h100"),
+        (["--cluster", "h100,flops=x"], "flops=x is no number"),
+        (["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
+        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+        (["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
+        (["--wrong", "99:blocks.0"], "rank 99: this world has ranks 0 to 7"),
+        (["--wrong", "3:blocks.9"], "no module 'blocks.9' to skip"),
+        (["--check", "9"], "rank 9: this world has ranks 0 to 7"),
+        (["--json", "nowhere/found.json"], "--json nowhere/found.json"),
+        (["--save", "probed.json"], "--save belongs to --probe"),
+        (["--probe", "--cluster", "h100"], "--probe measures"),
+    ],
+)
+def test_nothing_to_simulate(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert simulate.main([*TINY, *words]) == 2
+    assert said in capsys.readouterr().err
