@@ -58,7 +58,7 @@ from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
-from deepzero.training.timeline import StepTimeline, complete_timeline
+from deepzero.training.timeline import StepTimeline, complete_timeline, worth_rehearsing
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -113,9 +113,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     if run.train.eval_every:
         monitor.validation(run.train.steps, validate(engine, val_data, run.train.eval_batches))
     text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
-    facts = final_facts(run, engine, text)
-    complete_timeline(run, run_dir, engine, monitor.line)
-    monitor.finish(facts)
+    monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
 
 
@@ -230,14 +228,19 @@ def _checked_train(cfg: DictConfig, run_dir: str) -> None:
 
 def read_config(cfg: DictConfig) -> RunConfig:
     """Hydra's mapping to the typed settings; everything after this is plain dataclasses."""
-    run = RunConfig.from_mapping(settings_of(cfg))
-    engine = run.engine
-    if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
-        engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
+    run = with_fallback_batch(RunConfig.from_mapping(settings_of(cfg)))
     if HydraConfig.initialized():  # not where a test composes
         hydra_cfg = HydraConfig.get()
         sweep_dir = hydra_cfg.sweep.dir if hydra_cfg.mode == RunMode.MULTIRUN else None
         run = dataclasses.replace(run, logger=named(run.logger, list(hydra_cfg.overrides.task), sweep_dir))
+    return run
+
+
+def with_fallback_batch(run: RunConfig) -> RunConfig:
+    """``train.fallback_batch_size`` where nothing else says how large a batch is."""
+    engine = run.engine
+    if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
+        engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
     return dataclasses.replace(run, engine=engine)
 
 
@@ -280,6 +283,13 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
                 error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}".lstrip("\n")
             ) from None
         raise
+    kind: Any = device
+    if worth_rehearsing(run, nproc) and complete_timeline(run, run_dir, World(nproc, nproc, kind), _print_line):
+        write_report_or_tell(run_dir, _print_line)
+
+
+def _print_line(text: str) -> None:
+    print(text, flush=True)
 
 
 def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bool = True) -> RunConfig:
@@ -355,7 +365,7 @@ def print_plan(run: RunConfig) -> None:
     """``plan=true``: what this run would hold, send and fetch on this machine, in order."""
     nproc = run.launch.nproc or default_nproc()
     kind: Any = choose_device(run, nproc)
-    check_ranks(run.engine, nproc)
+    preflight(run, nproc, kind)
     print(plan.text(rehearse(program_of(run, nproc), World(nproc, nproc, kind))))
 
 

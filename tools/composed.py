@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=int, metavar="R", help="ranks that share a machine; default: 8, or all"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="what the ranks run on; default: cuda beyond one node"
+        "--device", choices=("cpu", "cuda"), help="what the ranks run on; default: cuda, or as here without --ranks"
     )
     parser.add_argument("--config", metavar="JSON", help="a DeepSpeed config in place of the engine's settings")
     parser.add_argument("--program", metavar="FILE:FUNCTION", help="a function that returns a Program of your own")
@@ -64,35 +64,43 @@ def compose(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Com
     Raises:
         ConfigError: whatever does not fit, as in a run.
     """
-    world = _world(arguments)
     words = [*arguments.overrides, *overrides]
     if arguments.program is not None:
         if words or arguments.config:
             raise ConfigError("--program has settings of its own; leave out the others")
-        return Composed(load_program(arguments.program), world, None, arguments.program)
+        return Composed(load_program(arguments.program), _world(arguments, None), None, arguments.program)
     run = train.compose(words)
     if arguments.config:
+        strangers = [
+            word for word in words if word.partition("=")[0].lstrip("+~").partition(".")[0] not in _BESIDE_JSON
+        ]
+        if strangers:
+            raise ConfigError(f"--config has the engine's settings; write {', '.join(strangers)} there")
         run = dataclasses.replace(run, engine=load_engine_config(arguments.config))
-    run = with_a_batch(run)
+    world = _world(arguments, run.launch.nproc)
+    run = with_a_batch(run) if arguments.ranks else train.with_fallback_batch(run)
     check_ranks(run.engine, world.world_size)
     batch = resolve_batch(run.engine, world.world_size)
     tokens = batch.global_batch * run.model.block_size
     return Composed(program_of(run, world.world_size), world, tokens, run.model.name)
 
 
+_BESIDE_JSON = ("model", "data", "train", "launch")
+
+
 def with_a_batch(run: RunConfig) -> RunConfig:
-    """Where nothing says how large a batch is, one sequence per rank."""
+    """Where nothing says how large a batch is, one sequence per rank: ``--ranks`` asks about another cluster."""
     engine = run.engine
     if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
         engine = dataclasses.replace(engine, train_micro_batch_size_per_gpu=1)
     return dataclasses.replace(run, engine=engine)
 
 
-def _world(arguments: argparse.Namespace) -> World:
+def _world(arguments: argparse.Namespace, nproc: int | None) -> World:
     for option, value in (("--ranks", arguments.ranks), ("--ranks-per-node", arguments.ranks_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: there has to be at least one")
-    ranks = arguments.ranks or train.default_nproc()
+    ranks = arguments.ranks or nproc or train.default_nproc()
     per_node = arguments.ranks_per_node or min(8, ranks)
     if arguments.ranks_per_node is not None:
         try:

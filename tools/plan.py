@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=0, help="whose plan (default 0)")
     parser.add_argument("--moves", type=int, metavar="N", help="rows of the table of moves; default: all; 0: none")
     parser.add_argument("--json", metavar="FILE", help="also write all of it there, waits included")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         composed.check_file("--json", arguments.json)
         if arguments.moves is not None and arguments.moves < 0:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where a probing rank failed; 2 for settings that cannot be used; 3 where ranks would go different ways.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().parse_intermixed_args(argv)
     try:
         if arguments.probe:
             _probe(arguments)

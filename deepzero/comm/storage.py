@@ -11,6 +11,13 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(storage.data_ptr() or storage._cdata)
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The memory, and how many bytes into it the tensor's first element lies."""
-    return memory_of(tensor), int(tensor.storage_offset()) * tensor.itemsize
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its first element lies: ``data_ptr()``, and on the meta device a number that bytes can be added to as well.
+
+    What has no elements lies nowhere, at 0.
+    """
+    if not tensor.is_meta:
+        return int(tensor.data_ptr())
+    if not tensor.numel():
+        return 0
+    return (int(tensor.untyped_storage()._cdata) << 64) + int(tensor.storage_offset()) * tensor.itemsize

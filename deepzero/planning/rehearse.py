@@ -94,8 +94,9 @@ class Rehearsal:
     """Of any step, by the closed forms, mean over ranks."""
     host_bytes: int
     """In host memory."""
-    trail: list[tuple[str, str]]
-    """Every collective of the last step: kind and where, in order. The same on all ranks, or they hang."""
+    trail: list[tuple[str, str, int, int]]
+    """Every collective of the last step, in order: kind, where, how many take part, elements that a rank sends. The
+    same on all ranks, or they hang. (Of what goes to replicas ranks send different numbers: 0 stands for all.)"""
     gradients: list[str]
     """Parameters that got one in the last step, in the order in which they came."""
     points: list[dict[str, Any]]
@@ -239,13 +240,21 @@ def _result(
         traffic=dict(ledger.last_step),
         predicted=dict(ledger.predicted_traffic),
         host_bytes=host,
-        trail=[(event.kind, event.where) for event in ledger.events if event.what == "launch"],
+        trail=[launched(event) for event in ledger.events if event.what == "launch"],
         gradients=arrived,
         points=[point.as_dict() for point in recorder.points] if recorder is not None else [],
         fetched=_fetched_names(engine),
         reduced=_reduced_names(engine),
         micro_batches=engine.batch.accumulation,
     )
+
+
+def launched(event: Event) -> tuple[str, str, int, int]:
+    """One entry of a rehearsal's trail."""
+    if event.sent is None:
+        return event.kind, event.where, 0, 0
+    elements = 0 if event.kind == TO_REPLICAS else event.sent.elements
+    return event.kind, event.where, event.sent.ranks, elements
 
 
 def _fetched_names(engine: Engine) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from deepzero.comm.ledger import Event
 from deepzero.config.parse import ConfigError
-from deepzero.planning.rehearse import Program, Rehearsal, World, rehearse
+from deepzero.planning.rehearse import Program, Rehearsal, World, launched, rehearse
 
 
 @dataclass(frozen=True)
@@ -91,52 +91,65 @@ def _give_back(value: Any, *rest: Any, **options: Any) -> Any:
     return value
 
 
-def compare(rehearsals: Sequence[Rehearsal]) -> list[Difference]:
-    """Every rank that does not launch, or does not compute gradients of, what most of them do."""
-    paths = [(tuple(r.trail), tuple(sorted(r.gradients))) for r in rehearsals]
+def compare(rehearsals: Sequence[Rehearsal], wrong: Collection[int] = ()) -> list[Difference]:
+    """Every rank that does not launch, or does not compute gradients of, what most of them do.
+
+    Args:
+        rehearsals: of some ranks.
+        wrong: ranks that are known to go wrong: what the others do is right, however few they are.
+    """
+    right = [r for r in rehearsals if r.rank not in wrong] or list(rehearsals)
+    paths = [_path(r) for r in right]
     usual = max(set(paths), key=lambda path: (paths.count(path), -paths.index(path)))
-    reference, found = rehearsals[paths.index(usual)], []
-    for rehearsal, (trail, gradients) in zip(rehearsals, paths, strict=True):
+    reference, found = right[paths.index(usual)], []
+    for rehearsal in rehearsals:
+        trail, gradients = _path(rehearsal)
         if trail != usual[0]:
             found.append(_difference(reference, rehearsal))
         elif gradients != usual[1]:
-            found.append(_missing(reference, rehearsal))
+            found.append(_other_gradients(reference, rehearsal))
     return found
 
 
-def _missing(reference: Rehearsal, other: Rehearsal) -> Difference:
-    """It launches the same, so that nobody waits; its part of some sums is zeros."""
-    texts = []
-    for one, another in ((reference, other), (other, reference)):
-        lacks = [name for name in dict.fromkeys(one.gradients) if name not in set(another.gradients)]
-        texts.append(
-            f"no gradient of {lacks[0]}" + (f" and {len(lacks) - 1} more" if len(lacks) > 1 else "") if lacks else ""
-        )
-    found, expected = texts
-    return Difference(other.rank, reference.rank, 0, expected or "one", found or "others")
+def _path(rehearsal: Rehearsal) -> tuple[tuple[tuple[str, str, int, int], ...], tuple[str, ...]]:
+    return tuple(rehearsal.trail), tuple(sorted(rehearsal.gradients))
+
+
+def _other_gradients(reference: Rehearsal, other: Rehearsal) -> Difference:
+    """It launches the same, so that nobody waits; its part of some sums is zeros, or the others' is."""
+    lacks = [name for name in dict.fromkeys(reference.gradients) if name not in set(other.gradients)]
+    extra = [name for name in dict.fromkeys(other.gradients) if name not in set(reference.gradients)]
+    if not lacks and not extra:
+        few, many = len(other.gradients), len(reference.gradients)
+        return Difference(other.rank, reference.rank, 0, f"{many} gradients", f"{few} gradients of the same parameters")
+    named = lacks or extra
+    names = named[0] + (f" and {len(named) - 1} more" if len(named) > 1 else "")
+    found, expected = (f"no gradient of {names}", "one") if lacks else (f"a gradient of {names}", "none")
+    return Difference(other.rank, reference.rank, 0, expected, found)
 
 
 def _difference(reference: Rehearsal, other: Rehearsal) -> Difference:
-    pairs = itertools.zip_longest(_launches(reference), _launches(other), fillvalue=("", "nothing more"))
+    pairs = itertools.zip_longest(_launches(reference), _launches(other), fillvalue=(("", "", 0, 0), "nothing more"))
     for number, ((key, expected), (theirs, found)) in enumerate(pairs, start=1):
         if key != theirs:
             return Difference(other.rank, reference.rank, number, expected, found)
     raise RuntimeError("the trails differ, and no collective does")
 
 
-def _launches(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
+def _launches(rehearsal: Rehearsal) -> Iterator[tuple[tuple[str, str, int, int], str]]:
     """What is compared, and how it is called: with the module whose turn it is."""
     module = ""
     for event in rehearsal.events:
         if event.what == "fetch":
             module = event.kind.removeprefix("prefetch at ")
         elif event.what == "launch":
-            yield f"{event.kind}\n{event.where}", _in_words(rehearsal, event, module)
+            yield launched(event), _in_words(rehearsal, event, module)
 
 
 def _in_words(rehearsal: Rehearsal, event: Event, module: str) -> str:
     names = rehearsal.name_of(event)
-    what = " ".join(filter(None, (event.kind, event.where, names and f"({names})")))
+    size = f"of {event.sent.elements:,} elements" if event.sent is not None else ""
+    what = " ".join(filter(None, (event.kind, event.where, names and f"({names})", size)))
     return f"{what} at {module}" if module else what
 
 
@@ -168,6 +181,8 @@ def check(
     chosen = telling_ranks(world, sizes) if ranks is None else list(ranks)
     if not chosen and not wrong:
         raise ConfigError("no rank to rehearse; name at least one")
+    if set(chosen) <= set(wrong):  # a rank that goes right, to compare with
+        chosen += [next((rank for rank in range(world.world_size) if rank not in wrong), min(wrong))]
     for rank in (*chosen, *wrong):
         if not 0 <= rank < world.world_size:
             raise ConfigError(f"rank {rank}: this world has ranks 0 to {world.world_size - 1}")
@@ -176,4 +191,4 @@ def check(
         mine = skipping(program, wrong[rank]) if rank in wrong else program
         tell(f"rehearsing rank {rank}" + (f" without {wrong[rank]}" if rank in wrong else ""))
         found.append(rehearse(mine, world, rank))
-    return found, compare(found)
+    return found, compare(found, wrong)

@@ -6,6 +6,7 @@ One step of each start of a run is recorded (``train.timeline_step``); ``docs/re
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from deepzero.comm import process_group
+from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.monitor.files import TIMELINE, write_json
 from deepzero.planning.rehearse import World, rehearse
@@ -21,7 +23,10 @@ from deepzero.runtime.engine import Engine
 from deepzero.training.pieces import program_of
 
 REHEARSED_RANKS = 8
-"""A node's; the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
+"""A node's: the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
+REHEARSAL_SECONDS = 5.0
+REHEARSED_MICRO_BATCHES = 16
+"""Of a step: of longer ones nobody would wait for the rehearsal."""
 
 
 class StepTimeline:
@@ -71,23 +76,34 @@ class StepTimeline:
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
 
-def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
-    """Put the plan beside what was measured: the same step, rehearsed. For rank 0 alone, at the end of the run.
+def complete_timeline(run: RunConfig, run_dir: Path, world: World, tell: Callable[[str], None]) -> bool:
+    """Put the plan beside what was measured: the same step, rehearsed. When the run is over, and nobody waits for it.
 
-    A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
+    The first rank's rehearsal may take its time; those of the others only while :data:`REHEARSAL_SECONDS` have not
+    passed. A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
+
+    Returns:
+        Whether the file has one now.
     """
     path = run_dir / TIMELINE
-    if not path.exists() or engine.global_rank != 0:
-        return
+    if not path.exists():
+        return False
+    began, plans = time.perf_counter(), []
     try:
         timeline = json.loads(path.read_text(encoding="utf-8"))
-        nodes, kind = engine.comm.nodes, engine.device.type
-        world = World(nodes.world_size, nodes.per_node, "cuda" if kind == "cuda" else "cpu")
-        program, limit = program_of(run, nodes.world_size), points_for(nodes.world_size)
-        plans = [
-            rehearse(program, world, rank, limit=limit).points for rank in range(min(REHEARSED_RANKS, nodes.world_size))
-        ]
-        timeline["predicted"] = [{"points": plans[rank % len(plans)]} for rank in range(nodes.world_size)]
+        program, limit = program_of(run, world.world_size), points_for(world.world_size)
+        for rank in range(min(REHEARSED_RANKS, world.world_size)):
+            if rank and time.perf_counter() - began > REHEARSAL_SECONDS:
+                break
+            plans.append(rehearse(program, world, rank, limit=limit).points)
+        timeline["predicted"] = [{"points": plans[rank % len(plans)]} for rank in range(world.world_size)]
         write_json(path, timeline)
     except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
         tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def worth_rehearsing(run: RunConfig, world_size: int) -> bool:
+    """Whether that takes seconds, not minutes: it grows with the micro-batches of a step."""
+    return resolve_batch(run.engine, world_size).accumulation <= REHEARSED_MICRO_BATCHES

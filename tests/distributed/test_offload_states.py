@@ -255,6 +255,23 @@ def arguments(rank, world):
         pass
 
 
+def without_elements(rank, world, stage):
+    """A parameter that has none: it lies nowhere, and does not leave with the others."""
+    model = make_model()
+    model.empty = nn.Parameter(torch.empty(0))
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=stage, precision="fp32", bucket=1500))
+    one_step(engine, rank, world)
+    engine.offload_states()
+    engine.reload_states()
+    one_step(engine, rank, world, step=1)
+    return engine.global_steps
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_without_elements(ranks, stage):
+    assert ranks.run(without_elements, stage, world_size=2) == [2, 2]
+
+
 def test_arguments(ranks):
     ranks.run(arguments, world_size=2)
 

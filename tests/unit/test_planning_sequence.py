@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -75,6 +76,23 @@ def test_launches_agree_and_gradients_do_not() -> None:
     assert (found.rank, found.number) == (5, 0)
     assert "launches what the others launch, and computes something else" in str(found)
     assert "no gradient of blocks.1.mlp." in str(found)
+
+
+def test_who_is_known_to_be_wrong_is_no_reference() -> None:
+    """Also where no other rank was asked for, and where the wrong ones are as many as the others."""
+    rehearsals, [found] = check(program(), WORLD, {3: "blocks.0"}, [3])
+    assert ([r.rank for r in rehearsals], found.rank, found.reference) == ([0, 3], 3, 0)
+    _, [found] = check(program(stage=1), World(2, 2), {0: "blocks.0.mlp"})
+    assert (found.rank, found.reference) == (0, 1)
+    assert "no gradient of blocks.0.mlp." in found.found and found.expected == "one"
+
+
+def test_the_same_launches_of_another_size() -> None:
+    """A rank with another width: the names are the same, and the backend would hang or mix up what it receives."""
+    usual, other = rehearse(program(stage=1), WORLD, 0), program(stage=1)
+    wider = dataclasses.replace(other, model=lambda: GPT(dataclasses.replace(MODEL, ffn_hidden=144)))
+    [found] = compare([usual, rehearse(program(stage=1), WORLD, 1), rehearse(wider, WORLD, 2)])
+    assert (found.rank, found.number) == (2, 2) and "elements" in found.expected
 
 
 def test_what_is_launched_more_than_the_others_do() -> None:

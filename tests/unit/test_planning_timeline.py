@@ -12,7 +12,7 @@ from deepzero.comm.ledger import Event, Sent, Traffic
 from deepzero.offload.wire import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.rehearse import Rehearsal
+from deepzero.planning.rehearse import Rehearsal, launched
 from deepzero.planning.simulate import simulate
 from deepzero.planning.timeline import Timeline, play
 from deepzero.planning.work import Work
@@ -43,9 +43,9 @@ def step_of(events: list[Event], ops: list[int], **changes: Any) -> Rehearsal:
         rank=0, nodes=Nodes(2, 2), stage=3, model_numel=100, events=events, recording=[],
         work=Work([0] * len(ops), ops), plan=None, memory={"parameters": 100, "gradients": 40},
         held={"parameters": 100}, peak_bytes=300, traffic={},
-        predicted={GATHER: Traffic(2, 100, 0, 200)}, host_bytes=0, trail=[(e.kind, e.where) for e in events],
-        gradients=[], fetched={"interval 0": "wte", "interval 1": "blocks.0"}, reduced={"interval 0": "head"},
-        micro_batches=1,
+        predicted={GATHER: Traffic(2, 100, 0, 200)}, host_bytes=0, trail=[launched(e) for e in events],
+        gradients=[], points=[], fetched={"interval 0": "wte", "interval 1": "blocks.0"},
+        reduced={"interval 0": "head"}, micro_batches=1,
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 

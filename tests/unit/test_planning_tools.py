@@ -82,6 +82,7 @@ def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFix
         (["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
         (["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
         (["--config", "bare.json", "--ranks", "4"], "they have to name one"),
+        (["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
         (["--config", "missing.json"], "'missing.json' cannot be read"),
         (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
         (["--program", "mine.py"], "give FILE.py:FUNCTION"),

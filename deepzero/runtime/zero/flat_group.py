@@ -226,10 +226,10 @@ class FlatGroup:
 
     def has_moved(self) -> None:
         """The flat buffer's memory is another (``offload_states``), and the views of it have followed."""
-        memory, start = place_of(self.flat_P)
+        start = place_of(self.flat_P)
         for index, slot in enumerate(self.layout.slots):
             if slot.numel:  # what has no elements lies nowhere
-                self._places[index] = (memory, start + slot.offset * self.flat_P.itemsize)
+                self._places[index] = start + slot.offset * self.flat_P.itemsize
 
     def release(self) -> None:
         """Let the parameters belong to nobody again."""

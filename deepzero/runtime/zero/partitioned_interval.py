@@ -231,10 +231,10 @@ class PartitionedInterval:
         write through ``.data`` does neither: on a CPU a sample of this rank's part is compared with what it was, which
         sees whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
         """
-        memory, start = place_of(self.whole)
+        start = place_of(self.whole)
         for param, slot, version in zip(self.params, self.interval.slots, self._versions, strict=True):
             inside = (slot.offset - self.interval.offset) * self.whole.itemsize
-            if param._version != version or (slot.numel and place_of(param) != (memory, start + inside)):
+            if param._version != version or (slot.numel and place_of(param) != start + inside):
                 return param
         if self.whole.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
             mine, step = self._mine(), self._sampling
