@@ -58,7 +58,7 @@ from deepzero.runtime.world import check_ranks
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
-from deepzero.training.timeline import StepTimeline, complete_timeline, worth_rehearsing
+from deepzero.training.timeline import StepTimeline, complete_timeline
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -115,6 +115,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     text = sample(engine, model, corpus, run.train) if run.train.sample_tokens else None
     monitor.finish(final_facts(run, engine, text))
     process_group.shutdown()
+    complete_timeline(run, run_dir, engine, monitor.line)
 
 
 # ---- from Hydra to ranks ---------------------------------------------------------------------------------------------
@@ -283,13 +284,6 @@ def start_ranks(run: RunConfig, run_dir: Path) -> None:
                 error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}".lstrip("\n")
             ) from None
         raise
-    kind: Any = device
-    if worth_rehearsing(run, nproc) and complete_timeline(run, run_dir, World(nproc, nproc, kind), _print_line):
-        write_report_or_tell(run_dir, _print_line)
-
-
-def _print_line(text: str) -> None:
-    print(text, flush=True)
 
 
 def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bool = True) -> RunConfig:

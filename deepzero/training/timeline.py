@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from deepzero.comm import process_group
-from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.monitor.files import TIMELINE, write_json
+from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.runtime.engine import Engine
@@ -25,7 +25,7 @@ from deepzero.training.pieces import program_of
 REHEARSED_RANKS = 8
 """A node's: the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
 REHEARSAL_SECONDS = 5.0
-REHEARSED_MICRO_BATCHES = 16
+REHEARSED_MICRO_BATCHES = 8
 """Of a step: of longer ones nobody would wait for the rehearsal."""
 
 
@@ -76,21 +76,21 @@ class StepTimeline:
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
 
-def complete_timeline(run: RunConfig, run_dir: Path, world: World, tell: Callable[[str], None]) -> bool:
-    """Put the plan beside what was measured: the same step, rehearsed. When the run is over, and nobody waits for it.
+def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
+    """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
 
-    The first rank's rehearsal may take its time; those of the others only while :data:`REHEARSAL_SECONDS` have not
-    passed. A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
-
-    Returns:
-        Whether the file has one now.
+    Everything else is on the disk by now, the process group has ended, and nobody waits for this process but its
+    launcher. The first rank's rehearsal may take its time; those of the others only while :data:`REHEARSAL_SECONDS`
+    have not passed. A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
     """
     path = run_dir / TIMELINE
-    if not path.exists():
-        return False
+    if engine.global_rank != 0 or not path.exists() or engine.batch.accumulation > REHEARSED_MICRO_BATCHES:
+        return
     began, plans = time.perf_counter(), []
     try:
         timeline = json.loads(path.read_text(encoding="utf-8"))
+        nodes, on_gpu = engine.comm.nodes, engine.device.type == "cuda"
+        world = World(nodes.world_size, nodes.per_node, "cuda" if on_gpu else "cpu")
         program, limit = program_of(run, world.world_size), points_for(world.world_size)
         for rank in range(min(REHEARSED_RANKS, world.world_size)):
             if rank and time.perf_counter() - began > REHEARSAL_SECONDS:
@@ -100,10 +100,5 @@ def complete_timeline(run: RunConfig, run_dir: Path, world: World, tell: Callabl
         write_json(path, timeline)
     except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
         tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
-        return False
-    return True
-
-
-def worth_rehearsing(run: RunConfig, world_size: int) -> bool:
-    """Whether that takes seconds, not minutes: it grows with the micro-batches of a step."""
-    return resolve_batch(run.engine, world_size).accumulation <= REHEARSED_MICRO_BATCHES
+        return
+    write_report_or_tell(run_dir, tell)
