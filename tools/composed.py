@@ -130,6 +130,8 @@ def load_program(text: str) -> Program:
         ConfigError: no such file or function, or it returns something else.
     """
     path, _, name = text.rpartition(":")
+    if not path and Path(text).is_file():
+        raise ConfigError(f"--program {text}: give FILE.py:FUNCTION; no function is named")
     if not path or not Path(path).is_file():
         raise ConfigError(f"--program {text}: give FILE.py:FUNCTION; there is no file {path or text!r}")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)

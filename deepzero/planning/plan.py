@@ -83,7 +83,7 @@ def text(rehearsal: Rehearsal, moves: int | None = None) -> str:
     """
     nodes = rehearsal.nodes
     lines = [
-        f"stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, {nodes.world_size} ranks on {nodes.count} "
+        f"on {rehearsal.device_type}: stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, {nodes.world_size} ranks on {nodes.count} "
         f"node{'s' if nodes.count > 1 else ''}, {rehearsal.micro_batches} micro-batch"
         f"{'es' if rehearsal.micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
         "",
@@ -119,7 +119,9 @@ def _traffic_lines(rehearsal: Rehearsal) -> list[str]:
         between = short_bytes(traffic.between_node_bytes) if traffic.between_node_bytes else "-"
         lines.append(f"  {kind:<32}{traffic.calls:>8g}{short_bytes(traffic.bytes):>14}{between:>16}")
     model = sum(t.elements for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind)
-    lines.append(f"  {'volume':<32}{'':>8}{model / rehearsal.model_numel:>12.3f} Ψ")
+    sent = sum(t.bytes for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind)
+    each = f"{sent / rehearsal.model_numel:.3f} bytes a parameter"
+    lines.append(f"  {'volume, in elements':<32}{'':>8}{model / rehearsal.model_numel:>12.3f} Ψ  = {each}")
     return lines
 
 

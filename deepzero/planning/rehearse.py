@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from torch import nn
 
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Event, Traffic
-from deepzero.comm.pretended import Pretended, pretend
+from deepzero.comm.pretended import Pretended, pretend, stands_for
 from deepzero.config.engine import EngineConfig
 from deepzero.config.parse import ConfigError
 from deepzero.offload.wire import FETCH
@@ -72,6 +73,8 @@ class Rehearsal:
 
     rank: int
     nodes: Nodes
+    device_type: str
+    """What the ranks run on: cpu or cuda. Buffers, kernels and ways of summing differ."""
     stage: int
     model_numel: int
     events: list[Event]
@@ -136,7 +139,7 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS, 
     config = _without_side_effects(program.config)
     who = Pretended(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter = WorkMeter()
-    with pretend(who), meter, fused_attention(), contextlib.ExitStack() as rehearsing:
+    with pretend(who), meter, fused_attention(), _quiet(), contextlib.ExitStack() as rehearsing:
         arrived: list[str] = []
         engine = _build(program, config, arrived)
         rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
@@ -206,6 +209,18 @@ def _build(program: Program, config: EngineConfig, arrived: list[str]) -> Engine
     return Engine(model, optimizer, config)
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay."""
+    logger = logging.getLogger("deepzero")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def _note_arrival(arrived: list[str], name: str, _: torch.Tensor) -> None:
     arrived.append(name)
 
@@ -227,6 +242,7 @@ def _result(
     return Rehearsal(
         rank=engine.global_rank,
         nodes=engine.comm.nodes,
+        device_type=stands_for(engine.device),
         stage=engine.config.zero.stage,
         model_numel=engine.model_numel,
         events=ledger.events,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from deepzero.monitor.report.limits import seconds
 from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
@@ -74,11 +75,11 @@ class Simulated:
         found = [
             f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
             f"{nodes.per_node}",
-            f"  step {line.seconds * 1e3:.4g} ms{speed}, {self.flops_utilization:.0%} of the peak; compute "
-            f"{line.compute_seconds * 1e3:.4g} ms, network busy {line.network_seconds * 1e3:.4g} ms, waited for "
-            f"{line.exposed_seconds * 1e3:.4g} ms ({self.exposed_share:.0%} of the step)",
+            f"  step {seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
+            f"{seconds(line.compute_seconds)}, network busy {seconds(line.network_seconds)}, waited for "
+            f"{seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
         ]
-        found += [f"    waits {seconds * 1e3:>10.4g} ms for {kind}" for kind, seconds in line.exposed_by_kind().items()]
+        found += [f"    waits {seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()]
         found.append(f"  memory {short_bytes(self.device_bytes)} of {short_bytes(self.cluster.memory_bytes)}: {room}")
         if self.rehearsal.host_bytes:
             found[-1] += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(self.cluster.host_bytes)}"

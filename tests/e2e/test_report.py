@@ -40,7 +40,7 @@ def test_each_run_has_a_report_with_its_own_figures(sweep: tuple[Path, runs.Done
     assert f"Each of the 2 ranks holds {short_bytes(held)} of model state" in words
     assert f"plain data parallelism holds {short_bytes(16 * numel)} (16.00)" in words
     assert f"predicted {short_bytes(sum(v['predicted']['bytes'] for v in summary['communication'].values()))}" in words
-    assert "The largest part of a rank's memory is activations" in words
+    assert "The largest part of what a rank's ledger names is" in words
     assert f"zero.stage={stage}" in words
     assert summary["environment"]["torch"] in words
 

@@ -40,7 +40,7 @@ def copy(kind: str, where: str, nbytes: int, at: int) -> Event:
 def step_of(events: list[Event], ops: list[int], **changes: Any) -> Rehearsal:
     """Op n moves ``ops[n]`` bytes, of which the device moves 10 a second."""
     made = Rehearsal(
-        rank=0, nodes=Nodes(2, 2), stage=3, model_numel=100, events=events, recording=[],
+        rank=0, nodes=Nodes(2, 2), device_type="cuda", stage=3, model_numel=100, events=events, recording=[],
         work=Work([0] * len(ops), ops), plan=None, memory={"parameters": 100, "gradients": 40},
         held={"parameters": 100}, peak_bytes=300, traffic={},
         predicted={GATHER: Traffic(2, 100, 0, 200)}, host_bytes=0, trail=[launched(e) for e in events],

@@ -85,7 +85,7 @@ def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFix
         (["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
         (["--config", "missing.json"], "'missing.json' cannot be read"),
         (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
-        (["--program", "mine.py"], "give FILE.py:FUNCTION"),
+        (["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
         (["--program", "mine.py:other"], "mine.py has no function 'other'"),
         (["--program", "mine.py:number"], "number() returned an int, not a Program"),
         (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),

@@ -16,6 +16,8 @@ IN_FLIGHT = "comm/in_flight_seconds"
 HIDDEN = "comm/hidden_fraction"
 """Keys of ``metrics.jsonl``: seconds in which a step stood still for communication, seconds in which some was under
 way, and the part of the latter that was hidden."""
+MANY_CALLS = 8
+"""In a step: fewer are not many."""
 MUCH = 0.2
 """From this part of a step on waiting is what limits it first."""
 ON_DEVICE = (
@@ -85,12 +87,25 @@ def speed_limit(run: Run) -> Limit | None:
     if (hidden := run.typical(HIDDEN)) is not None:
         text += f"; {hidden:.0%} of the time in which data was under way was hidden behind computing"
     if share >= MUCH:
-        advice = (
-            "Fewer bytes, fewer calls or more overlap make it faster: larger buckets, zero.overlap_comm, a lower stage"
-        )
-        advice += ", ZeRO++ between nodes."
-        return Limit("Speed", f"Communication limits this run: {text}.", advice)
+        return Limit("Speed", f"Communication limits this run: {text}.", _faster(run))
     return Limit("Speed", f"Computing limits this run, not communication: {text}.", _by_mfu(run))
+
+
+def _faster(run: Run) -> str:
+    """What of the usual remedies is left to this run."""
+    sent = run.sent().values()
+    calls = sum(number((entry.get("measured") or {}).get("calls")) or 0 for entry in sent)
+    between = sum(number((entry.get("measured") or {}).get("between_node_bytes")) or 0 for entry in sent)
+    ways = ["a larger micro-batch, which computes longer for the same bytes"]
+    if run.setting("zero.overlap_comm") is False:
+        ways.append("zero.overlap_comm=true")
+    if run.stage == 3:
+        ways += ["zero.stage3_prefetch_bucket_size", "a lower stage, where it fits"]
+    if calls > MANY_CALLS:
+        ways.append("larger buckets, for fewer calls")
+    if between:
+        ways.append("ZeRO++ between nodes")
+    return f"What may make it faster: {'; '.join(ways)}."
 
 
 def _by_mfu(run: Run) -> str:
@@ -103,12 +118,19 @@ def memory_limit(run: Run) -> Limit | None:
     held = {category: size for category in ON_DEVICE if (size := run.held(category))}
     if not held:
         return None
+    beside = ""
+    if "activations" in held and len(held) > 1 and not any(run.summary.get("peak_device_bytes_per_rank") or ()):
+        # On a CPU the residual is the process's: the interpreter, libraries and the allocator are in it.
+        beside = f" Beside that the process grew by {short_bytes(held.pop('activations'))} since the start of the run:"
+        beside += " activations, temporaries, libraries."
     largest = max(held, key=held.__getitem__)
     share = held[largest] / sum(held.values())
-    text = f"The largest part of a rank's memory is {largest}: {short_bytes(held[largest])}, {share:.0%} of what is "
-    text += "accounted for" + (" (a residual: the peak of memory over what was in use before the first step)"
-                               if largest == "activations" else "")  # fmt: skip
-    return Limit("Memory", text + ".", sentence(_lever(largest, run.stage)))
+    text = (
+        f"The largest part of what a rank's ledger names is {largest}: {short_bytes(held[largest])}, {share:.0%} of it"
+    )
+    if largest == "activations":
+        text += " (a residual: the peak of memory over what was in use before the first step)"
+    return Limit("Memory", f"{text}.{beside}", sentence(_lever(largest, run.stage)))
 
 
 def _lever(category: str, stage: int | None) -> str:
@@ -171,10 +193,15 @@ def time_between_steps(run: Run) -> Limit | None:
     took = sum(number(entry.get("step_seconds")) or 0 for entry in run.steps if entry["step"] > first)
     if not wall or not took or took >= (1 - MUCH) * wall:
         return None
-    text = (
-        f"{1 - took / wall:.0%} of the {wall:.1f} s were not training steps: validation, checkpoints, sampling, start."
-    )
-    return Limit("Between steps", text, "train.eval_every, train.eval_batches and train.save_every decide that.")
+    parts = {
+        "validation (train.eval_every, train.eval_batches)": run.setting("train.eval_every"),
+        "checkpoints (train.save_every)": run.setting("train.save_every"),
+        "the sample (train.sample_tokens)": run.setting("train.sample_tokens"),
+        "loggers that start and end (logger.names)": run.setting("logger.names"),
+        "the profiler (profiler.enabled)": run.setting("profiler.enabled"),
+    }
+    among = ", ".join(["the start", *(name for name, on in parts.items() if on)])
+    return Limit("Between steps", f"{1 - took / wall:.0%} of the {wall:.1f} s were not training steps: {among}.")
 
 
 def slow_steps(run: Run) -> Limit | None:

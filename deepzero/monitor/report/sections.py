@@ -231,7 +231,9 @@ def overlap_words(run: Run) -> str:
     if exposed is None:
         return paragraph("How much of it was hidden behind computing was not measured in this run.")
     words = f"A step waited {seconds(exposed)} for communication (median)"
-    return paragraph(words + (f"; {hidden:.0%} of it was hidden." if hidden is not None else "."))
+    return paragraph(
+        words + (f"; {hidden:.0%} of the time in which some was under way was hidden." if hidden is not None else ".")
+    )
 
 
 def sum_of(run: Run, column: str, what: str = "bytes") -> float:
@@ -266,7 +268,7 @@ def settings(run: Run) -> str:
     everything = [[key, value] for key, value in run.settings.items()]
     return "\n".join([
         f"<p>On the command line: <code>{text(typed)}</code></p>",
-        table(["differs from the default", "here", "default"], differing),
+        table(["differs from deepzero.initialize's default", "here", "default"], differing),
         folded("All settings", table(["key", "value"], everything)),
     ])  # fmt: skip
 
