@@ -6,7 +6,7 @@ One step of each start of a run is recorded (``train.timeline_step``); ``docs/re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +20,21 @@ from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.runtime.engine import Engine
 from deepzero.training.pieces import program_of
 
-REHEARSED_RANKS = 8
-"""A node's; the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
+RANKS_IN_FULL = 8
+"""Of so many ranks the points are written down, and rehearsed; of the others their figures alone."""
+
+
+def ranks_in_full(peaks: Sequence[int]) -> list[int]:
+    """The ranks whose points are kept, of ranks that held ``peaks`` bytes: all of a few; of many the first ones, the
+    last, and those that held the most and the least.
+
+    Example:
+        >>> ranks_in_full([7, 5, 7]), ranks_in_full([5] * 20 + [9, 5, 4] + [5] * 9)
+        ([0, 1, 2], [0, 1, 2, 3, 4, 20, 22, 31])
+    """
+    chosen = {0, len(peaks) - 1, peaks.index(max(peaks)), peaks.index(min(peaks))}
+    first = (rank for rank in range(len(peaks)) if rank not in chosen)
+    return sorted([*chosen, *(rank for rank, _ in zip(first, range(RANKS_IN_FULL - len(chosen)), strict=False))])
 
 
 class StepTimeline:
@@ -58,10 +71,14 @@ class StepTimeline:
         if step != self.step:
             return
         self._recorder.end()
-        ranks = process_group.all_gather_object(self._recorder.as_dict())
+        in_full = ranks_in_full(process_group.all_gather_object(self._recorder.peak_bytes))
+        mine = self._recorder.as_dict()
+        if self._engine.global_rank not in in_full:
+            mine["points"] = []
+        ranks = process_group.gather_object(mine)
         # The ledger's comparison, too: a run that fails later has no summary to find it in.
         facts = {**self._engine.report(), "model_numel": self._engine.model_numel}
-        if self._engine.global_rank != 0:
+        if ranks is None:
             return
         seconds = max(rank["seconds"] for rank in ranks)
         everything = {"step": step, "seconds": seconds, "world_size": len(ranks), **facts}
@@ -84,10 +101,10 @@ def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Calla
         nodes, kind = engine.comm.nodes, engine.device.type
         world = World(nodes.world_size, nodes.per_node, "cuda" if kind == "cuda" else "cpu")
         program, limit = program_of(run, nodes.world_size), points_for(nodes.world_size)
-        plans = [
-            rehearse(program, world, rank, limit=limit).points for rank in range(min(REHEARSED_RANKS, nodes.world_size))
+        timeline["predicted"] = [
+            {"points": rehearse(program, world, rank, limit=limit).points if entry["points"] else []}
+            for rank, entry in enumerate(timeline["ranks"])
         ]
-        timeline["predicted"] = [{"points": plans[rank % len(plans)]} for rank in range(nodes.world_size)]
         write_json(path, timeline)
     except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
         tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
