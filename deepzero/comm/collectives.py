@@ -245,12 +245,14 @@ class Communicator:
         flight = self.overlap.launch(launch.kind, launch.where)
         try:
             works = start()
-        except RuntimeError as error:
-            self._watch.explain(error)
+        except BaseException as error:
+            flight.landed()  # nobody will wait for it
+            if isinstance(error, RuntimeError):
+                self._watch.explain(error)
             raise
         finally:
             trail.waiting = None
-            flight.launched()
+        flight.launched()
         return Pending(works, self.ledger, self.chaos, self._watch, launch, flight)
 
     def _unused(self, tensor: torch.Tensor) -> torch.Tensor:

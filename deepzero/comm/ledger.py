@@ -207,14 +207,25 @@ class Ledger:
         Args:
             without: categories that are left out, and their padding; to ask thousands of tensors takes a millisecond.
         """
+        return _together(self._measure(without))
+
+    def held_in_two(self, apart: Collection[str]) -> tuple[dict[str, int], dict[str, int]]:
+        """:meth:`held_now` in two parts, each with its own padding: all but the categories ``apart``, and those."""
+        parts = self._measure(())
+        return (
+            _together({name: part for name, part in parts.items() if name not in apart}),
+            _together({name: part for name, part in parts.items() if name in apart}),
+        )
+
+    def _measure(self, without: Collection[str]) -> dict[str, tuple[int, int]]:
+        """Bytes by category: of what is no padding, and of its padding."""
         # Tensors whose values are elsewhere answer like any others here.
         with torch._C.DisableTorchFunctionSubclass():
-            return self._measure(without)
+            return self._weigh(without)
 
-    def _measure(self, without: Collection[str]) -> dict[str, int]:
-        held: dict[str, int] = {}
+    def _weigh(self, without: Collection[str]) -> dict[str, tuple[int, int]]:
+        held: dict[str, tuple[int, int]] = {}
         seen: set[tuple[torch.device, int]] = set()
-        padding = 0
         for category, (tensors, padding_bytes) in self._watched.items():
             if category in without:
                 continue
@@ -231,9 +242,7 @@ class Ledger:
                     seen.add(key)
                     total += storage.nbytes()
             inside = min(padding_bytes, total)  # a storage that is away has no padding either
-            padding += inside
-            held[category] = total - inside
-        held["padding"] = padding
+            held[category] = (total - inside, inside)
         return held
 
     def predict(self, memory: dict[str, int], traffic: dict[str, Traffic]) -> None:
@@ -266,3 +275,9 @@ class Ledger:
             for kind in kinds
         }
         return {"memory": memory, "communication": communication}  # type: ignore[dict-item]
+
+
+def _together(parts: dict[str, tuple[int, int]]) -> dict[str, int]:
+    """Bytes by category, and the padding of all of them."""
+    held = {category: size for category, (size, _) in parts.items()}
+    return {**held, "padding": sum(padding for _, padding in parts.values())}

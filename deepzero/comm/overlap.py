@@ -100,7 +100,7 @@ class Flight:
             meter.begin(self._since)
 
     def launched(self) -> None:
-        """The launching call is over, well or not."""
+        """The launching call is over, and the collective is under way."""
         self._stood()
 
     def standing(self) -> None:
@@ -110,12 +110,13 @@ class Flight:
         self._since = perf_counter()
 
     def landed(self) -> None:
-        """It is complete, or has failed."""
+        """It is complete, or has failed, perhaps in the launching call already. Twice is harmless."""
         if self._airborne is not None and self._airborne.ended_ns is None:
             self._airborne.ended_ns = time_ns()
         now = self._stood()
         if self._counts:
             self._meter.end(now)
+            self._counts = False
 
     def _stood(self) -> float:
         now = perf_counter()

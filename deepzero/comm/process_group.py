@@ -159,3 +159,15 @@ def all_gather_object(value: Any) -> list[Any]:
     with watchdog.current().blocking("all_gather_object"):
         dist.all_gather_object(box, value)
     return box
+
+
+def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
+    """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective.
+
+    torch sends as many bytes from each rank as the longest value has.
+    """
+    box: list[Any] | None = [value] * world_size() if rank() == dst else None
+    if _talks():
+        with watchdog.current().blocking("gather_object"):
+            dist.gather_object(value, box, dst=dst)
+    return box

@@ -83,9 +83,9 @@ def text(rehearsal: Rehearsal, moves: int | None = None) -> str:
     """
     nodes = rehearsal.nodes
     lines = [
-        f"on {rehearsal.device_type}: stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, {nodes.world_size} ranks on {nodes.count} "
-        f"node{'s' if nodes.count > 1 else ''}, {rehearsal.micro_batches} micro-batch"
-        f"{'es' if rehearsal.micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
+        f"on {rehearsal.device_type}: stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, "
+        f"{nodes.world_size} ranks on {nodes.count} node{'s' if nodes.count > 1 else ''}, {rehearsal.micro_batches} "
+        f"micro-batch{'es' if rehearsal.micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
         "",
         *_memory_lines(rehearsal),
         "",

@@ -11,10 +11,11 @@ Weighing takes time, which is kept out of the figures in three ways:
 - *What stays is weighed seldom.* Masters and moments are many tensors that do not come and go; they are weighed at the
   landmarks of a step alone.
 - *There is a limit.* When weighing has taken more than :data:`FREE_SECONDS` and a quarter of the step, events pass
-  unweighed until the step has caught up; :attr:`StepRecorder.events` counts them all the same.
+  unweighed until the step has caught up; :attr:`StepRecorder.events` counts them all the same. The landmarks are
+  weighed in any case: they come once in a step, however many micro-batches it has.
 
-A model of hundreds of layers has tens of thousands of events in a step. No more than twice :attr:`StepRecorder.limit`
-points are kept at a time: then they are thinned evenly, but a landmark or the largest of a category stays.
+A model of hundreds of layers has tens of thousands of events in a step. Twice :attr:`StepRecorder.limit` points are
+gathered, then thinned evenly to the limit, and so on; the landmarks and the largest of each category stay.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from typing import Any
 
 from deepzero.comm.ledger import Ledger
 
-LANDMARKS = ("begin", "backward_end", "boundary", "step", "publish", "end")
-"""Events that are always weighed, whole, and never thinned out; ``begin`` and ``end`` are the recorder's own."""
+LANDMARKS = ("begin", "boundary", "step", "publish", "end")
+"""Events that are always weighed, whole, and never thinned out: once in a step each, so that they cannot become many.
+``begin`` and ``end`` are the recorder's own."""
 SETTLED = ("masters", "moments", "host_masters", "host_moments")
 """Categories that change at landmarks alone."""
 FREE_SECONDS = 0.05
@@ -77,7 +79,7 @@ class StepRecorder:
 
     Args:
         ledger: of this rank.
-        limit: how many points may be kept, about.
+        limit: how many points are kept when the step is over; never fewer than the landmarks and largest.
         device_bytes: says what the GPU's allocator has given out; None without GPU.
         clock: seconds.
     """
@@ -101,6 +103,7 @@ class StepRecorder:
         self._started = 0.0
         self._settled: dict[str, int] = {}
         self._largest: dict[str, tuple[int, int]] = {}
+        self._thin_at = 2 * limit
         # Copies of offloaded states are noted by a thread of their own.
         self._lock = threading.Lock()
 
@@ -119,6 +122,11 @@ class StepRecorder:
         if len(self.points) > self.limit:
             self._thin()
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was held at a point, all categories together."""
+        return self._largest.get("all", (0, -1))[0]
+
     def as_dict(self) -> dict[str, Any]:
         """This rank's part of ``timeline.json``."""
         return {
@@ -126,6 +134,7 @@ class StepRecorder:
             "weighing_seconds": self.spent_seconds,
             "events": self.events,
             "problem": self.problem,
+            "peak_bytes": self.peak_bytes,
             "points": [point.as_dict() for point in self.points],
         }
 
@@ -146,12 +155,11 @@ class StepRecorder:
             self.spent_seconds += self._clock() - now
 
     def _weigh(self, whole: bool) -> dict[str, int]:
-        held = self.ledger.held_now(SETTLED)
         if whole:
-            everything = self.ledger.held_now()
-            self._settled = {name: everything[name] for name in SETTLED if name in everything}
-            self._settled["padding"] = everything["padding"] - held["padding"]
-        held["padding"] += self._settled.get("padding", 0)
+            held, self._settled = self.ledger.held_in_two(SETTLED)
+        else:
+            held = self.ledger.held_now(SETTLED)
+        held["padding"] += self._settled.get("padding", 0)  # none when the first weighing has failed
         together = {**self._settled, **held}
         return {name: size for name, size in together.items() if size}
 
@@ -160,16 +168,20 @@ class StepRecorder:
         for name, size in (*point.held.items(), ("all", sum(point.held.values()))):
             if size > self._largest.get(name, (0, -1))[0]:
                 self._largest[name] = (size, point.number)
-        if len(self.points) >= 2 * self.limit:
+        if len(self.points) >= self._thin_at:
             self._thin()
+            # Also with a limit below what must stay: a point costs the same however many there were.
+            self._thin_at = len(self.points) + self.limit
 
     def _thin(self) -> None:
-        """Keep some :attr:`limit` points, as far apart as that asks for, and those that must stay."""
-        stride = math.ceil(self.events / self.limit)
-        stay = {number for _, number in self._largest.values()}
+        """Keep those that must stay, and as many others, evenly far apart, as the limit has room for."""
+        largest = {number for _, number in self._largest.values()}
+        stay = {point.number for point in self.points if point.what in LANDMARKS or point.number in largest}
+        stride = math.ceil(self.events / max(1, self.limit - len(stay)))
         kept: list[Point] = []
         for point in self.points:
-            far = not kept or point.number - kept[-1].number >= stride
-            if far or point.what in LANDMARKS or point.number in stay:
+            # The first that is kept is a landmark: those between are at most events / stride.
+            far = bool(kept) and point.number - kept[-1].number >= stride
+            if far or point.number in stay:
                 kept.append(point)
         self.points = kept

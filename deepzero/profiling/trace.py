@@ -72,7 +72,9 @@ def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
 
 
 @contextlib.contextmanager
-def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = None) -> Iterator[Callable[[], None]]:
+def trace(
+    cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = None, device: torch.device | None = None
+) -> Iterator[Callable[[], None]]:
     """Profile the steps inside, when this rank is one of those that record.
 
     Args:
@@ -80,6 +82,7 @@ def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = Non
         run_dir: gets a folder ``traces``.
         rank: this rank.
         held: gives the bytes held by category, for the memory timeline.
+        device: where the run computes; None: on the CPU. A GPU that the run does not use is left alone.
 
     Yields:
         A function to be called at the end of every optimizer step.
@@ -88,9 +91,11 @@ def trace(cfg: ProfilerConfig, run_dir: Path, rank: int, held: Held | None = Non
         yield lambda: None
         return
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
+    on_gpu = device is not None and device.type == "cuda"
+    if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    recording = Recording(run_dir / FOLDER, f"rank{rank}", held if cfg.memory else None, cfg.memory)
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held if cfg.memory else None, cfg.memory and on_gpu)
+    recording.with_stack = cfg.with_stack
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
@@ -116,12 +121,15 @@ class Recording:
         folder: where traces go.
         worker: begins their names.
         held: as for :func:`trace`.
-        snapshots: with a GPU, the allocator's history too.
+        snapshots: the GPU allocator's history too. One that the program records already is written down as it is.
     """
 
     def __init__(self, folder: Path, worker: str, held: Held | None, snapshots: bool) -> None:
         self.folder, self.worker, self._held = folder, worker, held
-        self._snapshots = snapshots and torch.cuda.is_available()
+        self._snapshots = snapshots
+        self.with_stack = False
+        """Each entry of the allocator's history with its lines of Python."""
+        self._started_history = False
         self._recorder: ranges.Recorder | None = None
         self._broken = False
         self.tried = False
@@ -148,18 +156,26 @@ class Recording:
         """Begin when the profiler has begun to record. The end is :meth:`write`."""
         action = torch.profiler.ProfilerAction
         if self._recorder is None and profiler.current_action in (action.RECORD, action.RECORD_AND_SAVE):
-            if self._snapshots:
-                torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+            if self._snapshots and not _history_is_on():
+                # Frames of C++ cost far more than those of Python.
+                torch.cuda.memory._record_memory_history(
+                    context="all" if self.with_stack else None, stacks="python", max_entries=_SNAPSHOT_EVENTS
+                )
+                self._started_history = True
             self._recorder = ranges.Recorder(self._held)
             ranges.start(self._recorder)
 
     def end(self) -> None:
-        """Nothing is recorded any more."""
+        """Nothing is recorded any more. Never raises: the error that ends a run must stay the one that is seen."""
         if self._recorder is not None:
             ranges.stop()
             self._recorder = None
-            if self._snapshots:
+        if self._started_history:
+            self._started_history = False
+            try:
                 torch.cuda.memory._record_memory_history(enabled=None)
+            except Exception as error:  # a GPU that has failed fails here again
+                log.warning("profiler: the memory history stays on: %s: %s", type(error).__name__, error)
 
     def write(self, profiler: torch.profiler.profile) -> None:
         """The recorded steps are over: write the trace, whole or not at all."""
@@ -184,6 +200,12 @@ class Recording:
             log.warning("profiler: no trace in %s: %s: %s; training goes on", self.folder, type(error).__name__, error)
         finally:
             self.end()
+
+
+def _history_is_on() -> bool:
+    """Whether somebody records the allocator's history; a torch without CUDA has none."""
+    asked: Callable[[], bool] = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
+    return asked()
 
 
 # ---- our events in torch's file --------------------------------------------------------------------------------------

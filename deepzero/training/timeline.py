@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,11 +23,26 @@ from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.runtime.engine import Engine
 from deepzero.training.pieces import program_of
 
-REHEARSED_RANKS = 8
-"""A node's: the others are drawn with the plan of the rank at the same place, from which theirs differs by padding."""
 REHEARSAL_SECONDS = 5.0
+"""After so long no further rank is rehearsed: the others are drawn with the last one's plan, from which theirs differs
+by padding."""
 REHEARSED_MICRO_BATCHES = 8
 """Of a step: of longer ones nobody would wait for the rehearsal."""
+RANKS_IN_FULL = 8
+"""Of so many ranks the points are written down, and rehearsed; of the others their figures alone."""
+
+
+def ranks_in_full(peaks: Sequence[int]) -> list[int]:
+    """The ranks whose points are kept, of ranks that held ``peaks`` bytes: all of a few; of many the first ones, the
+    last, and those that held the most and the least.
+
+    Example:
+        >>> ranks_in_full([7, 5, 7]), ranks_in_full([5] * 20 + [9, 5, 4] + [5] * 9)
+        ([0, 1, 2], [0, 1, 2, 3, 4, 20, 22, 31])
+    """
+    chosen = {0, len(peaks) - 1, peaks.index(max(peaks)), peaks.index(min(peaks))}
+    first = (rank for rank in range(len(peaks)) if rank not in chosen)
+    return sorted([*chosen, *(rank for rank, _ in zip(first, range(RANKS_IN_FULL - len(chosen)), strict=False))])
 
 
 class StepTimeline:
@@ -63,10 +79,14 @@ class StepTimeline:
         if step != self.step:
             return
         self._recorder.end()
-        ranks = process_group.all_gather_object(self._recorder.as_dict())
+        in_full = ranks_in_full(process_group.all_gather_object(self._recorder.peak_bytes))
+        mine = self._recorder.as_dict()
+        if self._engine.global_rank not in in_full:
+            mine["points"] = []
+        ranks = process_group.gather_object(mine)
         # The ledger's comparison, too: a run that fails later has no summary to find it in.
         facts = {**self._engine.report(), "model_numel": self._engine.model_numel}
-        if self._engine.global_rank != 0:
+        if ranks is None:
             return
         seconds = max(rank["seconds"] for rank in ranks)
         everything = {"step": step, "seconds": seconds, "world_size": len(ranks), **facts}
@@ -86,17 +106,18 @@ def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Calla
     path = run_dir / TIMELINE
     if engine.global_rank != 0 or not path.exists() or engine.batch.accumulation > REHEARSED_MICRO_BATCHES:
         return
-    began, plans = time.perf_counter(), []
+    began, plan = time.perf_counter(), list[dict[str, Any]]()
     try:
         timeline = json.loads(path.read_text(encoding="utf-8"))
         nodes, on_gpu = engine.comm.nodes, engine.device.type == "cuda"
         world = World(nodes.world_size, nodes.per_node, "cuda" if on_gpu else "cpu")
         program, limit = program_of(run, world.world_size), points_for(world.world_size)
-        for rank in range(min(REHEARSED_RANKS, world.world_size)):
-            if rank and time.perf_counter() - began > REHEARSAL_SECONDS:
-                break
-            plans.append(rehearse(program, world, rank, limit=limit).points)
-        timeline["predicted"] = [{"points": plans[rank % len(plans)]} for rank in range(world.world_size)]
+        predicted: list[dict[str, Any]] = []
+        for rank, entry in enumerate(timeline["ranks"]):
+            if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
+                plan = rehearse(program, world, rank, limit=limit).points
+            predicted.append({"points": plan if entry["points"] else []})
+        timeline["predicted"] = predicted
         write_json(path, timeline)
     except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
         tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")

@@ -9,9 +9,13 @@ import pytest
 import torch
 
 from deepzero.comm import overlap, ranges
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.groups import Group
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.overlap import OverlapMeter
 from deepzero.comm.ranges import VERBS, Airborne, Label, Recorder
+from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave
 
 
@@ -90,6 +94,32 @@ def test_what_is_under_way_at_a_steps_end_counts_in_both(clock: Clock) -> None:
     assert account.metrics() == {
         "comm/in_flight_seconds": 3.0, "comm/exposed_seconds": 1.0, "comm/hidden_fraction": pytest.approx(2 / 3),
     }  # fmt: skip
+
+
+def test_a_launch_that_fails_is_not_under_way(clock: Clock) -> None:
+    """There is no process group here, so torch refuses; the next step is not counted as wholly in flight."""
+    comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), 0))
+    pair, parts = Group((0, 1), 0, None), [torch.zeros(3), torch.zeros(3)]
+    with pytest.raises(ValueError, match="process group"):
+        comm.exchange("gradients.all_to_all", parts, parts, group=pair)
+    clock.now = 4
+    comm.overlap.close_step()
+    clock.now = 9
+    comm.overlap.close_step()
+    assert comm.overlap.metrics() == {}
+
+
+def test_one_that_fails_twice_lands_once(clock: Clock) -> None:
+    account = meter()
+    failed, other = account.launch("gather", ""), account.launch("gather", "")
+    failed.launched()
+    other.launched()
+    for _ in range(2):  # a wait that has raised, and is tried again
+        failed.standing()
+        failed.landed()
+    clock.now = 4
+    account.close_step()
+    assert account.metrics()["comm/in_flight_seconds"] == 4, "the other one still is"
 
 
 def test_evaluation_is_no_part_of_a_step(clock: Clock) -> None:

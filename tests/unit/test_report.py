@@ -316,6 +316,22 @@ def test_of_many_ranks_three_are_drawn(tmp_path: Path) -> None:
     assert "Of 16 ranks: the first, and those with the highest and the lowest peak." in plain(html)
 
 
+def test_ranks_without_points_are_not_drawn(tmp_path: Path) -> None:
+    """Of many ranks the points of eight are written down."""
+    recorded = made.timeline(16)
+    bare = {**recorded["ranks"][0], "points": [], "events": 1_000_000}
+    recorded["ranks"] = [entry if rank in (0, 1, 15) else bare for rank, entry in enumerate(recorded["ranks"])]
+    recorded["ranks"][15] = made.timeline(1, peak=8500)["ranks"][0]
+    recorded["predicted"] = [{"points": rank["points"]} for rank in recorded["ranks"]]
+    html = page(made.folder(tmp_path / "run", end=made.summary(world_size=16), recorded=recorded))
+    assert [name for name in drawings(html) if "memory" in name] == ["memory-0-device", "memory-15-device"]
+    assert "6 of 20 events are shown" in plain(html)
+
+    recorded["ranks"] = recorded["ranks"][2:4]
+    html = page(made.folder(tmp_path / "other", end=made.summary(), recorded=recorded))
+    assert "No step was recorded" in plain(html)
+
+
 def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
     run_dir = made.folder(tmp_path / "run", [made.line(k, loss=float(k % 7)) for k in range(1, 20_001)], made.summary())
     assert len(page(run_dir)) < 150_000

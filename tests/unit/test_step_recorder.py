@@ -78,7 +78,7 @@ def test_what_stays_is_weighed_at_landmarks_alone() -> None:
     bench.event("boundary")
     bench.recorder.end()
     assert bench.asked["moments"] == 3, "begin, boundary, end"
-    assert bench.asked["gradients"] == 50 + 2 * 3
+    assert bench.asked["gradients"] == 50 + 3, "once at each, also at a landmark"
 
 
 def test_moments_that_appear_in_the_step_are_seen_from_the_next_landmark_on() -> None:
@@ -99,7 +99,7 @@ def test_weighing_is_kept_out_of_the_times() -> None:
     bench.recorder.end()
     assert [round(point.seconds, 6) for point in bench.recorder.points[1:6]] == [0.01, 0.02, 0.03, 0.04, 0.05]
     assert round(bench.recorder.seconds, 6) == 0.05
-    assert round(bench.recorder.spent_seconds, 6) == 5 * 0.004 + 2 * 0.004, "the end is weighed whole"
+    assert round(bench.recorder.spent_seconds, 6) == 6 * 0.004, "five events and the end"
 
 
 def test_weighing_that_takes_too_long_is_left_out_for_a_while() -> None:
@@ -124,12 +124,62 @@ def test_thousands_of_events_are_thinned_and_the_peaks_stay() -> None:
         bench.event("boundary" if number == 2501 else "launch")
     bench.recorder.end()
     points = bench.recorder.points
-    assert len(points) <= 110
+    assert 50 <= len(points) <= 100
     assert max(point.held.get("gradients", 0) for point in points) == 777 * 4
     assert [point.what for point in points].count("boundary") == 1
     assert [point.number for point in points] == sorted(point.number for point in points)
     gaps = [b.number - a.number for a, b in itertools.pairwise(points)]
     assert max(gaps) <= 5003 / 100 * 4, "evenly"
+
+
+def test_micro_batches_do_not_lift_the_limit() -> None:
+    bench = Bench(limit=40)
+    thinned, thin = [], bench.recorder._thin
+    bench.recorder._thin = lambda: (thinned.append(bench.recorder.events), thin())[1]  # type: ignore[method-assign]
+    bench.recorder.begin()
+    for number in range(512):
+        bench.tensors["gradients"] = [torch.zeros(number % 7)]
+        for what in ("launch", "wait", "backward_end"):
+            bench.event(what)
+    for what in ("boundary", "step", "publish"):
+        bench.event(what)
+    bench.recorder.end()
+    points = bench.recorder.points
+    assert 20 <= len(points) <= 40
+    assert [p.what for p in points if p.what in LANDMARKS] == list(LANDMARKS)
+    assert len(thinned) <= 1541 / 40 + 1, "once for as many points as are kept"
+    assert bench.recorder.peak_bytes == 10 * 4 + 100 * 4 + 5 * 4 == max(sum(p.held.values()) for p in points)
+
+
+def test_a_limit_below_what_must_stay() -> None:
+    bench = Bench(limit=2)
+    bench.recorder.begin()
+    for number in range(100):
+        bench.tensors["gradients"] = [torch.zeros(20 if number == 50 else 0)]
+        bench.event("launch")
+    bench.event("boundary")
+    bench.recorder.end()
+    assert [p.number for p in bench.recorder.points if p.what in LANDMARKS or p.number == 51] == [0, 51, 101, 102]
+    assert len(bench.recorder.points) <= 6
+
+
+def test_the_end_of_a_micro_batch_passes_unweighed_like_any_other() -> None:
+    bench = Bench(weighing=0.06)
+    bench.recorder.begin()
+    for what in ("launch", "backward_end", "boundary"):
+        bench.event(what)
+    bench.recorder.end()
+    assert [point.what for point in bench.recorder.points] == ["begin", "launch", "boundary", "end"]
+
+
+def test_padding_is_told_apart_at_a_landmark() -> None:
+    bench = Bench()
+    bench.ledger.watch("gathered", lambda: [torch.zeros(10)], padding_bytes=12)
+    bench.recorder.begin()
+    bench.event("launch")
+    bench.recorder.end()
+    assert [point.held for point in bench.recorder.points] == [bench.ledger.held_now()] * 3
+    assert bench.ledger.held_now()["padding"] == 4 + 12
 
 
 def test_a_tensor_that_cannot_be_weighed_costs_a_point_and_nothing_else() -> None:

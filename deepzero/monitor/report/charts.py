@@ -181,16 +181,21 @@ def points_of(rank: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def chosen_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
-    """All of a few; of many the first, the one with the highest peak, and the one with the lowest.
+    """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak.
 
     Example:
         >>> chosen_ranks([{"points": [{"seconds": 0, "held": {"parameters": k % 7}}]} for k in range(9)])
         [0, 6]
     """
-    if len(ranks) <= MOST_RANKS:
-        return list(range(len(ranks)))
-    peaks = [max((sum(point["held"].values()) for point in points_of(rank)), default=0) for rank in ranks]
-    return sorted({0, peaks.index(max(peaks)), peaks.index(min(peaks))})
+    peaks = {place: peak_of(rank) for place, rank in enumerate(ranks) if points_of(rank)}
+    if len(ranks) <= MOST_RANKS or not peaks:
+        return list(peaks)
+    return sorted({min(peaks), max(peaks, key=peaks.__getitem__), min(peaks, key=peaks.__getitem__)})
+
+
+def peak_of(rank: Mapping[str, Any]) -> float:
+    """The most bytes that a rank's points hold; 0 without points."""
+    return max((sum(point["held"].values()) for point in points_of(rank)), default=0)
 
 
 def _rank_memory(run: Run, ranks: Sequence[Mapping[str, Any]], rank: int, side: str) -> str:

@@ -158,11 +158,11 @@ def memory_step(run: Run) -> str:
         words += above_the_forms(run, ranks)
     words += " Numbers above: 2 first gradient, 3 boundary, 4 optimizer step, 5 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
-    events = sum(int(number(rank.get("events")) or 0) for rank in ranks)
-    kept = sum(len(charts.points_of(rank)) for rank in ranks)
+    shown = charts.chosen_ranks(ranks)
+    events = sum(int(number(ranks[rank].get("events")) or 0) for rank in shown)
+    kept = sum(len(charts.points_of(ranks[rank])) for rank in shown)
     if kept < events:
         words += f" {kept:,} of {events:,} events are shown."
-    shown = charts.chosen_ranks(ranks)
     if len(shown) < len(ranks):
         words += f" Of {len(ranks)} ranks: the first, and those with the highest and the lowest peak."
     return paragraph(words) + pictures
@@ -170,8 +170,7 @@ def memory_step(run: Run) -> str:
 
 def above_the_forms(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
     """Why a peak inside the step can be higher than what was predicted; nothing where it is not."""
-    peaks = [max((sum(p["held"].values()) for p in charts.points_of(rank)), default=0) for rank in ranks]
-    most = max(peaks)
+    most = max(charts.peak_of(rank) for rank in ranks)
     forms = sum(run.held(name, "predicted") for name in run.account("memory"))
     if not most > forms * 1.001 > 0:
         return ""
@@ -231,9 +230,9 @@ def overlap_words(run: Run) -> str:
     if exposed is None:
         return paragraph("How much of it was hidden behind computing was not measured in this run.")
     words = f"A step waited {seconds(exposed)} for communication (median)"
-    return paragraph(
-        words + (f"; {hidden:.0%} of the time in which some was under way was hidden." if hidden is not None else ".")
-    )
+    if hidden is not None:
+        words += f"; {hidden:.0%} of the time in which some was under way was hidden"
+    return paragraph(f"{words}.")
 
 
 def sum_of(run: Run, column: str, what: str = "bytes") -> float:

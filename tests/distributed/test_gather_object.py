@@ -1,0 +1,25 @@
+"""Small talk that one rank alone hears."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepzero.comm import process_group
+from deepzero.comm.pretended import Pretended, pretend
+
+
+def told(rank: int, world_size: int) -> tuple[list[Any] | None, list[Any] | None]:
+    return process_group.gather_object({"rank": rank, "x": "y" * rank}), process_group.gather_object(rank, dst=1)
+
+
+def test_one_rank_hears_all(ranks: Any) -> None:
+    first, second = ranks.run(told, world_size=2)
+    assert first == ([{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}], None)
+    assert second == (None, [0, 1])
+
+
+def test_alone_and_pretended() -> None:
+    assert process_group.gather_object(7) == [7]
+    for rank, heard in ((0, [7, 7, 7]), (1, None)):
+        with pretend(Pretended(rank, 3, "cpu", 3)):
+            assert process_group.gather_object(7) == heard

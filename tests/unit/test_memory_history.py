@@ -1,0 +1,66 @@
+"""The GPU allocator's history beside a trace: what is asked of torch, and what its failure costs. No GPU is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from deepzero.comm import ranges
+from deepzero.config.run import ProfilerConfig
+from deepzero.profiling.trace import Recording, trace
+
+
+class Torch:
+    """What was asked of torch."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, running: bool) -> None:
+        self.calls: list[dict[str, Any]] = []
+        patch.setattr(torch.cuda.memory, "_record_memory_history", self.history)
+        patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: running, raising=False)
+
+    def history(self, **asked: Any) -> None:
+        self.calls.append(asked)
+        if "enabled" in asked:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+
+@pytest.mark.parametrize(("running", "with_stack", "calls"), [
+    (False, False, [{"context": None, "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
+    (False, True, [{"context": "all", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
+    (True, False, []),
+])  # fmt: skip
+def test_the_history_ends_without_raising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool, with_stack: bool, calls: list[dict[str, Any]]
+) -> None:
+    asked = Torch(monkeypatch, running)
+    recording = Recording(tmp_path, "rank0", None, True)
+    recording.with_stack = with_stack
+    profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
+    recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
+    assert ranges.recorder() is not None
+    recording.end()
+    recording.end()
+    assert ranges.recorder() is None
+    assert asked.calls == calls
+
+
+@pytest.mark.parametrize("kind", [None, "cpu", "cuda"])
+def test_a_gpu_is_watched_only_by_a_run_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
+) -> None:
+    asked: list[Any] = []
+
+    def profile(**options: Any) -> Any:
+        asked.extend(options["activities"])
+        raise StopIteration  # enough is known
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    device = torch.device(kind) if kind else None
+    with pytest.raises(RuntimeError), trace(ProfilerConfig(enabled=True), tmp_path, 0, None, device):
+        pass
+    assert (torch.profiler.ProfilerActivity.CUDA in asked) == (kind == "cuda")
