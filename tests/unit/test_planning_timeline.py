@@ -116,7 +116,7 @@ def test_a_cluster_says_whether_it_fits_and_how_fast_it_is() -> None:
     assert found.device_bytes == 100 + 40 + 200 and found.host_bytes_per_node == 500 and found.fits
     assert found.as_dict()["tokens_per_second"] == pytest.approx(2)
     assert found.exposed_share == pytest.approx(1 / 3)
-    assert "15000 ms, 2" in (text := "\n".join(found.lines())).replace("1.5e+04", "15000") and "fits" in text
+    assert "step 15 s, 2 tokens/s" in (text := "\n".join(found.lines())) and "fits" in text
     small = simulate(step_of(events, [100], host_bytes=251), CLUSTER)
     assert not small.fits and "DOES NOT FIT" in "\n".join(small.lines())
     assert small.as_dict()["tokens_per_second"] is None
