@@ -15,7 +15,7 @@ from typing import Any
 
 from deepzero.comm.ending import before_the_end
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.background import Sink
+from deepzero.monitor.background import Sink, finish_all
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import make_loggers
 from deepzero.monitor.report.write import write_report_or_tell
@@ -110,8 +110,7 @@ class Monitor:
 
     def _close(self, summary: Mapping[str, Any]) -> None:
         sinks, self.sinks = self.sinks, []
-        for sink in sinks:
-            sink.finish(summary)
+        finish_all(sinks, summary)
 
     @property
     def trained(self) -> bool:

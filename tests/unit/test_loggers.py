@@ -16,7 +16,7 @@ import pytest
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor import loggers
-from deepzero.monitor.background import Background, Sink, Tell
+from deepzero.monitor.background import Background, Sink, Tell, finish_all
 from deepzero.monitor.files import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.naming import LIMIT, name_of, named
@@ -181,6 +181,39 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_long(
     background = Background("x", lambda _: Failing(hang, "finish"), told.append)
     background.finish({"status": "stopped"})
     assert told == ["x: not done after 0.2 s; the run ends without it"]
+
+
+def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang: Callable[[], None]) -> None:
+    told: list[str] = []
+    good, full = Failing(), Failing(hang, 1)
+    background = Background("full", lambda _: full, told.append, room=1, finish_seconds=0.5)
+    for number in (1, 2, 3):  # the end of the run finds room where entries do not
+        background.step({"step": number})
+    hung = [
+        Background(name, lambda _: Failing(hang, "finish"), told.append, finish_seconds=0.5) for name in ("b", "c", "d")
+    ]
+    last = Background("good", lambda _: good, told.append, finish_seconds=0.5)
+    started = time.monotonic()
+    finish_all([background, *hung, last], DONE)
+    assert time.monotonic() - started < 1.5
+    assert good.seen == ["finish"]
+    assert [line for line in told if "not done" in line] == [
+        f"{name}: not done after 0.5 s; the run ends without it" for name in ("full", "b", "c", "d")
+    ]
+
+
+def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
+) -> None:
+    monkeypatch.setattr("deepzero.monitor.background.STOP_SECONDS", 0.8)
+    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
+    stream = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
+    started = time.monotonic()
+    monitor.broken_off()
+    assert 0.7 < time.monotonic() - started < 1.5
+    assert stream.getvalue().count("not done after 0.8 s") == 2
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, "finish"])
