@@ -171,3 +171,27 @@ def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
         with watchdog.current().blocking("gather_object"):
             dist.gather_object(value, box, dst=dst)
     return box
+
+
+def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Every rank's vector, gathered and added in the order of ranks: the same bits on all, whoever came first.
+
+    For small vectors, as each rank receives all of them.
+
+    Args:
+        vector: 1-D on the CPU, of the same length and dtype on every rank.
+        device: where the group's backend wants it.
+
+    Returns:
+        The sum, on the CPU.
+    """
+    if not _talks():
+        return vector * world_size()
+    mine = vector.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    with watchdog.current().blocking("sum_in_rank_order"):
+        dist.all_gather(everyone, mine)
+    total = torch.zeros_like(vector)
+    for theirs in everyone:
+        total += theirs.cpu()
+    return total

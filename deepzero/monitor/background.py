@@ -6,7 +6,7 @@ a thread builds the logger, feeds it and closes it:
 
 - **It raises** (``SystemExit`` counts): it is reported once and left out from then on.
 - **It hangs, or falls behind**: the queue is bounded, and what finds no room is left out and counted.
-- **It hangs at the end**: the run waits so long and no longer.
+- **It hangs at the end**: the run waits so long and no longer; so long for all loggers together (:func:`finish_all`).
 
 The thread never prints. What there is to tell waits until the loop comes by: a bar on a terminal has one writer.
 """
@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 ROOM = 10_000
@@ -31,7 +32,7 @@ FINISH_SECONDS = 120.0
 """At the end of a run, for everything that still has to be written or sent."""
 
 STOP_SECONDS = 10.0
-"""The same for a run that was asked to stop: it has 25 seconds in all."""
+"""The same for a run that failed or was asked to stop: it has 20 seconds in all, a checkpoint included."""
 
 PAUSE_SECONDS = 1.0
 """The thread takes what has come together in so long at once: woken at every step it costs several times as much."""
@@ -62,7 +63,8 @@ class Background:
             function for lines that the person at the terminal should read.
         tell: prints a line; called by the loop's thread alone.
         room: entries that may wait.
-        finish_seconds: how long :meth:`finish` waits; for a run that was stopped, ``STOP_SECONDS`` if that is less.
+        finish_seconds: how long after :meth:`announce_end` :meth:`finish` waits; for a run that was stopped,
+            ``STOP_SECONDS`` if that is less.
     """
 
     def __init__(
@@ -73,8 +75,11 @@ class Background:
         room: int = ROOM,
         finish_seconds: float = FINISH_SECONDS,
     ) -> None:
-        self._name, self._tell, self._finish_seconds = name, tell, finish_seconds
-        self._waiting: queue.Queue[tuple[Verb, Mapping[str, Any]]] = queue.Queue(room)
+        self._name, self._tell = name, tell
+        # Only the loop puts, so that it can count for itself; the end of the run always finds room.
+        self._waiting: queue.Queue[tuple[Verb, Mapping[str, Any]]] = queue.Queue()
+        self._room, self._limit, self._deadline = room, finish_seconds, math.inf
+        """Entries; seconds; an instant of ``time.monotonic``, once the end is announced."""
         self._news: collections.deque[str] = collections.deque()
         self._failed, self._left_out = False, 0
         self._ready, self._hurry = threading.Event(), threading.Event()
@@ -100,20 +105,23 @@ class Background:
         """Pass on, unless the sink has failed. ``entry`` must not be changed afterwards."""
         self._hand_over("validation", entry)
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Let the sink write what waits, and close; not for ever."""
-        limit = self._finish_seconds
+    def announce_end(self, summary: Mapping[str, Any]) -> None:
+        """Let the sink write what waits, and close; the time that it has for this begins. Returns at once."""
         if summary.get("status") != "finished":
-            limit = min(limit, STOP_SECONDS)
-        deadline = time.monotonic() + limit
+            self._limit = min(self._limit, STOP_SECONDS)
+        self._deadline = time.monotonic() + self._limit
         self._hurry.set()
+        self._waiting.put(("finish", summary))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Wait until the sink has written what waits, and is closed; not for ever."""
+        if self._deadline == math.inf:
+            self.announce_end(summary)
         if not self._failed:
-            with contextlib.suppress(queue.Full):  # then the thread is not at its end, which is said below
-                self._waiting.put(("finish", summary), timeout=limit)
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+            self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive() and not self._failed:
             self._failed = True
-            self._news.append(f"{self._name}: not done after {limit:g} s; the run ends without it")
+            self._news.append(f"{self._name}: not done after {self._limit:g} s; the run ends without it")
         if self._left_out:
             self._news.append(f"{self._name}: {self._left_out} entries were left out; metrics.jsonl has them")
         self._deliver()
@@ -129,12 +137,12 @@ class Background:
         self._deliver()
         if self._failed:
             return
-        try:
-            self._waiting.put_nowait((verb, entry))
-        except queue.Full:
-            if not self._left_out:
-                self._news.append(f"{self._name}: does not keep up; entries are left out, metrics.jsonl has them all")
-            self._left_out += 1
+        if self._waiting.qsize() < self._room:
+            self._waiting.put((verb, entry))
+            return
+        if not self._left_out:
+            self._news.append(f"{self._name}: does not keep up; entries are left out, metrics.jsonl has them all")
+        self._left_out += 1
 
     def _deliver(self) -> None:
         while self._news:
@@ -156,7 +164,21 @@ class Background:
         except BaseException as error:  # SystemExit too: see above
             self._news.append(f"{self._name}: {type(error).__name__}: {error}; training goes on without {self._name}")
             self._failed = True
-            with contextlib.suppress(queue.Empty):  # a finish() that waits for room need not wait
+            with contextlib.suppress(queue.Empty):  # nobody will ask for what waits
                 while True:
                     self._waiting.get_nowait()
             self._ready.set()
+
+
+def finish_all(sinks: Sequence[Sink], summary: Mapping[str, Any]) -> None:
+    """Close all sinks in the time that one may take: every thread hears of the end before any of them is waited for.
+
+    Args:
+        sinks: those behind a thread among them share their time.
+        summary: of the run, see :meth:`Sink.finish`.
+    """
+    for sink in sinks:
+        if isinstance(sink, Background):
+            sink.announce_end(summary)
+    for sink in sinks:
+        sink.finish(summary)

@@ -35,12 +35,21 @@ def environment(gpu: str | None = None) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the sources, with ``-dirty`` where files differ from it; None where git does not say."""
+    """The commit of the sources, with ``-dirty`` where files differ from it; None where git does not say.
+
+    By ``git status``, which can be told not to lock the index, in the way of whoever works in the checkout, to write
+    down what it found; ``git describe --dirty`` always does.
+    """
     if not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), "status", "--porcelain=v2", "--branch"]
+    command.append("--untracked-files=no")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
+    heads = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("# branch.oid ")]
+    if done.returncode != 0 or not heads or heads[0] == "(initial)":
+        return None
+    dirty = any(not line.startswith("# ") for line in done.stdout.splitlines())
+    return heads[0][:12] + ("-dirty" if dirty else "")

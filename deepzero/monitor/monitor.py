@@ -15,7 +15,7 @@ from typing import Any
 
 from deepzero.comm.ending import before_the_end
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.background import Sink
+from deepzero.monitor.background import Sink, finish_all
 from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import make_loggers
 from deepzero.monitor.report.write import write_report_or_tell
@@ -98,11 +98,16 @@ class Monitor:
         self.last = steps[-1] if steps else {"step": first_step}
 
     def stopped(self, reason: str, config: Mapping[str, Any]) -> None:
-        """The run leaves before its end, and may be continued: the summary says so until then."""
-        if self.sinks:
+        """The run leaves before its end, and may be continued: the summary says so until then.
+
+        It may be killed soon, so what cannot be made again goes first: the report comes last, and loggers end without.
+        """
+        watched = bool(self.sinks)
+        if watched:
             write_failed_summary(self.run_dir, reason, config, time.perf_counter() - self.started)
-            write_report_or_tell(self.run_dir, self.line)
         self._close({"status": "stopped", "error": reason, "steps": self.last.get("step", 0)})
+        if watched:
+            write_report_or_tell(self.run_dir, self.line)
 
     def broken_off(self) -> None:
         """The program ends, perhaps with an error: what loggers still hold must not be lost. Nothing after the end."""
@@ -110,8 +115,7 @@ class Monitor:
 
     def _close(self, summary: Mapping[str, Any]) -> None:
         sinks, self.sinks = self.sinks, []
-        for sink in sinks:
-            sink.finish(summary)
+        finish_all(sinks, summary)
 
     @property
     def trained(self) -> bool:

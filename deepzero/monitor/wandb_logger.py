@@ -18,7 +18,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from deepzero.config.run import LoggerConfig
@@ -26,6 +26,10 @@ from deepzero.monitor.background import Tell
 from deepzero.monitor.scalars import COMMUNICATION_COLUMNS, MEMORY_COLUMNS, communication_rows, memory_rows, scalars
 
 WandbMode = Literal["online", "offline", "disabled"]
+MODES: dict[str, WandbMode] = {
+    "online": "online", "offline": "offline", "disabled": "disabled", "run": "online", "dryrun": "offline",
+}  # fmt: skip
+"""Words of ``WANDB_MODE``, W&B's old ones for two of them included."""
 
 FOLDER = "wandb"
 RUN_ID = "run_id"
@@ -53,7 +57,9 @@ class WandB:
     ) -> None:
         import wandb
 
-        mode, earlier = wandb_mode(cfg), earlier_id(run_dir, first_step)
+        mode, earlier = wandb_mode(cfg, tell), earlier_id(run_dir, first_step)
+        if os.environ.get("WANDB_MODE") and os.environ["WANDB_MODE"] not in MODES:
+            os.environ["WANDB_MODE"] = "offline"  # W&B reads it too, and starts with no word that it does not know
         name = cfg.run_name or (None if os.environ.get("WANDB_NAME") else run_dir.name)
         self._run_dir = run_dir
         self._run = wandb.init(
@@ -151,13 +157,23 @@ def earlier_id(run_dir: Path, first_step: int) -> str | None:
     return path.read_text(encoding="utf-8").strip() or None
 
 
-def wandb_mode(cfg: LoggerConfig) -> WandbMode:
-    """As configured, else as W&B's own variable ``WANDB_MODE`` says, else by login."""
+def wandb_mode(cfg: LoggerConfig, tell: Tell) -> WandbMode:
+    """As configured, else as W&B's own variable ``WANDB_MODE`` says, else by login.
+
+    Args:
+        cfg: ``wandb_mode``.
+        tell: gets a line where the variable says what is not known. Nothing leaves the machine then: whoever has set it
+            may have meant just that.
+    """
     if cfg.wandb_mode != "auto":
         return cfg.wandb_mode
-    wanted = os.environ.get("WANDB_MODE")
-    if wanted in ("online", "offline", "disabled"):
-        return cast(WandbMode, wanted)
+    wanted = os.environ.get("WANDB_MODE", "")
+    if wanted:
+        word = wanted.strip().lower()
+        if word not in MODES:
+            known = ", ".join(MODES)
+            tell(f"wandb: WANDB_MODE={wanted!r} is none of {known}: taken as offline; logger.wandb_mode overrides it")
+        return MODES.get(word, "offline")
     return "online" if _wandb_login_exists() else "offline"
 
 

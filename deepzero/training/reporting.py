@@ -57,7 +57,8 @@ def step_record(run: RunConfig, engine: Engine) -> dict[str, Any]:
 def final_facts(run: RunConfig, engine: Engine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())
-    device_bytes = torch.cuda.max_memory_allocated(engine.device) if engine.device.type == "cuda" else None
+    on_gpu, here = engine.device.type == "cuda", engine.global_rank == 0
+    device_bytes = torch.cuda.max_memory_allocated(engine.device) if on_gpu else None
     return {
         "params_sha256": engine.params_sha256(),
         "model_numel": engine.model_numel,
@@ -68,6 +69,7 @@ def final_facts(run: RunConfig, engine: Engine, sample_text: str | None) -> dict
         "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),
         "skipped_steps": engine.skipped_steps,
         "sample": sample_text,
-        "environment": environment(torch.cuda.get_device_name(engine.device) if device_bytes is not None else None),
+        # Rank 0 alone writes the summary: a thousand ranks need not ask git.
+        "environment": environment(torch.cuda.get_device_name(engine.device) if on_gpu else None) if here else None,
         "config": dataclasses.asdict(run),
     }

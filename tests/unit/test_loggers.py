@@ -16,7 +16,7 @@ import pytest
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor import loggers
-from deepzero.monitor.background import Background, Sink, Tell
+from deepzero.monitor.background import Background, Sink, Tell, finish_all
 from deepzero.monitor.files import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.naming import LIMIT, name_of, named
@@ -183,6 +183,39 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_long(
     assert told == ["x: not done after 0.2 s; the run ends without it"]
 
 
+def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang: Callable[[], None]) -> None:
+    told: list[str] = []
+    good, full = Failing(), Failing(hang, 1)
+    background = Background("full", lambda _: full, told.append, room=1, finish_seconds=0.5)
+    for number in (1, 2, 3):  # the end of the run finds room where entries do not
+        background.step({"step": number})
+    hung = [
+        Background(name, lambda _: Failing(hang, "finish"), told.append, finish_seconds=0.5) for name in ("b", "c", "d")
+    ]
+    last = Background("good", lambda _: good, told.append, finish_seconds=0.5)
+    started = time.monotonic()
+    finish_all([background, *hung, last], DONE)
+    assert time.monotonic() - started < 1.5
+    assert good.seen == ["finish"]
+    assert [line for line in told if "not done" in line] == [
+        f"{name}: not done after 0.5 s; the run ends without it" for name in ("full", "b", "c", "d")
+    ]
+
+
+def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
+) -> None:
+    monkeypatch.setattr("deepzero.monitor.background.STOP_SECONDS", 0.8)
+    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
+    stream = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
+    started = time.monotonic()
+    monitor.broken_off()
+    assert 0.7 < time.monotonic() - started < 1.5
+    assert stream.getvalue().count("not done after 0.8 s") == 2
+
+
 @pytest.mark.parametrize("at", [1, 3, 4, "finish"])
 @pytest.mark.parametrize("bad", [disk_full, leave])
 def test_metrics_and_summary_are_whole_whatever_a_logger_does(
@@ -287,33 +320,58 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_wandb_is_offline_when_nobody_is_logged_in(nobody: Path) -> None:
-    assert wandb_mode(LoggerConfig()) == "offline"
+    assert wandb_mode(LoggerConfig(), print) == "offline"
 
 
 def test_wandb_is_online_after_a_login(nobody: Path) -> None:
     nobody.write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
     nobody.chmod(0o600)
-    assert wandb_mode(LoggerConfig()) == "online"
-    assert wandb_mode(LoggerConfig(wandb_mode="offline")) == "offline"
+    assert wandb_mode(LoggerConfig(), print) == "online"
+    assert wandb_mode(LoggerConfig(wandb_mode="offline"), print) == "offline"
 
 
 def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert wandb_mode(LoggerConfig()) == "disabled"
-    assert wandb_mode(LoggerConfig(wandb_mode="online")) == "online"
+    assert wandb_mode(LoggerConfig(), print) == "disabled"
+    assert wandb_mode(LoggerConfig(wandb_mode="online"), print) == "online"
+
+
+@pytest.mark.parametrize(
+    ("word", "mode", "lines"),
+    [
+        ("run", "online", 0),
+        ("Offline", "offline", 0),
+        ("dryrun", "offline", 0),
+        ("off", "offline", 1),
+        ("", "online", 0),
+    ],
+)
+def test_wandb_sends_nothing_against_a_word_of_its_variable(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, word: str, mode: str, lines: int
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
+    monkeypatch.setenv("WANDB_MODE", word)
+    told: list[str] = []
+    assert wandb_mode(LoggerConfig(), told.append) == mode
+    assert len(told) == lines
+    assert all("WANDB_MODE='off' is none of online, offline, disabled, run, dryrun" in line for line in told)
 
 
 # ---- W&B, offline, for real ------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none."""
+    """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none.
+
+    W&B's variable has a word that W&B itself would not start with.
+    """
+    monkeypatch.setenv("WANDB_MODE", "off")
     for name in ("WANDB_RUN_ID", "WANDB_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run_dir = tmp_path / "run"
     more = {"quantization/weights_snr_db/h.0.attn.weight+2": 41.5, "comm/hidden_fraction": 0.25, "grad_norm": math.inf}
-    cfg = LoggerConfig(names=("wandb",), wandb_mode="offline", run_name="mine", group="ours", tags=("a", "b"))
+    cfg = LoggerConfig(names=("wandb",), run_name="mine", group="ours", tags=("a", "b"))
     told = io.StringIO()
     for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5))):
         monitor = make_monitor(WORK, cfg, run_dir, {"seed": 7}, first_step, stream=told)
@@ -335,6 +393,7 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, mo
     del rows["validation", 4]  # of the first start, whose step 4 came to nothing
     compare(run_dir, rows, exactly)
     assert f"wandb sync {run_dir}/wandb/offline-run-*" in told.getvalue()
+    assert "WANDB_MODE='off' is none of" in told.getvalue()
 
 
 def test_a_run_that_goes_on_hides_what_came_to_nothing_from_tensorboard(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from deepzero.monitor.report.charts import series
 from deepzero.monitor.report.limits import limits_of
 from deepzero.monitor.report.reading import read_run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
@@ -74,6 +75,16 @@ def drawings(html: str) -> list[str]:
 def about(path: Path) -> dict[str, str]:
     """What is said to limit a run, by what it is about."""
     return {limit.about: limit.finding for limit in limits_of(read_run(path))}
+
+
+def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path: Path) -> None:
+    steps = [made.line(step, loss=99.0 if step == 1234 else 3.0 + step % 7) for step in range(1, 3001)]
+    run = read_run(made.folder(tmp_path / "run", steps))
+    points = series(run, "loss")
+    assert len(points) <= 400
+    assert (1234.0, 99.0) in points
+    assert run.column("loss").count(99.0) == 1
+    assert "to 7 over 3000 steps" in report(run)
 
 
 def test_a_whole_run(tmp_path: Path) -> None:

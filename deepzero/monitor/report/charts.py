@@ -24,20 +24,25 @@ MOST_RANKS = 4
 STEP = "optimizer step"
 
 
-def series(entries: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float | None]]:
-    """One figure over the steps; what is missing or not finite is None."""
-    return [(float(entry["step"]), number(entry.get(key))) for entry in entries]
+def series(run: Run, key: str) -> list[tuple[float, float | None]]:
+    """One figure over the steps, as many points as a chart can show; what is missing or not finite is None."""
+    return svg.thin(list(zip(run.column("step"), run.column(key), strict=True)))  # type: ignore[arg-type]
+
+
+def validations(run: Run) -> list[tuple[float, float | None]]:
+    """The loss of validations over the steps before them."""
+    return [(float(entry["step"]), number(entry.get("val_loss"))) for entry in run.validations]
 
 
 def curves(run: Run) -> str:
     """Loss, throughput, gradient norm, learning rate, loss scale: the figures of every step."""
     skipped = [float(entry["step"]) for entry in run.steps if entry.get("skipped") is True]
     loss = [
-        svg.Line("training", series(run.steps, "loss"), "c1"),
-        svg.Line("validation", series(run.validations, "val_loss"), "c6", "dots"),
+        svg.Line("training", series(run, "loss"), "c1"),
+        svg.Line("validation", validations(run), "c6", "dots"),
     ]
     pictures = [
-        figure("Loss", svg.line_chart("loss", "Loss", _from_to("Loss", loss[0].points), loss, STEP, "{:.4g}".format,
+        figure("Loss", svg.line_chart("loss", "Loss", _from_to("Loss", run.column("loss")), loss, STEP, "{:.4g}".format,
                                       crosses=skipped),
                legend([("training", "c1", ""), ("validation", "c6", "")])
                + ("<p>A cross is a step that was skipped.</p>" if skipped else "")),
@@ -49,12 +54,12 @@ def curves(run: Run) -> str:
         ("scale", "Loss scale (fp16)", "loss_scale", short_number, True),
         ("mfu", "Part of the devices' peak (MFU)", "mfu", "{:.1%}".format, True),
     ):
-        points = series(run.steps, key)
+        points = series(run, key)
         if key == "loss_scale" and {y for _, y in points} <= {1.0, None}:
             continue
         line = svg.Line(name, points, "c1")
         note = speed_note(run) if key == "tokens_per_second" else ""
-        drawn = svg.line_chart(ident, name, _from_to(name, points), [line], STEP, label, zero=zero)
+        drawn = svg.line_chart(ident, name, _from_to(name, run.column(key)), [line], STEP, label, zero=zero)
         pictures.append(figure(name, drawn, note))
     return figures(pictures)
 
@@ -70,12 +75,12 @@ def speed_note(run: Run) -> str:
 
 def overlap(run: Run) -> str:
     """Communication that was waited for, beside what was under way, and the step itself."""
-    if not any(EXPOSED in entry for entry in run.steps):
+    if EXPOSED not in run.keys:
         return ""
     lines = [
-        svg.Line("step", series(run.steps, "step_seconds"), "c8"),
-        svg.Line("under way", series(run.steps, IN_FLIGHT), "c5"),
-        svg.Line("waited for", series(run.steps, EXPOSED), "c6"),
+        svg.Line("step", series(run, "step_seconds"), "c8"),
+        svg.Line("under way", series(run, IN_FLIGHT), "c5"),
+        svg.Line("waited for", series(run, EXPOSED), "c6"),
     ]
     named = legend([("whole step", "c8", ""), ("communication under way", "c5", ""), ("of it waited for", "c6", "")])
     title = "Communication within a step"
@@ -87,8 +92,7 @@ def offload(run: Run) -> str:
     """Seconds of every part of the pipeline between device and host."""
     parts = offload_parts(run)
     lines = [
-        svg.Line(part, series(run.steps, f"offload/{part}/seconds"), f"c{1 + place % 8}")
-        for place, part in enumerate(parts)
+        svg.Line(part, series(run, f"offload/{part}/seconds"), f"c{1 + place % 8}") for place, part in enumerate(parts)
     ]
     named = legend([(part.replace("_", " "), f"c{1 + k % 8}", _usual(run, part)) for k, part in enumerate(parts)])
     title = "Offload pipeline, seconds a step"
@@ -107,7 +111,7 @@ def quantization(run: Run) -> str:
     lines, named = [], []
     for what, colour in (("weights", "c1"), ("gradients", "c6")):
         key = f"quantization/{what}_snr_db_min"
-        points = [(x, y) for x, y in series(run.steps, key) if y is not None]
+        points = [(x, y) for x, y in series(run, key) if y is not None]
         if points:
             lines.append(svg.Line(what, points, colour))
             named.append((what, colour, f"lowest {min(y for _, y in points):.1f} dB"))
@@ -141,11 +145,11 @@ def _bars(account: Mapping[str, Mapping[str, Any]]) -> list[svg.Bar]:
     return bars
 
 
-def _from_to(name: str, points: svg.Points) -> str:
-    known = svg.finite(points)
+def _from_to(name: str, values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
     if not known:
         return f"{name}: no finite value"
-    return f"{name} from {known[0][1]:.4g} to {known[-1][1]:.4g} over {len(points)} steps"
+    return f"{name} from {known[0]:.4g} to {known[-1]:.4g} over {len(values)} steps"
 
 
 # ---- memory over one step --------------------------------------------------------------------------------------------

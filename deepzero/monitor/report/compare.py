@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.charts import STEP, series
+from deepzero.monitor.report.charts import STEP, series, validations
 from deepzero.monitor.report.limits import EXPOSED, limits_of, seconds
 from deepzero.monitor.report.page import document, figure, figures, legend, paragraph, section, table, text
 from deepzero.monitor.report.reading import Run, number
@@ -86,7 +86,7 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
         ("speed", "Tokens per second, all ranks", "tokens_per_second"),
     ):
         lines = [
-            svg.Line(name, series(run.validations if key == "val_loss" else run.steps, key), *style)
+            svg.Line(name, validations(run) if key == "val_loss" else series(run, key), *style)
             for run, name, style in zip(runs, names, look, strict=True)
         ]
         label = short_number if key == "tokens_per_second" else "{:.4g}".format
@@ -99,12 +99,12 @@ def same_bits(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Says which runs have the same losses, whose curves hide each other."""
     alike: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
-        alike.setdefault(repr(series(run.steps, "loss")), []).append(name)
+        alike.setdefault(repr([run.column("step"), run.column("loss")]), []).append(name)
     said = [
         f"The training losses of {', '.join(group[:-1])} and {group[-1]} are the same, bit for bit, at every step:"
         " their curves lie on each other."
         for losses, group in alike.items()
-        if len(group) > 1 and losses != "[]"
+        if len(group) > 1 and losses != "[[], []]"
     ]
     return "".join(paragraph(words) for words in said)
 

@@ -172,13 +172,12 @@ def exposed_offload(run: Run) -> Limit | None:
 
 def offload_parts(run: Run) -> list[str]:
     """The names of the pipeline's parts, as far as this run has them."""
-    keys = {key for entry in run.steps for key in entry if key.startswith("offload/") and key.count("/") == 2}
-    return sorted({key.split("/")[1] for key in keys})
+    return sorted({key.split("/")[1] for key in run.keys if key.startswith("offload/") and key.count("/") == 2})
 
 
 def noisy_quantization(run: Run) -> Limit | None:
     """Intervals that were taken off quantisation."""
-    counts = [n for entry in run.steps if (n := number(entry.get("quantization/unquantized"))) is not None]
+    counts = [count for count in run.column("quantization/unquantized") if count is not None]
     if not counts or not counts[-1]:
         return None
     return Limit(

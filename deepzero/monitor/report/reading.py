@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +51,8 @@ class Run:
     """What was typed on the command line."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, and why."""
+    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
+    _medians: dict[str, float | None] = field(default_factory=dict, repr=False)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -116,8 +118,27 @@ class Run:
 
     def typical(self, key: str) -> float | None:
         """The median of a step's figure over :attr:`steady`; None where no step has it."""
-        values = [value for entry in self.steady if (value := number(entry.get(key))) is not None]
-        return median(values) if values else None
+        if key not in self._medians:
+            values = [value for value in _numbers(self.steady, key) if value is not None]
+            self._medians[key] = median(values) if values else None
+        return self._medians[key]
+
+    def column(self, key: str) -> list[float | None]:
+        """One figure of every step; what is missing or not finite is None. Asked for often, made once."""
+        if key not in self._columns:
+            self._columns[key] = _numbers(self.steps, key)
+        return self._columns[key]
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """Names of all figures that any step has."""
+        return {key for names in {tuple(entry) for entry in self.steps} for key in names}
+
+
+def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
+    # Nearly all are finite floats, and a run may have a million of them: those are seen at a glance.
+    values = [entry.get(key) for entry in entries]
+    return [value if type(value) is float and math.isfinite(value) else number(value) for value in values]
 
 
 def read_run(folder: Path) -> Run:

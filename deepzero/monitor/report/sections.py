@@ -87,7 +87,7 @@ def first_figures(run: Run) -> list[tuple[str, str]]:
         found.append((short_number(usual), "tokens per second (median)"))
     if (took := run.typical("step_seconds")) is not None:
         found.append((seconds(took), "a step (median)"))
-    losses = [value for entry in run.steps if (value := number(entry.get("loss"))) is not None]
+    losses = [value for value in run.column("loss") if value is not None]
     vals = [value for entry in run.validations if (value := number(entry.get("val_loss"))) is not None]
     if len(vals) > 1:
         found.append((f"{vals[0]:.3f} → {vals[-1]:.3f}", "validation loss"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from deepzero.monitor.report.page import text
 
@@ -110,7 +111,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float | N
         known = finite(stretch)
         chosen: list[tuple[float, float | None]] = []
         if known:
-            chosen = [min(known, key=lambda p: p[1]), max(known, key=lambda p: p[1])]
+            chosen = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
         if len(known) < len(stretch):
             chosen.append(next(p for p in stretch if p[1] is None or not math.isfinite(p[1])))
         kept += sorted(set(chosen), key=lambda p: p[0])
@@ -200,9 +201,8 @@ def line_chart(
     frame = Frame(extent([x for x, _ in known] + list(crosses)), extent([y for _, y in known], zero))
     base = HEIGHT - BOTTOM
     body = axes(frame, x_name, x_label, y_label) + "".join(_stroke(line, frame) for line in lines)
-    for x in crosses:
-        at = frame.across(x)
-        body += f'<path class="cross" d="M{at - 3:.1f} {base - 7:g}l6 6m0 -6l-6 6"/>'
+    for at in dict.fromkeys(f"{frame.across(x) - 3:.1f}" for x in crosses):  # a long run's may lie on each other
+        body += f'<path class="cross" d="M{at} {base - 7:g}l6 6m0 -6l-6 6"/>'
     return picture(ident, title, desc, body)
 
 
