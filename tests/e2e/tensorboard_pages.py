@@ -27,7 +27,7 @@ START_SECONDS = 40.0
 
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,1000",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,2600",
 ]  # fmt: skip
 
 CHARTS = "https://www.gstatic.com/charts/loader.js"
