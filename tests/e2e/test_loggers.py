@@ -48,7 +48,7 @@ def test_wandb_shows_config_ledger_sample_and_traces(watched: tuple[Path, str]) 
     last = of_kind(records, "history")[-1]["item"]
     kinds = {key.removesuffix("._type"): value for key, value in last.items() if key.endswith("._type")}
     shown = {"ledger/memory", "ledger/communication", "ledger/memory_bars_table", "ledger/communication_bars_table"}
-    assert kinds == {**dict.fromkeys(shown, "table-file"), "sample/text": "html-file"}
+    assert kinds == {**dict.fromkeys(shown, "table-file"), "sample/text": "html-file", "report/html": "html-file"}
     table = json.loads((file.parent / "files" / last["ledger/memory.path"]).read_text(encoding="utf-8"))
     held = {row[0]: (row[1], row[2]) for row in table["data"]}
     assert held == {name: (v["predicted"], v["measured"]) for name, v in summary["memory"].items()}
