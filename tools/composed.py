@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import train
 from deepzero.comm.groups import find_nodes
 from deepzero.config.deepspeed_json import load_engine_config
@@ -109,7 +111,7 @@ def _world(arguments: argparse.Namespace, nproc: int | None) -> World:
             raise ConfigError(str(error).replace("comm.ranks_per_node=", "--ranks-per-node ")) from None
     elif ranks % per_node:
         per_node = ranks
-    kind = arguments.device or ("cpu" if arguments.ranks is None and not train.torch.cuda.is_available() else "cuda")
+    kind = arguments.device or ("cpu" if arguments.ranks is None and not torch.cuda.is_available() else "cuda")
     return World(ranks, per_node, kind)
 
 

@@ -118,8 +118,12 @@ class Rehearsal:
 
     @property
     def activation_bytes(self) -> int:
-        """What of the peak is neither model state nor a buffer of ZeRO's: activations and temporaries."""
-        device = sum(size for category, size in self.held.items() if not category.startswith("host_"))
+        """What of the peak is neither model state nor a buffer of ZeRO's: activations and temporaries.
+
+        With :attr:`memory` it makes the peak. (Not with :attr:`held`: that is weighed between micro-batches, when what
+        was gathered is gone on a GPU, and would be counted twice.)
+        """
+        device = sum(size for category, size in self.memory.items() if not category.startswith("host_"))
         return max(0, self.peak_bytes - device)
 
 
@@ -214,7 +218,7 @@ def _quiet() -> Iterator[None]:
     """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay."""
     logger = logging.getLogger("deepzero")
     before = logger.level
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(max(before, logging.WARNING))
     try:
         yield
     finally:
@@ -251,8 +255,8 @@ def _result(
         plan=plan,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
-        peak_bytes=meter.peak_bytes
-        - host,  # the host's memory is one arena, on the meta device too, there all the time
+        # The host's memory is one arena, on the meta device too, there all the time.
+        peak_bytes=meter.peak_bytes - host,
         traffic=dict(ledger.last_step),
         predicted=dict(ledger.predicted_traffic),
         host_bytes=host,

@@ -82,11 +82,12 @@ class _Clockwork:
 
     def play(self) -> Timeline:
         """All of them."""
+        play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
+        play |= {"step": self._step, "publish": self._publish}
         for event in self.rehearsal.events:
             self._compute(int(event.at))
-            handler = getattr(self, f"_{event.what}", None)
-            if handler is not None:
-                handler(event)
+            if event.what in play:
+                play[event.what](event)
         self._compute(len(self.until) - 1)
         self.line.seconds = self.now
         return self.line

@@ -5,9 +5,11 @@ One step of each start of a run is recorded (``train.timeline_step``); ``docs/re
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,18 @@ class StepTimeline:
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
 
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """The run has given its warnings; the rehearsal of it has the same."""
+    logger = logging.getLogger("deepzero")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
     """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
 
@@ -115,7 +129,8 @@ def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Calla
         predicted: list[dict[str, Any]] = []
         for rank, entry in enumerate(timeline["ranks"]):
             if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
-                plan = rehearse(program, world, rank, limit=limit).points
+                with _unheard():
+                    plan = rehearse(program, world, rank, limit=limit).points
             predicted.append({"points": plan if entry["points"] else []})
         timeline["predicted"] = predicted
         write_json(path, timeline)

@@ -13,6 +13,7 @@ from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
 from deepzero.models.gpt import GPT
+from deepzero.planning import plan
 from deepzero.planning.rehearse import Program, Rehearsal, World, rehearse
 from deepzero.planning.sequence import check, compare, skipping, telling_ranks
 
@@ -76,6 +77,14 @@ def test_launches_agree_and_gradients_do_not() -> None:
     assert (found.rank, found.number) == (5, 0)
     assert "launches what the others launch, and computes something else" in str(found)
     assert "no gradient of blocks.1.mlp." in str(found)
+
+
+def test_what_a_plan_lists_makes_the_peak() -> None:
+    """On a GPU, where gathered intervals are gone when the ledger samples: they are not in the activations again."""
+    found = rehearse(program(), WORLD, 0)
+    assert found.held["gathered"] < found.memory["gathered"]
+    assert sum(plan.memory(found).values()) == found.peak_bytes
+    assert found.activation_bytes > 0
 
 
 def test_who_is_known_to_be_wrong_is_no_reference() -> None:

@@ -113,7 +113,7 @@ def test_the_device_steps_in_two_passes_over_its_states() -> None:
 def test_a_cluster_says_whether_it_fits_and_how_fast_it_is() -> None:
     events = [launch(GATHER, "interval 0", 50, 0), wait(GATHER, "interval 0", 0)]
     found = simulate(step_of(events, [100], host_bytes=250), CLUSTER, tokens=30)
-    assert found.device_bytes == 100 + 40 + 200 and found.host_bytes_per_node == 500 and found.fits
+    assert found.device_bytes == 100 + 40 + 160 and found.host_bytes_per_node == 500 and found.fits
     assert found.as_dict()["tokens_per_second"] == pytest.approx(2)
     assert found.exposed_share == pytest.approx(1 / 3)
     assert "step 15 s, 2 tokens/s" in (text := "\n".join(found.lines())) and "fits" in text
@@ -136,7 +136,7 @@ def test_a_plan_as_text_and_as_a_mapping() -> None:
     assert [(row["number"], row["what"], row["names"], row["gradients"]) for row in found["moves"]] == [
         (1, "fetch", "blocks.0", 0), (2, "launch", "blocks.0", 0), (3, "wait", "blocks.0", 0), (4, "launch", "head", 2),
     ]  # fmt: skip
-    assert found["memory"] == {"parameters": 100, "gradients": 40, "activations": 200}
+    assert found["memory"] == {"parameters": 100, "gradients": 40, "activations": 160}
     text = plan.text(rehearsal)
     assert "for prefetch at blocks.0" in text and "after 2 gradients (head)" in text and "1.000 Ψ" in text
     assert "… and 2 more" in plan.text(rehearsal, moves=1) and "in order" not in plan.text(rehearsal, moves=0)

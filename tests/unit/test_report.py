@@ -260,7 +260,7 @@ def test_limits_rest_on_figures(tmp_path: Path) -> None:
     assert (
         said["Speed"] == "A step takes 100 ms. How much of it is waiting for other ranks was not measured in this run."
     )
-    assert said["Memory"].startswith("The largest part of what a rank's ledger names is moments: 4 kB,")
+    assert said["Memory"].startswith("The largest part of what a rank's ledger names is moments: 4 kB, 43% of it.")
     assert set(said) == {"Speed", "Memory"}
     steps = [made.line(k, **{"comm/exposed_seconds": 0.04, "comm/hidden_fraction": 0.25}) for k in range(1, 11)]
     steps[4] = made.line(5, skipped=True, step_seconds=0.5)
