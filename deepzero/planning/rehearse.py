@@ -172,7 +172,8 @@ def follow(engine: Engine, plan: StepPlan) -> None:
     """Let a stage-3 engine follow a rehearsed plan from its first step on: nothing has to be recorded.
 
     Raises:
-        ConfigError: the engine is of another stage, or is cut into other intervals than the plan is about.
+        ConfigError: the engine is of another stage, is cut into other intervals than the plan is about, or has other
+            limits on what is fetched ahead, kept and gathered.
     """
     stage = engine.stage
     if not isinstance(stage, ZeroStage3):
@@ -182,6 +183,11 @@ def follow(engine: Engine, plan: StepPlan) -> None:
         raise ConfigError(
             f"the plan is about {len(plan.numel)} intervals of {sum(plan.numel.values()):,} elements, and this engine "
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
+        )
+    if stage.coordinator.limits != plan.limits:
+        raise ConfigError(
+            f"the plan keeps to {plan.limits}, and this engine to {stage.coordinator.limits}; rehearse with the same "
+            "settings"
         )
     stage.coordinator.follow(plan)
 

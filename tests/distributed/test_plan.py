@@ -135,19 +135,25 @@ def test_a_plan_is_followed_from_the_first_step(ranks: Any) -> None:
 
 
 def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
-    smaller = {**config, "zero_optimization": {**config["zero_optimization"], "reduce_bucket_size": 9_000}}
-    planned = rehearse(program(smaller), World(2, 2, "cpu"), rank)
-    said = []
-    for other in (config, {**config, "zero_optimization": {"stage": 2}}):
-        engine, *_ = deepzero.initialize(model=GPT(MODEL), config=other)
+    zero, said = config["zero_optimization"], []
+    for planned_with, run_with in (
+        ({"reduce_bucket_size": 9_000}, config),
+        ({"stage3_prefetch_bucket_size": 1_000}, config),
+        ({}, {**config, "zero_optimization": {"stage": 2}}),
+    ):
+        other = {**config, "zero_optimization": {**zero, **planned_with}}
+        plan = rehearse(program(other), World(2, 2, "cpu"), rank).plan
+        assert plan is not None
+        engine, *_ = deepzero.initialize(model=GPT(MODEL), config=run_with)
         with pytest.raises(ConfigError) as caught:
-            follow(engine, planned.plan)
+            follow(engine, plan)
         said.append(str(caught.value))
         engine.destroy()
     return said
 
 
 def test_a_plan_for_others_is_refused(ranks: Any) -> None:
-    of_four, of_stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
-    assert "rehearse with the same model, settings and number of ranks" in of_four
-    assert "zero.stage=2: only stage 3 follows a plan" in of_stage_2
+    other_intervals, other_limits, stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
+    assert "rehearse with the same model, settings and number of ranks" in other_intervals
+    assert "the plan keeps to FetchLimits(prefetch_numel=1000," in other_limits
+    assert "zero.stage=2: only stage 3 follows a plan" in stage_2

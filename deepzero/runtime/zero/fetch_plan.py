@@ -73,6 +73,8 @@ class StepPlan:
     """One for each use."""
     numel: dict[int, int]
     """Elements of each interval: the plan is about these."""
+    limits: FetchLimits
+    """What it keeps to."""
 
 
 def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> list[Action]:

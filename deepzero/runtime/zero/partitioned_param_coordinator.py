@@ -146,7 +146,9 @@ class Trace:
 
     def step_plan(self) -> StepPlan | None:
         """What the next time will follow; None while nothing is known."""
-        return None if self.plan is None else StepPlan(tuple(self.uses), tuple(self.plan), dict(self.numel))
+        if self.plan is None:
+            return None
+        return StepPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
 
     def follow(self, plan: StepPlan) -> None:
         """Follow a plan that somebody else has recorded."""
