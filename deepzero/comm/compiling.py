@@ -2,7 +2,7 @@
 
 A kernel is a few lines of torch over whole tensors, written for a reader, which the compiler turns into one pass over
 memory. It is compiled before training, checked against the same lines in plain torch, and then serves every size.
-Who uses one: ``comm/quantize_kernels.py`` and ``offload/adam_kernels.py``.
+Who uses one: ``comm/quantize_kernels.py`` and ``offload/adam_compiled.py``.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu"
 
 
 @contextmanager
-def compilation() -> Iterator[None]:
+def compilation(by: str = "torch.compile") -> Iterator[None]:
     """Around a first call: no warnings from inside the compiler, and one kind of error.
+
+    Args:
+        by: whom, for messages.
 
     Raises:
         CompilationError: for whatever a compiler, a linker or dynamo raises.
@@ -94,4 +97,4 @@ def compilation() -> Iterator[None]:
             yield
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error
+        raise CompilationError(f"{by} failed: {type(error).__name__}: {text[0]}") from error

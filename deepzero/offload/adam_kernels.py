@@ -1,4 +1,4 @@
-"""Adam's arithmetic on the CPU in one pass over memory: in chunks that stay in cache, or compiled.
+"""Adam's arithmetic on the CPU in one pass over memory: the lines to compile, and chunks that stay in cache.
 
 A step reads the gradient and reads and writes the parameter and two moments; nothing is computed that a processor would
 call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new parameter, 28 bytes an element must move::
@@ -6,19 +6,20 @@ call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new par
     read  grad 2   param 4   exp_avg 4   exp_avg_sq 4        write  param 4   exp_avg 4   exp_avg_sq 4   out 2
 
 Casting the whole gradient to fp32 first and the whole parameter to bf16 afterwards moves 40, and that is what a fused
-Adam with casts around it does. Two ways to move 28:
+Adam with casts around it does. Three ways to move 28:
 
 ``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between a cast of the gradient into a
-               scratch and a cast of the parameter out of the cache. Needs no compiler.
-``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors.
+               scratch and a cast of the parameter out of the cache.
+``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors. Needs a C++ compiler.
+``numba``      the same lines through Numba, which brings its own compiler.
 
 **What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition
 into one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64
 elements, as the shares of torch's threads are, so that the same elements fall into the scalar loop for every chunk size
 and thread count.
-``compiled`` rounds after each operation (contraction is off), so that an element's bits depend on its own numbers
-alone, and are those of :func:`adam_lines` run line by line in plain torch; each compiled function is compared with that
-once, before it is used.
+``compiled`` and ``numba`` round after each operation (contraction is off), so that an element's bits depend on its own
+numbers alone, and are those of :func:`adam_lines` run line by line in plain torch; each compiled function is compared
+with that once, before it is used (:mod:`deepzero.offload.adam_compiled`).
 
 Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's
 ``csrc/adam/cpu_adam_impl.cpp`` does it with hand-written vector intrinsics. Left out: AMSGrad, maximization.
@@ -29,8 +30,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from deepzero.comm.compiling import CompilationError, compilation, compile_apart, why_not_compiled
 from deepzero.offload.threads import in_threads
 
 CHUNK = 3 << 16
@@ -47,9 +45,6 @@ chunks would cost more in calls, some ten microseconds for each."""
 
 BLOCK = 8
 """Chunks that a thread takes at once from what is left, at most."""
-
-SAMPLE = 1003
-"""Elements of the tensors that a kernel is compiled and checked with: full vectors, and a rest."""
 
 Variant: TypeAlias = "tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]"
 """What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``."""
@@ -230,7 +225,7 @@ def update_on_device(segment: Segment, numbers: Numbers) -> None:
         segment.out.detach().copy_(param)
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- the lines -------------------------------------------------------------------------------------------------------
 
 
 def adam_lines(
@@ -276,118 +271,8 @@ def exact_root(v: torch.Tensor) -> torch.Tensor:
     return v.to(torch.float64).sqrt().to(torch.float32)
 
 
-class CompiledAdam:
-    """:func:`adam_lines`, compiled once for each :data:`Variant` in the process.
-
-    Args:
-        strict: what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
-            cannot be compiled runs line by line, with a warning: slower, the same bits.
-    """
-
-    name = "compiled"
-
-    def __init__(self, strict: bool) -> None:
-        self.strict = strict
-
-    def ready(self, variants: Iterable[Variant]) -> None:
-        """Compile.
-
-        Raises:
-            CompilationError: only with ``strict``.
-        """
-        for variant in variants:
-            try:
-                compiled(_without_narrow_out(variant))
-            except CompilationError as error:
-                if self.strict:
-                    raise
-                warn(f"{error}. This step and later ones run uncompiled for these dtypes: slower, with the same bits")
-                _COMPILED[_without_narrow_out(variant)] = _line_by_line(variant[3])
-
-    def update(self, segment: Segment, numbers: Numbers) -> None:
-        """One step on one parameter."""
-        variant = _without_narrow_out((*segment.variant, numbers.beta1 > 0.5))
-        # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
-        torch.get_num_threads()
-        flat = [t.detach().view(-1) for t in (segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad)]
-        out = None if segment.out is None else segment.out.detach().view(-1)
-        # torch.compile treats sizes 0 and 1 as constants of the program. The lines are quick enough for them.
-        lines = compiled(variant) if flat[0].numel() > 1 else _line_by_line(variant[3])
-        lines(*flat, None if variant[2] is None else out, numbers.tensor())
-        if out is not None and variant[2] is None:
-            out.copy_(flat[0])
-
-
-def _without_narrow_out(variant: Variant) -> Variant:
-    """A narrow parameter is rounded before it is passed on, and inductor may leave out a rounding on the way."""
-    return variant if variant[0] == torch.float32 else (variant[0], variant[1], None, variant[3])
-
-
-_COMPILED: dict[Variant, Lines] = {}
-_COMPILING = threading.Lock()
-
-
-def compiled(variant: Variant) -> Lines:
-    """The compiled :func:`adam_lines` for some dtypes, without its first two arguments. The first call takes seconds.
-
-    Raises:
-        CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
-    """
-    found = _COMPILED.get(variant)
-    if found is None:
-        with _COMPILING:
-            found = _COMPILED.get(variant)
-            if found is None:
-                found = _COMPILED[variant] = _compile_and_check(variant)
-    return found
-
-
-def _compile_and_check(variant: Variant) -> Lines:
-    missing = why_not_compiled()
-    if missing:
-        raise CompilationError(missing)
-    from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
-
-    small_weight = variant[3]
-    with compilation():
-        lines = _compile(variant)
-        got, expected = _sample(variant), _sample(variant)
-        for tensor in got[:5]:
-            if tensor is not None:
-                mark_dynamic(tensor, 0)
-        lines(*got)
-    adam_lines(exact_root, small_weight, *expected)
-    for one, other in zip(got, expected, strict=True):
-        if one is not None and other is not None and not torch.equal(one, other):
-            raise CompilationError(
-                "the C++ compiler's code gives other bits than the same lines in torch, so they would depend on where "
-                "an element lies; is a flag like -ffast-math set?"
-            )
-    return lines
-
-
-def _compile(variant: Variant) -> Lines:
-    """One function for all lengths, numbers and thread counts."""
-    small_weight = variant[3]
-    names = "_".join(str(dtype).removeprefix("torch.") for dtype in variant[:3])
-    call = compile_apart(adam_lines, f"adam_{names}{'' if small_weight else '_large_weight'}")
-
-    def lines(*tensors: torch.Tensor | None) -> None:
-        call(torch.sqrt, small_weight, *tensors)
-
-    return lines
-
-
-def _sample(variant: Variant) -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    param, m, v, grad = (torch.randn(SAMPLE, generator=generator, dtype=torch.float32) for _ in range(4))
-    numbers = Numbers(3.0, 0.01, 0.9 if variant[3] else 0.3, 0.99, 1e-8, 0.1, True, True, 3.0)
-    out = None if variant[2] is None else torch.zeros(SAMPLE, dtype=variant[2])
-    return [param.to(variant[0]), m, v.square_(), grad.to(variant[1]), out, numbers.tensor()]
-
-
-def _line_by_line(small_weight: bool) -> Lines:
-    """The same lines in plain torch, chunk by chunk because each of their temporaries is fresh memory."""
+def line_by_line(small_weight: bool) -> Lines:
+    """``adam_lines`` in plain torch, without its first two arguments, by chunks: its temporaries are fresh memory."""
 
     def lines(*tensors: Any) -> None:
         *flat, numbers = tensors
@@ -397,8 +282,3 @@ def _line_by_line(small_weight: bool) -> Lines:
             adam_lines(exact_root, small_weight, *[*chunk, numbers])
 
     return lines
-
-
-def warn(message: str) -> None:
-    """Say it as a Python warning."""
-    warnings.warn(f"CPUAdam: {message}", RuntimeWarning, stacklevel=2)

@@ -32,11 +32,9 @@ from deepzero.offload.adam_checks import (
     one_number,
     subset,
 )
-from deepzero.offload.adam_choice import choose_kernel
+from deepzero.offload.adam_choice import KERNELS, choose_kernel
 from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, Variant, update_on_device
 from deepzero.offload.arena import zeros_on_large_pages
-
-KERNELS = ("auto", "chunked", "compiled")
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,13 @@ class CPUAdam(torch.optim.Optimizer):
         bias_correction: divide the means by what they lack in their first steps.
         amsgrad: only False, as DeepSpeed has it.
         fp32_optimizer_states: only True; both moments are fp32.
-        kernel: ``compiled``, ``chunked`` or ``auto``: compiled where a C++ compiler exists and there is enough to do,
-            otherwise chunked. Their bits differ in the last place, so a choice lasts as long as the optimizer; name one
-            to have the same bits on another machine.
+        kernel: ``compiled`` by a C++ compiler, by ``numba``, ``chunked``, or ``auto``: the first of them that is there,
+            and chunked where there is too little to do. The bits of the first two are the same and differ from chunked
+            in the last place, so a choice lasts as long as the optimizer; name one to have them on another machine.
 
     Raises:
         ValueError: a number out of range, an option that is not there, a parameter that is not contiguous.
-        RuntimeError: from the first step, when ``kernel="compiled"`` cannot be had.
+        RuntimeError: from the first step, when the ``kernel`` that was asked for cannot be had.
 
     Example:
         >>> weight = torch.ones(3, requires_grad=True)
@@ -139,7 +137,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     @property
     def kernel(self) -> str:
-        """``chunked`` or ``compiled``; ``auto`` until :meth:`prepare` or the first step has chosen."""
+        """``chunked``, ``compiled`` or ``numba``; ``auto`` until :meth:`prepare` or the first step has chosen."""
         return self._kernel.name if self._kernel is not None else self._request
 
     def prepare(
@@ -153,7 +151,7 @@ class CPUAdam(torch.optim.Optimizer):
             masters: so many fp32 elements on the CPU take the parameters' places before the first step. None: none do.
 
         Raises:
-            RuntimeError: ``kernel="compiled"`` was asked for and cannot be had.
+            RuntimeError: the ``kernel`` that was asked for cannot be had.
         """
         kinds = {
             (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)
@@ -182,7 +180,7 @@ class CPUAdam(torch.optim.Optimizer):
         """Step with this kernel from now on: before the first step, where others have decided.
 
         Args:
-            kernel: ``chunked`` or ``compiled``.
+            kernel: ``chunked``, ``compiled`` or ``numba``.
             why: for :meth:`describe`.
         """
         self._kernel = None
@@ -232,7 +230,7 @@ class CPUAdam(torch.optim.Optimizer):
 
         Raises:
             TypeError, ValueError: what, where, and what to do.
-            RuntimeError: from the first step, when ``kernel="compiled"`` cannot be had.
+            RuntimeError: from the first step, when the ``kernel`` that was asked for cannot be had.
         """
         if callable(grads):
             if closure is not None:

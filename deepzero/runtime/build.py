@@ -131,8 +131,8 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Place
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
     The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of them:
-    neither their device nor their dtype is that of the masters which the CPU will step on. Where a compiler is missing
-    on one host, or compiling fails there, all use the chunks. A collective.
+    neither their device nor their dtype is that of the masters which the CPU will step on. Where one host cannot
+    compile, or compiling fails there, all use the chunks. A collective.
     """
     offloads = any(placed.optimizer_intervals for placed in placements)
     sends = offloads and dtypes.compute != torch.float32
@@ -148,7 +148,8 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Place
     for rank, (_, text) in enumerate(told):
         if text is not None:
             raise ConfigError(f"rank {rank}: {text}")
-    if len({kernel for kernel, _ in told}) > 1 and optimizer.kernel != "chunked":
+    # Compiled and Numba's have the same bits.
+    if any(kernel == "chunked" for kernel, _ in told) and optimizer.kernel != "chunked":
         without = next(rank for rank, (kernel, _) in enumerate(told) if kernel == "chunked")
         optimizer.use("chunked", f"because rank {without} cannot compile")
 

@@ -1,4 +1,4 @@
-"""CPUAdam: the bits of both kernels, their accuracy, torch's machinery around a step, and what is refused."""
+"""CPUAdam: the bits of all kernels, their accuracy, torch's machinery around a step, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from deepzero.comm.compiling import why_not_compiled
-from deepzero.offload import adam_kernels
+from deepzero.offload import adam_compiled
+from deepzero.offload.adam_compiled import CompiledAdam
 from deepzero.offload.adam_kernels import (
     ChunkedAdam,
-    CompiledAdam,
     Kernel,
     Numbers,
     Segment,
     adam_lines,
     exact_root,
+    line_by_line,
 )
 from deepzero.ops import CPUAdam
 
@@ -39,9 +40,9 @@ MODES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(params=["chunked", COMPILED])
+@pytest.fixture(params=["chunked", "numba", COMPILED])
 def kernel(request: pytest.FixtureRequest) -> str:
-    """Each kernel; compiling takes a minute for all dtypes."""
+    """Each kernel; the C++ compiler takes a minute for all dtypes, Numba ten seconds."""
     return str(request.param)
 
 
@@ -98,10 +99,19 @@ class TestBits:
     @pytest.mark.parametrize("mode", MODES, ids=str)
     def test_compiled_gives_the_bits_of_its_lines(self, mode, monkeypatch):
         """Here the lines stand in for the compiled; that both have the same bits is asked whenever one is compiled."""
-        monkeypatch.setattr(adam_kernels, "_compile", lambda variant: adam_kernels._line_by_line(variant[3]))
-        monkeypatch.setattr(adam_kernels, "_COMPILED", {})
+        monkeypatch.setattr(adam_compiled, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
+        monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
+        monkeypatch.setattr(adam_compiled, "_COMPILED", {})
+        self.check_the_bits_of_the_lines("compiled", mode)
+
+    @pytest.mark.parametrize("mode", MODES, ids=str)
+    def test_numba_gives_the_bits_of_the_lines(self, mode):
+        self.check_the_bits_of_the_lines("numba", mode)
+
+    @staticmethod
+    def check_the_bits_of_the_lines(kernel: str, mode: dict[str, Any]) -> None:
         (mine,), (theirs,) = leaves(1000), leaves(1000)
-        ours = CPUAdam([mine], kernel="compiled", **mode)
+        ours = CPUAdam([mine], kernel=kernel, **mode)
         m, v = torch.zeros(1000), torch.zeros(1000)
         for step in range(1, 4):
             (grad,) = gradients([mine], step)
@@ -144,7 +154,7 @@ class TestBits:
             again = segment(100_000)
             (ChunkedAdam(chunk) if kernel == "chunked" else make(kernel)).update(again, numbers)
             assert equal(again, whole, slice(None))
-        if kernel == "compiled":
+        if kernel != "chunked":
             for lo, hi in ((1, 1000), (7, 8), (50_001, 99_998)):
                 part = cut(segment(100_000), lo, hi)
                 make(kernel).update(part, numbers)
@@ -208,7 +218,7 @@ def segment(n: int, grad: torch.dtype = torch.bfloat16) -> Segment:
 
 
 def make(kernel: str) -> Kernel:
-    made = ChunkedAdam() if kernel == "chunked" else CompiledAdam(strict=True)
+    made = ChunkedAdam() if kernel == "chunked" else CompiledAdam(True, kernel)
     made.ready([])
     return made
 
@@ -278,7 +288,7 @@ def test_no_less_accurate_than_torch(kernel, kind, mode):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kernel", ["chunked", pytest.param("compiled", marks=COMPILED.marks[1])])
+@pytest.mark.parametrize("kernel", ["chunked", "numba", pytest.param("compiled", marks=COMPILED.marks[1])])
 @pytest.mark.parametrize(("n", "kind"), [(1, "flat"), (7, "flat"), (4095, "every step")])
 @pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
 def test_no_less_accurate_than_torch_after_a_thousand_steps(kernel, n, kind, mode):
@@ -295,7 +305,7 @@ def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
     """Every option on its own part of 10,000,019 elements, 1,000 steps, one float64 reference for all kernels."""
     total, steps, count = 10_000_019, 1000, len(ACCURACY_MODES)
     extents = [total // count] * (count - 1) + [total - total // count * (count - 1)]
-    kernels = ["chunked"] if why_not_compiled() else ["chunked", "compiled"]
+    kernels = ["chunked", "numba"] if why_not_compiled() else ["chunked", "numba", "compiled"]
     ours = {kernel: [CPUAdam(leaves(n), kernel=kernel, **m) for n, m in zip(extents, ACCURACY_MODES, strict=True)]
             for kernel in kernels}  # fmt: skip
     torchs = [of_torch(leaves(n), mode) for n, mode in zip(extents, ACCURACY_MODES, strict=True)]

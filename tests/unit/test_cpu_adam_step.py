@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepzero.comm.compiling import CompilationError, why_not_compiled
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.parse import ConfigError
-from deepzero.offload import adam_choice, adam_kernels
 from deepzero.ops import CPUAdam
 from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.optimizer_trial import check_elementwise
@@ -164,7 +162,7 @@ class TestInDeepzero:
             ({"amsgrad": True}, "amsgrad=True is not implemented"),
             ({"fp32_optimizer_states": False}, "fp32_optimizer_states=False.*is not implemented"),
             ({"adam_w_mode": True, "adamw_mode": True}, "both adam_w_mode and adamw_mode"),
-            ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled"),
+            ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled, numba"),
             ({"maximize": True}, "unknown config key 'optimizer.params.maximize'"),
         ],
     )
@@ -198,7 +196,7 @@ class TestRefused:
             ({"weight_decay": float("inf")}, r"weight_decay=inf"),
             ({"amsgrad": True}, r"amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it"),
             ({"fp32_optimizer_states": False}, r"both moments are kept in fp32"),
-            ({"kernel": "fast"}, r"must be one of auto, chunked, compiled"),
+            ({"kernel": "fast"}, r"must be one of auto, chunked, compiled, numba"),
         ],
     )
     def test_arguments(self, arguments, message):
@@ -280,118 +278,6 @@ class TestRefused:
         optimizer.state[weight] = {"momentum_buffer": torch.zeros(5)}
         with pytest.raises(ValueError, match="it needs step, exp_avg, exp_avg_sq"):
             optimizer.step([torch.ones(5)])
-
-
-class TestChoice:
-    @pytest.fixture(autouse=True)
-    def fresh(self, monkeypatch):
-        """Nothing is compiled yet, and everything is large enough to be."""
-        monkeypatch.setattr(adam_kernels, "_COMPILED", {})
-        monkeypatch.setattr(adam_choice, "COMPILE_FROM", 5)
-        self.monkeypatch = monkeypatch
-
-    def broken(self) -> None:
-        """From here on nothing compiles."""
-
-        def fail(variant: Any) -> Any:
-            raise OSError("cc1plus: killed")
-
-        for module in (adam_kernels, adam_choice):
-            self.monkeypatch.setattr(module, "why_not_compiled", lambda: "")
-        self.monkeypatch.setattr(adam_kernels, "_compile", fail)
-
-    def lines(self) -> None:
-        """Everything compiles, at once."""
-        for module in (adam_kernels, adam_choice):
-            self.monkeypatch.setattr(module, "why_not_compiled", lambda: "")
-        self.monkeypatch.setattr(adam_kernels, "_compile", lambda variant: adam_kernels._line_by_line(variant[3]))
-
-    def test_too_few_elements(self):
-        optimizer = CPUAdam(leaves(4))
-        assert optimizer.describe() == "CPUAdam: kernel auto, chosen at the first step"
-        optimizer.prepare(BF16, BF16)
-        assert optimizer.describe() == "CPUAdam: chunked kernel, 4 elements are too few to compile for, below 5"
-
-    def test_no_compiler(self):
-        self.monkeypatch.setenv("CXX", "/no/such/compiler")
-        optimizer = CPUAdam(leaves(5))
-        optimizer.step([torch.ones(5)])
-        assert optimizer.describe() == (
-            "CPUAdam: chunked kernel, no C++ compiler (/no/such/compiler is not there; the environment variable CXX "
-            "can name another)"
-        )
-        with pytest.raises(RuntimeError, match=r"kernel='compiled'\): no C\+\+ compiler.*kernel='chunked'"):
-            CPUAdam(leaves(5), kernel="compiled").step([torch.ones(5)])
-
-    def test_switched_off(self):
-        self.lines()
-        self.monkeypatch.undo()
-        self.monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-        self.monkeypatch.setenv("CXX", "true")
-        assert "switched off" in why_not_compiled()
-
-    def test_compiling_fails_at_first(self):
-        self.broken()
-        optimizer, chunked = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="chunked")
-        with pytest.warns(RuntimeWarning, match="OSError: cc1plus: killed. Using the chunked kernel"):
-            optimizer.step([torch.ones(5)])
-        chunked.step([torch.ones(5)])
-        assert same(optimizer, chunked)
-        assert "compiling failed" in optimizer.describe()
-        optimizer.step([torch.ones(5)])  # one warning, not one a step
-        (weight,) = leaves(5)
-        with pytest.raises(RuntimeError, match="cc1plus: killed"):
-            CPUAdam([weight], kernel="compiled").step([torch.ones(5)])
-        assert torch.equal(weight, leaves(5)[0])
-
-    def test_compiling_fails_later_and_the_bits_stay(self):
-        self.lines()
-        optimizer, always = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="compiled")
-        for one in (optimizer, always):
-            one.step([torch.ones(5)])
-        always.step([torch.ones(5, dtype=BF16)])
-        adam_kernels._COMPILED.pop((torch.float32, BF16, None, True))
-        self.broken()
-        with pytest.warns(RuntimeWarning, match="run uncompiled for these dtypes: slower, with the same bits"):
-            optimizer.step([torch.ones(5, dtype=BF16)])
-        optimizer.step([torch.ones(5, dtype=BF16)])
-        assert optimizer.kernel == "compiled"
-        adam_kernels._COMPILED.clear()
-        with pytest.raises(CompilationError, match="cc1plus"):
-            always.step([torch.ones(5, dtype=torch.float16)])
-
-    def test_code_that_gives_other_bits_is_not_used(self):
-        self.lines()
-
-        def contracted(variant: Any) -> Any:
-            right = adam_kernels._line_by_line(variant[3])
-
-            def lines(*tensors: Any) -> None:
-                right(*tensors)
-                tensors[1].view(torch.int32)[-1] += 1
-
-            return lines
-
-        self.monkeypatch.setattr(adam_kernels, "_compile", contracted)
-        with pytest.warns(RuntimeWarning, match="gives other bits than the same lines in torch"):
-            optimizer = CPUAdam(leaves(5))
-            optimizer.prepare()
-        assert optimizer.kernel == "chunked"
-
-    def test_a_choice_is_kept_when_parameters_are_added(self):
-        self.lines()
-        optimizer = CPUAdam(leaves(4))
-        optimizer.prepare()
-        optimizer.add_param_group({"params": leaves(100)})
-        optimizer.step([torch.ones(4), torch.ones(100)])
-        assert optimizer.kernel == "chunked"
-        assert CPUAdam(leaves(100)).kernel == "auto"
-
-    def test_large_enough(self):
-        self.lines()
-        optimizer = CPUAdam(leaves(5))
-        optimizer.prepare(BF16, BF16)
-        assert optimizer.describe() == "CPUAdam: compiled kernel, 5 elements and a C++ compiler"
 
 
 class TestCompiled:

@@ -6,7 +6,7 @@ round, so that a slow second of the machine meets all of them:
 
 - ``deepspeed``: DeepSpeedCPUAdam, between a cast of the gradient into a kept fp32 tensor and one of the parameter;
 - ``torch``: ``torch.optim.AdamW(fused=True)`` between the same casts;
-- ``chunked`` and ``compiled``: CPUAdam's kernels;
+- ``chunked``, ``numba`` and ``compiled``: CPUAdam's kernels;
 - ``copy``: ``dst.copy_(src)`` of the bytes that a step cannot avoid, 28 for each element (a copy of n bytes moves 2 n).
 
 The bars compare medians. Compiling takes place before the first round, and the first round is not counted.
@@ -34,13 +34,16 @@ from tools.bench.report import machine_facts, table
 from tools.bench.stats import median
 from tools.bench.workload import Workload
 
-NAMES = ("deepspeed", "torch", "chunked", "compiled", "copy")
+OURS = ("chunked", "numba", "compiled")
+NAMES = ("deepspeed", "torch", *OURS, "copy")
 BYTES_PER_ELEMENT = 28
 """Gradient 2, parameter and moments 12 read and 12 written, output 2."""
 
 BARS = (
     ("compiled", "deepspeed", 0.60),
     ("compiled", "torch", 0.60),
+    ("numba", "deepspeed", 0.80),
+    ("numba", "torch", 0.80),
     ("chunked", "deepspeed", 0.80),
     ("chunked", "torch", 0.80),
     ("compiled", "copy", 1 / 0.9),
@@ -86,7 +89,7 @@ def contender(name: str, shared: Tensors) -> Callable[[], None]:
 
         return copy
     settings = {"lr": 1e-3, "weight_decay": 0.1}
-    if name in ("chunked", "compiled"):
+    if name in OURS:
         ours = CPUAdam([shared.param], kernel=name, **settings)  # type: ignore[arg-type]
         shared.adopt(ours, torch.zeros(()))
         ours.prepare(torch.bfloat16, torch.bfloat16)

@@ -1,0 +1,158 @@
+"""Which kernel CPUAdam steps with, what it says about it, and what it does when compiling fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.comm.compiling import CompilationError, why_not_compiled
+from deepzero.offload import adam_choice, adam_compiled
+from deepzero.offload.adam_kernels import line_by_line
+from deepzero.ops import CPUAdam
+from tests.unit.test_cpu_adam import leaves, same
+
+BF16 = torch.bfloat16
+
+
+class TestChoice:
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch):
+        """Nothing is compiled yet, and everything is large enough to be."""
+        monkeypatch.setattr(adam_compiled, "_COMPILED", {})
+        monkeypatch.setattr(adam_choice, "COMPILE_FROM", 5)
+        self.monkeypatch = monkeypatch
+
+    def broken(self) -> None:
+        """From here on nothing compiles."""
+
+        def fail(*_given: Any) -> Any:
+            raise OSError("cc1plus: killed")
+
+        self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
+        for compiler in ("_by_torch", "_by_numba"):
+            self.monkeypatch.setattr(adam_compiled, compiler, fail)
+
+    def lines(self) -> None:
+        """Everything compiles, at once."""
+        self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
+        self.monkeypatch.setattr(adam_compiled, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
+
+    def without_numba(self) -> None:
+        self.monkeypatch.setattr(adam_compiled, "find_spec", lambda name: None)
+
+    def test_too_few_elements(self):
+        optimizer = CPUAdam(leaves(4))
+        assert optimizer.describe() == "CPUAdam: kernel auto, chosen at the first step"
+        optimizer.prepare(BF16, BF16)
+        assert optimizer.describe() == "CPUAdam: chunked kernel, 4 elements are too few to compile for, below 5"
+
+    def test_no_cpp_compiler(self):
+        self.monkeypatch.setenv("CXX", "/no/such/compiler")
+        missing = "no C++ compiler (/no/such/compiler is not there; the environment variable CXX can name another)"
+        optimizer, numba = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="numba")
+        for one in (optimizer, numba):
+            one.step([torch.ones(5)])
+        assert optimizer.describe() == f"CPUAdam: numba kernel, 5 elements and Numba; {missing}"
+        assert numba.describe() == "CPUAdam: numba kernel, as asked for"
+        assert same(optimizer, numba)
+        with pytest.raises(RuntimeError, match=r"kernel='compiled'\): no C\+\+ compiler.*kernel='chunked'"):
+            CPUAdam(leaves(5), kernel="compiled").step([torch.ones(5)])
+
+    def test_no_compiler_at_all(self):
+        self.monkeypatch.setenv("CXX", "/no/such/compiler")
+        self.without_numba()
+        optimizer = CPUAdam(leaves(5))
+        optimizer.step([torch.ones(5)])
+        assert optimizer.describe() == (
+            "CPUAdam: chunked kernel, no C++ compiler (/no/such/compiler is not there; the environment variable CXX "
+            "can name another); no Numba (pip install numba)"
+        )
+        with pytest.raises(RuntimeError, match=r"kernel='numba'\): no Numba.*kernel='chunked'"):
+            CPUAdam(leaves(5), kernel="numba").step([torch.ones(5)])
+
+    def test_numba_takes_over_when_the_cpp_compiler_fails(self):
+        by_numba = adam_compiled._by_numba
+        self.broken()
+        self.monkeypatch.setattr(adam_compiled, "_by_numba", by_numba)
+        with pytest.warns(RuntimeWarning, match="OSError: cc1plus: killed. Not using the compiled kernel"):
+            optimizer = CPUAdam(leaves(5))
+            optimizer.prepare(BF16, BF16)
+        assert optimizer.kernel == "numba"
+        assert "compiling failed" in optimizer.describe()
+
+    def test_switched_off(self):
+        self.lines()
+        self.monkeypatch.undo()
+        self.monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+        self.monkeypatch.setenv("CXX", "true")
+        assert "switched off" in why_not_compiled()
+
+    def test_compiling_fails_at_first(self):
+        self.broken()
+        optimizer, chunked = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="chunked")
+        killed = "OSError: cc1plus: killed. Not using the"
+        with (
+            pytest.warns(RuntimeWarning, match=f"{killed} compiled kernel"),
+            pytest.warns(RuntimeWarning, match=f"{killed} numba kernel"),
+        ):
+            optimizer.step([torch.ones(5)])
+        chunked.step([torch.ones(5)])
+        assert same(optimizer, chunked)
+        assert "compiling failed" in optimizer.describe()
+        optimizer.step([torch.ones(5)])  # one warning, not one a step
+        (weight,) = leaves(5)
+        with pytest.raises(RuntimeError, match="cc1plus: killed"):
+            CPUAdam([weight], kernel="compiled").step([torch.ones(5)])
+        assert torch.equal(weight, leaves(5)[0])
+
+    def test_compiling_fails_later_and_the_bits_stay(self):
+        self.lines()
+        optimizer, always = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="compiled")
+        for one in (optimizer, always):
+            one.step([torch.ones(5)])
+        always.step([torch.ones(5, dtype=BF16)])
+        adam_compiled._COMPILED.pop(("compiled", (torch.float32, BF16, None, True)))
+        self.broken()
+        with pytest.warns(RuntimeWarning, match="run uncompiled for these dtypes: slower, with the same bits"):
+            optimizer.step([torch.ones(5, dtype=BF16)])
+        optimizer.step([torch.ones(5, dtype=BF16)])
+        assert optimizer.kernel == "compiled"
+        adam_compiled._COMPILED.clear()
+        with pytest.raises(CompilationError, match="cc1plus"):
+            always.step([torch.ones(5, dtype=torch.float16)])
+
+    def test_code_that_gives_other_bits_is_not_used(self):
+        self.lines()
+        self.without_numba()
+
+        def contracted(variant: Any, _sample: list[Any]) -> Any:
+            right = line_by_line(variant[3])
+
+            def lines(*tensors: Any) -> None:
+                right(*tensors)
+                tensors[1].view(torch.int32)[-1] += 1
+
+            return lines
+
+        self.monkeypatch.setattr(adam_compiled, "_by_torch", contracted)
+        with pytest.warns(RuntimeWarning, match="gives other bits than the same lines in torch"):
+            optimizer = CPUAdam(leaves(5))
+            optimizer.prepare()
+        assert optimizer.kernel == "chunked"
+
+    def test_a_choice_is_kept_when_parameters_are_added(self):
+        self.lines()
+        optimizer = CPUAdam(leaves(4))
+        optimizer.prepare()
+        optimizer.add_param_group({"params": leaves(100)})
+        optimizer.step([torch.ones(4), torch.ones(100)])
+        assert optimizer.kernel == "chunked"
+        assert CPUAdam(leaves(100)).kernel == "auto"
+
+    def test_large_enough(self):
+        self.lines()
+        optimizer = CPUAdam(leaves(5))
+        optimizer.prepare(BF16, BF16)
+        assert optimizer.describe() == "CPUAdam: compiled kernel, 5 elements and a C++ compiler"
