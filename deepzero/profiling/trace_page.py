@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from deepzero.profiling.trace_advice import advise
 from deepzero.profiling.trace_events import Span, Step, Times, computing, inside, times_of
 from deepzero.profiling.trace_summary import TraceSummary
-from deepzero.profiling.trace_text import COLUMNS, WIDEST, heading, lead_in, mean, row
+from deepzero.profiling.trace_text import COLUMNS, WIDEST, between_ranks, heading, lead_in, mean, row
 
 WIDTH, LANE, BAR = 1000.0, 16.0, 18.0
 """Of a plot and its rows, in the units of its view box; it is as wide as the page."""
@@ -49,7 +49,7 @@ def _overview(summaries: Sequence[TraceSummary]) -> str:
     return (
         "<p>Milliseconds of an average step. <em>Exposed</em>: communication or copies were under way, and the rank "
         "computed nothing meanwhile. <em>Overlap</em>: the part of what was under way that was hidden behind "
-        f"computation.</p>{_table(head, rows)}"
+        f"computation.</p>{_table(head, rows)}<p>{html.escape(between_ranks(summaries))}</p>"
     )
 
 
@@ -212,9 +212,16 @@ def _held(summary: TraceSummary) -> str:
         content += f'<polygon points="{points}" fill="{color}"><title>{html.escape(name)}</title></polygon>'
         colors[f"{name} {_short(largest)}"] = color
         base = top
-    text = f"At most {_short(most)} at once, over {(end - begin) / 1000:.2f} ms."
+    marks = ", ".join(_short(most * part / 4) for part in (1, 2, 3))
+    text = f"Upwards from 0 to {_short(most)}, the most at once, with lines at {marks}; to the right "
+    text += f"{(end - begin) / 1000:.2f} ms."
     text += " What is held between two samples is not seen."
-    return _key(colors) + _svg(height, content, "bytes held") + f'<p class="note">{text}</p>'
+    lines = "".join(  # a quarter of the height each, so that a height can be read
+        f'<line x1="0" x2="{WIDTH:g}" y1="{height * part / 4:g}" y2="{height * part / 4:g}" stroke="#1d2733" '
+        f'stroke-opacity=".25" stroke-dasharray="4 4"/>'
+        for part in range(1, 4)
+    )
+    return _key(colors) + _svg(height, content + lines, "bytes held") + f'<p class="note">{text}</p>'
 
 
 def _staircase(x: Sequence[float], y: Sequence[float]) -> list[tuple[float, float]]:

@@ -8,6 +8,8 @@ from deepzero.profiling.trace_advice import Advice, advise
 from deepzero.profiling.trace_summary import Group, StepTimes, TraceSummary
 
 WIDEST = 8
+APART = 0.05
+"""Of a step: ranks whose work differs by less are called equal."""
 COLUMNS = ("step", "length", "compute", "operators", "commun.", "copies", "exposed", "overlap")
 
 
@@ -59,9 +61,31 @@ def lead_in(summary: TraceSummary) -> str:
     )
 
 
+def between_ranks(summaries: Sequence[TraceSummary]) -> str:
+    """Which rank the others wait for, in a sentence; empty for the traces of one rank.
+
+    Steps are equally long on all ranks, since collectives hold them together. Who stands still the least is waited for.
+    """
+    found: dict[int, list[StepTimes]] = {}
+    for summary in summaries:
+        found.setdefault(summary.trace.rank, []).append(mean(summary))
+    if len(found) < 2:
+        return ""
+    busy = {rank: sum(step.length - step.exposed for step in steps) / len(steps) for rank, steps in found.items()}
+    slowest, quickest = max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)
+    ahead, whole = busy[slowest] - busy[quickest], max(step.length for steps in found.values() for step in steps)
+    if ahead < APART * whole:
+        return f"No rank holds up the others: at work for {busy[quickest]:.2f} to {busy[slowest]:.2f} ms a step."
+    return (
+        f"Rank {slowest} is at work the longest, for {busy[slowest]:.2f} ms of {whole:.2f} ms a step, rank {quickest} "
+        f"the least, for {busy[quickest]:.2f} ms: for up to {ahead:.2f} ms of it the others wait for rank {slowest}."
+    )
+
+
 def render(summaries: Sequence[TraceSummary]) -> str:
     """All traces, one after the other; times in milliseconds."""
-    return "\n\n".join(_one(summary) for summary in summaries)
+    compared = between_ranks(summaries)
+    return "\n\n".join([*([compared] if compared else []), *(_one(summary) for summary in summaries)])
 
 
 def _one(summary: TraceSummary) -> str:

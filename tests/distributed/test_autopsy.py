@@ -136,6 +136,7 @@ def test_a_rank_without_a_sign_of_life() -> None:
         dog.leave("is done")
 
 
+@pytest.mark.slow
 def test_a_lost_connection_between_living_ranks_stays_what_it_is() -> None:
     dogs = dogs_of("living", 2)
     dogs[0].explain(LOST)
@@ -254,7 +255,7 @@ def sleep_through(rank: int, world: int, blocking: bool) -> tuple[str, str, floa
         process_group.shutdown()
 
 
-SLEEPERS = [pytest.param(2, True, marks=pytest.mark.exhaustive), pytest.param(3, False, marks=pytest.mark.slow)]
+SLEEPERS = [pytest.param(2, True, marks=pytest.mark.exhaustive), pytest.param(3, False, marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.parametrize(("world", "blocking"), SLEEPERS)

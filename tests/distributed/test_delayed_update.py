@@ -75,7 +75,7 @@ def test_is_late_by_one_step(ranks):
     assert abs(prompt[AFTER + 1] / expected[AFTER + 1] - 1) > 1e-2
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_same_bits_in_all_stages(ranks, accumulation):
     """Whatever the thread, chaos and the buckets do. (Stage 1 sums micro-batches in another order than 2 and 3.)"""
     stages = (1, 2, 3) if accumulation == 1 else (2, 3)
@@ -256,6 +256,7 @@ def test_an_update_that_fails_is_not_forgotten(ranks, tmp_path):
     ranks.run(fails, str(tmp_path), world_size=2)
 
 
+@pytest.mark.slow
 def test_a_program_may_end_before_its_update(tmp_path):
     """The interpreter waits for the thread; nothing aborts."""
     program = tmp_path / "program.py"

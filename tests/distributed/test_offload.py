@@ -76,10 +76,10 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
     [
         pytest.param(1, 2, marks=pytest.mark.slow),
         (2, 2),
-        (3, 2),
+        pytest.param(3, 2, marks=pytest.mark.slow),
         pytest.param(1, 4, marks=pytest.mark.exhaustive),
         pytest.param(2, 4, marks=pytest.mark.exhaustive),
-        pytest.param(3, 4, marks=pytest.mark.slow),
+        pytest.param(3, 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_same_bits(ranks, stage, world):
@@ -97,6 +97,14 @@ def test_same_bits(ranks, stage, world):
         same_everywhere(results)
         for number, (_, report) in enumerate(results[0]):
             check_account(report, (accumulation, number))
+
+
+@pytest.mark.slow
+def test_same_bits_on_four_ranks(ranks):
+    """A sample of the above."""
+    more = {"precision": "bf16", "gradient_accumulation_steps": 3}
+    cases = [settings(3, **more), settings(3, 1.0, param=True, chaos=5, **more)]
+    same_everywhere(ranks.run(many, [*cases, settings(2, 0.5, chaos=4, **more)], world_size=4, timeout=110))
 
 
 ONE_AND_THREE = [pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 3)]
@@ -226,7 +234,7 @@ def checkpoints(rank, world, folder, stage, one, other):
     second.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_checkpoints_with_and_without(ranks, stage, tmp_path):
     """Saved with offload and loaded without, and the other way round: the bits of a run that did not stop."""
     plain = settings(stage, precision="bf16")

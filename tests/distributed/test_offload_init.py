@@ -56,7 +56,7 @@ def run(rank, world, remote, case):
     return losses, sha, asked
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_that_was_cut_while_it_was_made(ranks, world):
     """The same bits wherever the parts waited, with and without offload; the kernel is chosen for fp32 masters."""
     plain = ranks.run(run, None, settings(False, "CPUAdam"), world_size=world)[0]

@@ -119,7 +119,7 @@ def test_chaos_puts_copies_off(ranks, stage):
     check_same(ranks.run(variants, stage, "bf16", {"chaos": 3}, [(None, False), (None, True)], world_size=2))
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_stage_3_alone_and_uneven(ranks, world):
     for persistent in (False, True):
         check_same(ranks.run(variants, 3, "bf16", {"persistent": persistent}, [(None, False)], world_size=world))

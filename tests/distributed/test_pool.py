@@ -199,7 +199,11 @@ def test_skip_travels(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize(
     ("fn", "what"),
-    [(change_dtype, "get_default_dtype"), (destroy_group, "default process group"), (fail_in_destructor, "background")],
+    [
+        (change_dtype, "get_default_dtype"),
+        pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
+        pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
+    ],
 )
 def test_leaks_are_refused(ranks: RankPool, fn: object, what: str) -> None:
     with pytest.raises(LeakedState, match=what):

@@ -136,7 +136,9 @@ def on_ranks(rank, world, cases):
     ]
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, (1, 2)), (4, (1, 2, 4)), (6, (2, 3))])
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(2, (1, 2)), (4, (1, 2, 4)), pytest.param(6, (2, 3), marks=pytest.mark.exhaustive)]
+)
 def test_the_plain_definition(ranks, world, sizes):
     """One node, one rank to a node, and both steps; overlap; chaos; feedback; wire dtypes; short blocks."""
     four, eight = Format(4, 128), Format(8, 192)

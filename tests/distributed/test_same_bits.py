@@ -29,9 +29,10 @@ def variants(precision, **fixed):
         yield config(stage=stage, precision=precision, bucket=BUCKETS[1], overlap=stage != 2, chaos=stage + 1, **fixed)
 
 
-SAMPLE = {(2, "bf16", 6), (3, "fp32", 6), (4, "bf16", 6)}
+SAMPLE = {(2, "bf16", 6), (3, "fp32", 6)}
+SLOW = {(4, "bf16", 6)}
 KINDS = [
-    pytest.param(*kind, marks=[] if kind in SAMPLE else [pytest.mark.exhaustive])
+    pytest.param(*kind, marks=[] if kind in SAMPLE else pytest.mark.slow if kind in SLOW else pytest.mark.exhaustive)
     for kind in itertools.product((2, 3, 4), ("fp32", "bf16"), (6, STEPS))
 ]
 

@@ -242,6 +242,7 @@ def compile_in_three_ways(rank):
     return outcomes
 
 
+@pytest.mark.slow
 def test_compiled_blocks(ranks):
     for outcomes in ranks.run(compiled, world_size=2, timeout=110):
         assert all(outcome == outcomes[0] for outcome in outcomes)

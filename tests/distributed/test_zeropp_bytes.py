@@ -54,7 +54,7 @@ def between(entry, kind):
     return entry["communication"].get(kind, {"measured": {"between_node_bytes": 0}})["measured"]["between_node_bytes"]
 
 
-SIX_RANKS = pytest.param(6, 3, 2, marks=pytest.mark.slow)
+SIX_RANKS = pytest.param(6, 3, 2, marks=pytest.mark.exhaustive)
 THREE_NODES = pytest.param(6, 2, 1, marks=pytest.mark.exhaustive)
 
 

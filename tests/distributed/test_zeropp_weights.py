@@ -83,10 +83,11 @@ def variants(size, per_node):
 
 
 ALL_RANKS = pytest.param(4, 4, 2, marks=pytest.mark.exhaustive)
-SIX_RANKS = pytest.param(6, 3, 3, marks=pytest.mark.slow)
+SIX_RANKS = pytest.param(6, 3, 3, marks=pytest.mark.exhaustive)
+FOUR_RANKS = pytest.param(4, 2, 2, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("world", "size", "per_node"), [(4, 2, 2), SIX_RANKS, ALL_RANKS])
+@pytest.mark.parametrize(("world", "size", "per_node"), [FOUR_RANKS, SIX_RANKS, ALL_RANKS])
 def test_hpz_and_mics_same_bits_every_step(ranks, world, size, per_node):
     cases = list(variants(size, per_node))
     # Six ranks on two cores are slow; what differs with their number is in the first three and in MiCS.
@@ -109,6 +110,7 @@ def test_same_bits_with_accumulation_and_evaluation(ranks, kind):
 # ---- quantised weights -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_qwz_depends_on_nothing_but_the_values(ranks):
     """Prefetch, hpZ, MiCS, chaos, offload: the quantised values are the same, forward and backward."""
     qwz = {**QWZ, "quantization": SHORT}

@@ -74,7 +74,7 @@ def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
     [
         pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
         ([signal.SIGINT, signal.SIGINT], "interrupted by 2\n"),
-        pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.slow),
+        pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
     ],
     ids=["ctrl-c", "ctrl-c-twice", "sigterm"],
 )
@@ -154,6 +154,7 @@ def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done],
     assert runs.summary(run_dirs[0])["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_failing_rank_speaks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with runs.started([*torchrun, PROGRAMS, "raise", str(tmp_path)], tmp_path) as command:

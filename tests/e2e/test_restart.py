@@ -80,7 +80,7 @@ def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("how", "signals", "said"),
     [
-        ("stop", [signal.SIGINT], 2),  # Ctrl-C takes no account of the request
+        pytest.param("stop", [signal.SIGINT], 2, marks=pytest.mark.slow),  # Ctrl-C takes no account of the request
         pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
     ],
 )

@@ -38,7 +38,11 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     ("overrides", "said"),
     [
         (["train.resume=null"], "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_"),
-        (["launch.nproc=5"], "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly"),
+        pytest.param(
+            ["launch.nproc=5"],
+            "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
+            marks=pytest.mark.slow,
+        ),
         (["train.steps=3"], "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4"),
         (["train.resume=nowhere", "hydra.run.dir=new"], "train.resume=nowhere: nowhere is not a folder"),
         (["train.init_from=nowhere", "hydra.run.dir=new"], "train.init_from=nowhere: no such file or folder"),
@@ -89,7 +93,7 @@ def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -
     assert (after["memory"], after["communication"]) == (None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]

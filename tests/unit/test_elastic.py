@@ -182,13 +182,14 @@ EXHAUSTIVE = pytest.mark.exhaustive
             129,
             marks=EXHAUSTIVE,
         ),
-        (
+        pytest.param(
             REQUEST.replace("1.0", "20"),
             "1 / 0",
             False,
             ["TERM"],
             ["asked", "stopped by SIGTERM; its callback failed"],
             143,
+            marks=pytest.mark.slow,
         ),
     ],
 )

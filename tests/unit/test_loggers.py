@@ -360,6 +360,7 @@ def test_wandb_sends_nothing_against_a_word_of_its_variable(
 # ---- W&B, offline, for real ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none.
 

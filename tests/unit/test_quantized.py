@@ -352,9 +352,14 @@ class TestChoice:
             Quantizer(self.FORM, "compiled").prepare(5, [torch.float32])
 
 
-@pytest.mark.slow
+COMPILED_KINDS = [
+    pytest.param(*kind, marks=pytest.mark.slow if kind[1] == 64 else pytest.mark.exhaustive)
+    for kind in itertools.product(BITS, (64, 2048), DTYPES)
+]
+
+
 @pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
-@pytest.mark.parametrize(("bits", "block", "dtype"), [*itertools.product(BITS, (64, 2048), DTYPES)], ids=str)
+@pytest.mark.parametrize(("bits", "block", "dtype"), COMPILED_KINDS, ids=str)
 def test_compiled_gives_the_bits_of_the_truth_and_never_recompiles(bits, block, dtype):
     form = Format(bits, block)
     quantizer = Quantizer(form, "compiled")

@@ -14,6 +14,7 @@ from deepzero.profiling.trace_advice import advise
 from deepzero.profiling.trace_events import TraceError, load_trace
 from deepzero.profiling.trace_page import page
 from deepzero.profiling.trace_summary import TraceSummary, summarize
+from deepzero.profiling.trace_text import between_ranks, render
 from tests.unit.handmade_traces import cpu_trace, event, flight, gpu_trace, ours, save, step
 from tests.unit.test_docs import settings_of
 from tools import trace_report
@@ -194,12 +195,32 @@ def test_the_report_of_a_run_folder(tmp_path: Path, capsys) -> None:
     printed = capsys.readouterr().out
     assert re.findall(r"^rank (\d) of 2, CPU", printed, re.M) == ["0", "1"]
     assert printed.count("the rank stood still for 28.00 ms (28%); of what was under way 57% was hidden.") == 2
+    assert printed.startswith("No rank holds up the others: at work for 72.00 to 72.00 ms a step.\n\n")
     assert "zero.reduce_bucket_size: smaller" in printed
     text = out.read_text(encoding="utf-8")
     # One file: nothing is loaded, no script runs, and what comes from the trace is no markup.
     assert not re.search(r"https?:|<script|<link|@import|url\(|src=", text)
     assert text.count("<svg") > 10
     assert text.count("rank 0 of 2") == text.count("rank 1 of 2") == 1
+
+
+def test_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
+    """Rank 0 computes for 40 of 100 ms while a collective is under way from 5 to 95; rank 1 for 80 of them."""
+    summaries = []
+    for rank, busy in ((0, 40), (1, 80)):
+        nccl, gemm = event("nccl:a", 5, 95, "kernel", 7), event("gemm", 10, 10 + busy, "kernel", 9)
+        path = save(tmp_path / f"{rank}.json", step(1, 0, 100), [nccl, gemm])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content["distributedInfo"] = {"rank": rank, "world_size": 2}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        summaries.append(read(path))
+    sentence = between_ranks(summaries)
+    assert sentence.startswith(
+        "Rank 1 is at work the longest, for 90.00 ms of 100.00 ms a step, rank 0 the least, for 50."
+    )
+    assert "up to 40.00 ms of what others stand still for" in sentence
+    assert page(summaries).count(sentence) == render(summaries).count(sentence) == 1
+    assert between_ranks(summaries[:1]) == "" and "at work the longest" not in render(summaries[:1])
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
