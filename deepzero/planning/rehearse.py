@@ -109,6 +109,8 @@ class Rehearsal:
     reduced: dict[str, str]
     """The same of what is reduced, and of what is published whole; several groups may have an interval of a number."""
     micro_batches: int
+    delayed: bool = False
+    """The CPU steps beside the next step's forward and backward pass."""
 
     def name_of(self, event: Event) -> str:
         """The parameters that an event is about, for people; empty where it is about none, or about all."""
@@ -272,6 +274,7 @@ def _result(
         fetched=_fetched_names(engine),
         reduced=_reduced_names(engine),
         micro_batches=engine.batch.accumulation,
+        delayed=engine.config.zero.offload_optimizer.delayed_update,
     )
 
 

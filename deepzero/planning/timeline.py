@@ -3,7 +3,8 @@
 Four lanes run side by side: the device computes, the network carries one collective after the other in the order of
 their launches, and each direction between host and device carries one copy after the other. The device goes on until it
 comes to a *wait*; what it waits for there is *exposed*. The CPU's step, where something is offloaded, is taken piece by
-piece as its results leave for the device, at the speed of the host's memory.
+piece as its results leave for the device, at the speed of the host's memory. A delayed one began with the step, on the
+gradients of the step before, and nothing leaves before it is over.
 
 Not in it: the time in which Python launches things (none, where a GPU's queue is never empty), other traffic on the
 links, ranks that are slower than others.
@@ -84,6 +85,8 @@ class _Clockwork:
         """All of them."""
         play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
         play |= {"step": self._step, "publish": self._publish}
+        if self.rehearsal.delayed:
+            self._step_on_host(self._host_elements(), "")
         for event in self.rehearsal.events:
             self._compute(int(event.at))
             if event.what in play:
@@ -130,7 +133,8 @@ class _Clockwork:
         lane = "to_device" if event.kind.endswith(("to_device", "fetch")) else "to_host"
         if event.kind == TO_DEVICE:
             # The CPU has stepped on what leaves now: its gradients came before, its masters and moments lie there.
-            self._step_on_host(event.sent.elements, event.where)
+            if not self.rehearsal.delayed:
+                self._step_on_host(event.sent.elements, event.where)
             self.free[lane] = max(self.free[lane], self.free["host"])
         span = self._run(lane, event, event.sent.bytes / self.cluster.host_bandwidth)
         if event.kind == FETCH:
@@ -140,7 +144,9 @@ class _Clockwork:
         """The CPU steps on so many elements, when their gradients have come and it is free."""
         held = self.rehearsal.held
         states = held.get("host_masters", 0) + held.get("host_moments", 0)
-        moved = (STEP_PASSES * states + held.get("host_gradients", 0)) * elements / self._host_elements()
+        # A delayed update reads one copy of the gradients while the other one is written.
+        gradients = held.get("host_gradients", 0) // (2 if self.rehearsal.delayed else 1)
+        moved = (STEP_PASSES * states + gradients) * elements / self._host_elements()
         start = max(self.now, self.free["to_host"], self.free["host"])
         self.free["host"] = start + moved * self.rehearsal.nodes.per_node / self.cluster.host_memory_bandwidth
         self.line.spans.append(Span("host", "optimizer step", where, start, self.free["host"], moved))

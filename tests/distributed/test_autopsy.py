@@ -225,6 +225,7 @@ def test_standing_still_is_said_once() -> None:
     assert still.text(trail, 1, "x.py:2").startswith(said)
 
 
+@pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys: pytest.CaptureFixture[str]) -> None:
     dog = Watchdog(None, 1, 2, "nccl", standstill=Standstill(1.0))
     dog.trail.launch("gather", "a")

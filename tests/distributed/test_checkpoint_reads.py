@@ -28,7 +28,9 @@ def bytes_of_a_load(rank, world, folder, stage):
     return total
 
 
-@pytest.mark.parametrize(("stage", "saved_by"), [pytest.param(0, 1, marks=pytest.mark.slow), (2, 4), (3, 3), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "saved_by"), [pytest.param(0, 1, marks=pytest.mark.exhaustive), (2, 4), (3, 3), (3, 1)]
+)
 def test_four_ranks_read_a_checkpoint_once(ranks, tmp_path, stage, saved_by):
     ranks.run(train_and_save, tmp_path, 2, 1, {"model": TinyModel(hidden=400)}, world_size=saved_by)
     path = find(tmp_path, None)

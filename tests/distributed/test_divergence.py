@@ -205,6 +205,7 @@ def one_backward_more(rank, world, stage):
         process_group.shutdown()
 
 
+@pytest.mark.slow
 def test_one_rank_runs_one_backward_pass_more(ranks):
     ends = ranks.run(one_backward_more, 2, world_size=2, process_group=False)
     assert all(

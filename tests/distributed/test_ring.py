@@ -252,7 +252,7 @@ def run_module(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_module_prints_the_sources_example() -> None:
     code, text = run_module()
     assert code == 0, text

@@ -115,6 +115,7 @@ class Wrapped(nn.Module):
         return self.model(ids, labels)
 
 
+@pytest.mark.slow
 def test_a_prefix_on_one_side(ranks, tmp_path):
     values = source()
     state, _ = load(ranks, write(tmp_path / "without", values), kind=Wrapped)

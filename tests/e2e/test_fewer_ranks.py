@@ -75,7 +75,7 @@ def reached_together(first: runs.Command, second: runs.Command, cwd: Path, step:
     return metrics.parent
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny: list[str], tmp_path: Path) -> None:
     steps = 150
     own = [a for a in COMMON if not a.startswith("hydra.run.dir")]  # a dated folder, which only rank 0 knows

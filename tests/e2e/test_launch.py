@@ -35,6 +35,7 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
     assert done.err == ""  # neither the agent's page nor rank 0's lost connection
 
 
+@pytest.mark.slow
 def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
     done = launch("kill", tmp_path)
     assert done.out.startswith("RankFailed: rank 1 was killed by signal 9 (SIGKILL)")
@@ -128,7 +129,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.slow
 def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",

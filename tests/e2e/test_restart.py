@@ -38,7 +38,7 @@ def test_ranks_are_started_again(tmp_path: Path) -> None:
     ("how", "said"),
     [
         pytest.param("never", "RankFailed: rank", marks=pytest.mark.exhaustive),
-        ("config", "ConfigError: zero.stage=7: no such stage"),
+        pytest.param("config", "ConfigError: zero.stage=7: no such stage", marks=pytest.mark.slow),
     ],
 )
 def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_path: Path) -> None:

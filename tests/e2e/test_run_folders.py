@@ -41,10 +41,14 @@ def contents(run_dir: Path) -> dict[str, bytes]:
         pytest.param(
             ["launch.nproc=5"],
             "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         (["train.steps=3"], "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4"),
-        (["train.resume=nowhere", "hydra.run.dir=new"], "train.resume=nowhere: nowhere is not a folder"),
+        pytest.param(
+            ["train.resume=nowhere", "hydra.run.dir=new"],
+            "train.resume=nowhere: nowhere is not a folder",
+            marks=pytest.mark.exhaustive,
+        ),
         (["train.init_from=nowhere", "hydra.run.dir=new"], "train.init_from=nowhere: no such file or folder"),
     ],
     ids=["resume=null", "five ranks", "fewer steps", "nothing to resume", "nothing to begin with"],
@@ -58,7 +62,7 @@ def test_refused_before_anything_is_started(overrides: list[str], said: str, use
     assert (done.out, contents(used)) == ("", before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> None:
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step_00000004"

@@ -172,7 +172,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
             marks=EXHAUSTIVE,
         ),
         # By Slurm, and passed on by the agent.
-        (REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),
+        pytest.param(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0, marks=EXHAUSTIVE),
         pytest.param(
             REQUEST.replace("1.0", "20"),
             "",

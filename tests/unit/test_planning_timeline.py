@@ -104,6 +104,18 @@ def test_the_host_steps_on_a_piece_before_that_leaves() -> None:
     assert set(line.exposed_by_kind()) == {TO_DEVICE, "optimizer step"}
 
 
+def test_a_delayed_update_runs_beside_the_step_and_holds_up_what_leaves() -> None:
+    held = {"host_masters": 4 * 10, "host_moments": 8 * 10, "host_gradients": 2 * 2 * 10}
+    events = [copy("offload.gradients_to_host", "interval 0", 20, 1), copy(TO_DEVICE, "interval 0", 20, 1)]
+    events.append(Event("publish", "", "", None, 1))
+    host, back = 10 * 26 * 2 / 8, 20 / 5
+    for passes in (30, 1000):  # the forward and backward pass end before the CPU does, or after it
+        line = played(events, [passes], held=held, delayed=True)
+        assert line.seconds == pytest.approx(max(passes / 10, host) + back)
+        assert sum(span.lane == "host" for span in line.spans) == 1
+        assert played(events, [passes], held=held).seconds > line.seconds
+
+
 def test_the_device_steps_in_two_passes_over_its_states() -> None:
     held = {"masters": 40, "moments": 80}
     line = played([Event("step", "", "", None, 0)], [], held=held)
