@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -22,6 +23,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(filters)
     yield pool
     pool.close()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays for good: no collection of garbage need look at it again (a tenth of the unit tests)."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

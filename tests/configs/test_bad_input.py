@@ -140,9 +140,15 @@ def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["zero=1"], "zero=1: no such choice. Did you mean 'zero.stage=1'?"),
-        (["precision=16"], "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16"),
+        pytest.param(
+            ["precision=16"],
+            "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16",
+            marks=pytest.mark.exhaustive,
+        ),
         (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
-        (["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file"),
+        pytest.param(
+            ["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file", marks=pytest.mark.exhaustive
+        ),
         (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_rank_without_a_sign_of_life() -> None:
         dog.leave("is done")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_lost_connection_between_living_ranks_stays_what_it_is() -> None:
     dogs = dogs_of("living", 2)
     dogs[0].explain(LOST)

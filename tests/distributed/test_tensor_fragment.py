@@ -210,7 +210,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("precision", "world"),
     [
-        pytest.param("bf16", 2, marks=pytest.mark.slow),
+        pytest.param("bf16", 2, marks=BY_HAND),
         *(pytest.param(*one, marks=BY_HAND) for one in (("fp32", 3), ("fp32", 2), ("bf16", 3))),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
     assert done.err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_leaves(tmp_path: Path) -> None:
     done = launch("exit", tmp_path)
     assert done.out.startswith("RankFailed: rank 1 failed: SystemExit: 5")
@@ -63,7 +63,7 @@ def test_a_save_under_way_when_all_ranks_fail(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
     done = launch("config", tmp_path)
     assert done.out == "ConfigError: zero.stage=7: no such stage\n"
@@ -167,7 +167,7 @@ def test_under_torchrun_the_failing_rank_speaks(tmp_path: Path) -> None:
     assert "rank 1 has had enough" in done.err[done.err.index("Root Cause") :]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_torchrun_an_error_is_said_once(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with runs.started([*torchrun, runs.TRAIN, "zero.stagee=1"], tmp_path) as command:

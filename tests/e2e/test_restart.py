@@ -47,10 +47,8 @@ def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_
     assert done.err == ""
 
 
-@pytest.mark.parametrize(
-    "number",
-    [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), pytest.param(signal.SIGTERM, marks=pytest.mark.slow)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
         attempts = tmp_path / "attempts1"
@@ -80,7 +78,9 @@ def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("how", "signals", "said"),
     [
-        pytest.param("stop", [signal.SIGINT], 2, marks=pytest.mark.slow),  # Ctrl-C takes no account of the request
+        pytest.param(
+            "stop", [signal.SIGINT], 2, marks=pytest.mark.exhaustive
+        ),  # Ctrl-C takes no account of the request
         pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
     ],
 )

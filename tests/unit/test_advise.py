@@ -230,7 +230,7 @@ def test_no_folder_for_the_figures(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "make it first" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_printed_runs(advice: Advice, tmp_path: Path) -> None:
     """The one that offloads most, for two steps on this machine."""
     corpus = tmp_path / "corpus.txt"
