@@ -5,6 +5,7 @@ What is compiled is compared with the lines in plain torch, bit for bit, before 
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Iterable
@@ -16,8 +17,8 @@ import torch
 from deepzero.comm.compiling import CompilationError, compilation, compile_apart, why_not_compiled
 from deepzero.offload.adam_kernels import Lines, Numbers, Segment, Variant, adam_lines, exact_root, line_by_line
 
-SAMPLE = 1003
-"""Elements of the tensors that a kernel is compiled and checked with: full vectors, and a rest."""
+SAMPLE = 2051
+"""Elements of the tensors that a kernel is compiled and checked with: full vectors and blocks, and a rest."""
 
 
 def why_not(name: str) -> str:
@@ -28,9 +29,12 @@ def why_not(name: str) -> str:
     """
     if name == "compiled":
         return why_not_compiled()
-    if find_spec("numba") is None:
-        return "no Numba (pip install numba)"
-    return ""
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "Numba is switched off by NUMBA_DISABLE_JIT"
+    try:
+        return "" if find_spec("numba") is not None else "no Numba (pip install numba)"
+    except ValueError as error:  # something else stands under its name
+        return f"no Numba ({error})"
 
 
 class CompiledAdam:
@@ -44,6 +48,8 @@ class CompiledAdam:
 
     def __init__(self, strict: bool, name: str = "compiled") -> None:
         self.strict, self.name = strict, name
+        self._plain: dict[Variant, Lines] = {}
+        """What could not be compiled."""
 
     def ready(self, variants: Iterable[Variant]) -> None:
         """Compile.
@@ -51,14 +57,16 @@ class CompiledAdam:
         Raises:
             CompilationError: only with ``strict``.
         """
-        for variant in variants:
+        for variant in map(_without_narrow_out, variants):
+            if variant in self._plain:
+                continue
             try:
-                compiled(self.name, _without_narrow_out(variant))
+                compiled(self.name, variant)
             except CompilationError as error:
                 if self.strict:
                     raise
                 warn(f"{error}. This step and later ones run uncompiled for these dtypes: slower, with the same bits")
-                _COMPILED[self.name, _without_narrow_out(variant)] = line_by_line(variant[3])
+                self._plain[variant] = line_by_line(variant[3])
 
     def update(self, segment: Segment, numbers: Numbers) -> None:
         """One step on one parameter."""
@@ -68,7 +76,8 @@ class CompiledAdam:
         flat = [t.detach().view(-1) for t in (segment.param, segment.exp_avg, segment.exp_avg_sq, segment.grad)]
         out = None if segment.out is None else segment.out.detach().view(-1)
         # torch.compile treats sizes 0 and 1 as constants of the program. The lines are quick enough for them.
-        lines = compiled(self.name, variant) if flat[0].numel() > 1 else line_by_line(variant[3])
+        lines = self._plain.get(variant) if flat[0].numel() > 1 else line_by_line(variant[3])
+        lines = lines or compiled(self.name, variant)
         lines(*flat, None if variant[2] is None else out, numbers.tensor())
         if out is not None and variant[2] is None:
             out.copy_(flat[0])
@@ -106,25 +115,26 @@ def _compile_and_check(name: str, variant: Variant) -> Lines:
     missing = why_not(name)
     if missing:
         raise CompilationError(missing)
-    got, expected = _sample(variant), _sample(variant)
     with compilation("Numba" if name == "numba" else "torch.compile"):
+        got, expected = _sample(variant), _sample(variant)
         lines = (_by_numba if name == "numba" else _by_torch)(variant, got)
         lines(*got)
     adam_lines(exact_root, variant[3], *expected)
     for one, other in zip(got, expected, strict=True):
         if one is not None and other is not None and not torch.equal(one, other):
+            flag = "; is a flag like -ffast-math set?" if name == "compiled" else ""
             raise CompilationError(
                 "the compiled code gives other bits than the same lines in torch, so they would depend on where "
-                "an element lies; is a flag like -ffast-math set?"
+                f"an element lies{flag}"
             )
     return lines
 
 
-def _by_torch(variant: Variant, sample: list[Any]) -> Lines:
+def _by_torch(variant: Variant, given: list[Any]) -> Lines:
     """One function for all lengths, numbers and thread counts."""
     from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
 
-    for tensor in sample[:5]:
+    for tensor in given[:5]:
         if tensor is not None:
             mark_dynamic(tensor, 0)
     small_weight = variant[3]
@@ -137,7 +147,7 @@ def _by_torch(variant: Variant, sample: list[Any]) -> Lines:
     return lines
 
 
-def _by_numba(variant: Variant, _sample: list[Any]) -> Lines:
+def _by_numba(variant: Variant, _given: list[Any]) -> Lines:
     from deepzero.offload.adam_numba import numba_lines  # a second
 
     return numba_lines(variant)

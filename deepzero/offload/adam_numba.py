@@ -10,6 +10,8 @@ extent, in the cache; the arithmetic runs from there; what is to be narrow is ro
 in place of one, because LLVM turns a loop into vector instructions only when it can tell that its arrays do not
 overlap, and asks no more than eight such questions a loop.
 
+Which NaN comes out of a NaN is another matter: here that of bf16 is 0x7FC0, and torch's vector loops write 0xFFFF.
+
 Imported late: Numba takes a second.
 """
 
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from deepzero.offload.adam_kernels import Lines, Variant
@@ -29,9 +32,6 @@ from deepzero.offload.threads import in_threads
 
 BLOCK = 1024
 """Elements: five arrays of them and their rooms stay in a core's L1 cache."""
-
-SHARE = 1 << 18
-"""Elements that a thread takes at once from what is left, at most: a call costs some ten microseconds."""
 
 # nogil: threads of Python run side by side. error_model: a division by zero is infinite and not an exception, which
 # would keep the loop from vector instructions.
@@ -180,8 +180,13 @@ def numba_lines(variant: Variant) -> Lines:
 
     Args:
         variant: dtypes of parameter, gradient and output, and which of the two forms of the mean.
+
+    Raises:
+        RuntimeError: fp16 on a processor without instructions for it.
     """
     param, grad, out, small_weight = variant
+    if torch.float16 in variant and _lacks_fp16():
+        raise RuntimeError("this processor has no instructions that convert fp16")
     functions = (
         _READ[param],
         _write_nowhere if param == torch.float32 else _WRITE[param],  # fp32 is updated where it lies
@@ -190,12 +195,13 @@ def numba_lines(variant: Variant) -> Lines:
         _mean_small_weight if small_weight else _mean_large_weight,
     )
 
-    def lines(*tensors: torch.Tensor | None) -> None:
-        first, *flat, out, numbers = tensors
-        arrays = [_array(t) for t in (first, *flat, first if out is None else out, numbers) if t is not None]
+    def lines(*tensors: Any) -> None:
+        updated, *others, written, numbers = tensors
+        arrays = [_array(t) for t in (updated, *others, updated if written is None else written, numbers)]
         numel, threads = len(arrays[0]), torch.get_num_threads()
-        # Each thread comes back several times, so that one which lost its core leaves the rest to the others.
-        share = max(BLOCK, min(SHARE, numel // (4 * threads)))
+        # Each thread comes back a few times, so that one which lost its core leaves the rest to the others. Not more
+        # often: it may have to wait for Python's lock, up to 5 ms while another thread computes in Python.
+        share = max(BLOCK, numel if threads == 1 else numel // (4 * threads))
         starts = deque(range(0, numel, share))
 
         def work(_thread: int) -> None:
@@ -209,6 +215,12 @@ def numba_lines(variant: Variant) -> Lines:
         in_threads(max(1, min(threads, len(starts))), work)
 
     return lines
+
+
+def _lacks_fp16() -> bool:
+    """LLVM would call functions that are not there, and end the process."""
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return str(triple).startswith(("x86", "i686")) and "+f16c" not in str(features)
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -46,10 +46,11 @@ def page(summaries: Sequence[TraceSummary]) -> str:
 def _overview(summaries: Sequence[TraceSummary]) -> str:
     rows = [[*row(mean(summary), str(summary.trace.rank))] for summary in summaries]
     head = ["rank", *COLUMNS[1:]]
+    compared = between_ranks(summaries)
     return (
         "<p>Milliseconds of an average step. <em>Exposed</em>: communication or copies were under way, and the rank "
         "computed nothing meanwhile. <em>Overlap</em>: the part of what was under way that was hidden behind "
-        f"computation.</p>{_table(head, rows)}<p>{html.escape(between_ranks(summaries))}</p>"
+        f"computation.</p>{_table(head, rows)}" + (f"<p>{html.escape(compared)}</p>" if compared else "")
     )
 
 

@@ -64,14 +64,18 @@ def lead_in(summary: TraceSummary) -> str:
 def between_ranks(summaries: Sequence[TraceSummary]) -> str:
     """Which rank the others wait for, in a sentence; empty for the traces of one rank.
 
-    Steps are equally long on all ranks, since collectives hold them together. Who stands still the least is waited for.
+    Steps are equally long on all ranks, since collectives hold them together. Who stands still for collectives the
+    least is waited for; to copies between its host and device a rank gives time as to computing.
     """
     found: dict[int, list[StepTimes]] = {}
     for summary in summaries:
         found.setdefault(summary.trace.rank, []).append(mean(summary))
     if len(found) < 2:
         return ""
-    busy = {rank: sum(step.length - step.exposed for step in steps) / len(steps) for rank, steps in found.items()}
+    busy = {
+        rank: sum(step.length - step.exposed + step.exposed_copies for step in steps) / len(steps)
+        for rank, steps in found.items()
+    }
     slowest, quickest = max(busy, key=busy.__getitem__), min(busy, key=busy.__getitem__)
     ahead, whole = busy[slowest] - busy[quickest], max(step.length for steps in found.values() for step in steps)
     if ahead < APART * whole:

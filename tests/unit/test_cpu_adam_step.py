@@ -1,4 +1,4 @@
-"""CPUAdam as an optimizer among torch's: hooks, state dicts, GradScaler, what is refused, which kernel is chosen."""
+"""CPUAdam as an optimizer among torch's: hooks, state dicts, GradScaler, what is refused, what is compiled when."""
 
 from __future__ import annotations
 

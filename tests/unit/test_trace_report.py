@@ -195,7 +195,7 @@ def test_the_report_of_a_run_folder(tmp_path: Path, capsys) -> None:
     printed = capsys.readouterr().out
     assert re.findall(r"^rank (\d) of 2, CPU", printed, re.M) == ["0", "1"]
     assert printed.count("the rank stood still for 28.00 ms (28%); of what was under way 57% was hidden.") == 2
-    assert printed.startswith("No rank holds up the others: at work for 72.00 to 72.00 ms a step.\n\n")
+    assert printed.startswith("No rank holds up the others: at work for 77.00 to 77.00 ms a step.\n\n")
     assert "zero.reduce_bucket_size: smaller" in printed
     text = out.read_text(encoding="utf-8")
     # One file: nothing is loaded, no script runs, and what comes from the trace is no markup.
@@ -220,6 +220,13 @@ def test_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
         "for up to 40.00 ms of it the others wait for rank 1."
     )
     assert page(summaries).count(sentence) == render(summaries).count(sentence) == 1
+    copies = save(tmp_path / "2.json", step(1, 0, 100), [
+        event("gemm", 0, 10, "kernel", 9), event("Memcpy HtoD", 10, 95, "gpu_memcpy", 8),
+    ])  # fmt: skip
+    content = json.loads(copies.read_text(encoding="utf-8"))
+    content["distributedInfo"] = {"rank": 2, "world_size": 3}
+    copies.write_text(json.dumps(content), encoding="utf-8")
+    assert between_ranks([*summaries, read(copies)]).startswith("Rank 2 is at work the longest, for 100.00 ms")
     assert between_ranks(summaries[:1]) == "" and "at work the longest" not in render(summaries[:1])
 
 
