@@ -9,7 +9,7 @@ from deepzero.offload.adam_compiled import CompiledAdam, warn, why_not
 from deepzero.offload.adam_kernels import ChunkedAdam, Kernel, Variant
 
 COMPILE_FROM = 1 << 23
-"""Elements. Below, a step saves less than 2 ms by being compiled, and compiling takes ten seconds in C++, one in Numba."""
+"""Elements. Below, a step saves less than 2 ms by being compiled; compiling takes ten seconds in C++, one in Numba."""
 
 COMPILERS = {"compiled": "a C++ compiler", "numba": "Numba"}
 """In the order in which ``auto`` tries them: the C++ compiler's code is a fifth faster, and the bits are the same."""
