@@ -145,7 +145,7 @@ def rehearse(program: Program, world: World, rank: int = 0, steps: int = STEPS, 
     config = _without_side_effects(program.config)
     who = Pretended(rank, world.world_size, world.device_type, world.ranks_of_host)
     meter = WorkMeter()
-    with pretend(who), meter, fused_attention(), _quiet(), contextlib.ExitStack() as rehearsing:
+    with pretend(who), meter, fused_attention(), quiet(), contextlib.ExitStack() as rehearsing:
         arrived: list[str] = []
         engine = _build(program, config, arrived)
         rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
@@ -222,11 +222,15 @@ def _build(program: Program, config: EngineConfig, arrived: list[str]) -> Engine
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay."""
+def quiet(level: int = logging.WARNING) -> Iterator[None]:
+    """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay.
+
+    Args:
+        level: of what is heard. ``ERROR`` where a run has given the warnings itself.
+    """
     logger = logging.getLogger("deepzero")
     before = logger.level
-    logger.setLevel(max(before, logging.WARNING))
+    logger.setLevel(max(before, level))
     try:
         yield
     finally:

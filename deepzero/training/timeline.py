@@ -5,11 +5,10 @@ One step of each start of a run is recorded (``train.timeline_step``); ``docs/re
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from deepzero.comm import process_group
 from deepzero.config.run import RunConfig
 from deepzero.monitor.files import TIMELINE, write_json
 from deepzero.monitor.report.write import write_report_or_tell
-from deepzero.planning.rehearse import World, rehearse
+from deepzero.planning.rehearse import World, quiet, rehearse
 from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.runtime.engine import Engine
 from deepzero.training.pieces import program_of
@@ -98,18 +97,6 @@ class StepTimeline:
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
 
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """The run has given its warnings; the rehearsal of it has the same."""
-    logger = logging.getLogger("deepzero")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
     """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
 
@@ -129,7 +116,7 @@ def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Calla
         predicted: list[dict[str, Any]] = []
         for rank, entry in enumerate(timeline["ranks"]):
             if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
-                with _unheard():
+                with quiet(logging.ERROR):  # the run has given its warnings
                     plan = rehearse(program, world, rank, limit=limit).points
             predicted.append({"points": plan if entry["points"] else []})
         timeline["predicted"] = predicted

@@ -256,7 +256,7 @@ def test_an_update_that_fails_is_not_forgotten(ranks, tmp_path):
     ranks.run(fails, str(tmp_path), world_size=2)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_program_may_end_before_its_update(tmp_path):
     """The interpreter waits for the thread; nothing aborts."""
     program = tmp_path / "program.py"

@@ -43,7 +43,7 @@ def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
     assert done.err == ""
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_rank_that_leaves(tmp_path: Path) -> None:
     done = launch("exit", tmp_path)
     assert done.out.startswith("RankFailed: rank 1 failed: SystemExit: 5")

@@ -121,7 +121,7 @@ def test_a_browser_shows_a_comparison(sweep: tuple[Path, runs.Done], tmp_path: P
         assert len(entry["charts"]) == 3
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_run_without_a_recorded_step_and_a_disk_that_refuses(tiny: list[str], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "report.html").mkdir(parents=True)  # nothing can be put there

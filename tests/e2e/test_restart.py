@@ -47,8 +47,8 @@ def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_
     assert done.err == ""
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
 def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
     with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
         attempts = tmp_path / "attempts1"

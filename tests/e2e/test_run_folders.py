@@ -62,7 +62,7 @@ def test_refused_before_anything_is_started(overrides: list[str], said: str, use
     assert (done.out, contents(used)) == ("", before)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> None:
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step_00000004"

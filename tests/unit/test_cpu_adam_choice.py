@@ -170,7 +170,7 @@ class TestNumbersOf16Bits:
         from deepzero.offload import adam_numba
 
         bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in (BF16,) if adam_numba._lacks_fp16() else (BF16, torch.float16):
             room = torch.empty(1 << 16)
             adam_numba._READ[dtype](bits.numpy(), room.numpy())
             expected = bits.view(dtype).to(torch.float32)
@@ -185,7 +185,7 @@ class TestNumbersOf16Bits:
         high = torch.arange(1 << 16, dtype=torch.int64)[:, None] << 16
         low = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
         wide = (high | low).flatten().to(torch.uint32).view(torch.float32)
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in (BF16,) if adam_numba._lacks_fp16() else (BF16, torch.float16):
             target = torch.empty(wide.numel(), dtype=torch.uint16)
             adam_numba._WRITE[dtype](wide.numpy(), target.numpy())
             expected = wide.to(dtype)
