@@ -49,10 +49,10 @@ def test_a_kept_house_is_silent(tmp_path: Path) -> None:
 
 
 PLANTED = {
-    "a file too long": ({"tests/x.py": "#\n" * 451}, "tests/x.py:451 file-size"),
-    "a config file too long": ({"configs/x.yaml": "#\n" * 451}, "configs/x.yaml:451 file-size"),
-    "a function too long": ({"tools/x.py": "\ndef f():\n" + "    1\n" * 60}, "tools/x.py:2 function-size"),
-    "a method too long": ({"t.py": "class A:\n async def f():\n" + "  1\n" * 60}, "t.py:2 function-size"),
+    "a file too long": ({"tests/x.py": "#\n" * 801}, "tests/x.py:801 file-size"),
+    "a config file too long": ({"configs/x.yaml": "#\n" * 801}, "configs/x.yaml:801 file-size"),
+    "a function too long": ({"tools/x.py": "\ndef f():\n" + "    1\n" * 80}, "tools/x.py:2 function-size"),
+    "a method too long": ({"t.py": "class A:\n async def f():\n" + "  1\n" * 80}, "t.py:2 function-size"),
     "a file that does not parse": ({"tools/x.py": "\ndef f(:\n"}, "tools/x.py:2 syntax"),
     "an import from above": (
         {"deepzero/comm/x.py": DOC + "from deepzero.runtime import zero\n"},
