@@ -33,7 +33,7 @@ import deepzero
 from deepzero.checkpoint.folder import acquire, holds, release
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.resume import find_start, keep_global_batch, manifest_of
-from deepzero.comm import elastic, process_group
+from deepzero.comm import elastic, launcher, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.comm.stop_request import on_stop_request
@@ -313,12 +313,7 @@ def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bo
 
 def choose_device(run: RunConfig, nproc: int) -> str:
     """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if run.launch.device == "cuda" and gpus < nproc:
-        raise ConfigError(f"launch.device=cuda: {nproc} ranks want a GPU each, and this machine has {gpus}")
-    if run.launch.device == "auto":
-        return "cuda" if gpus >= nproc else "cpu"
-    return run.launch.device
+    return launcher.choose_device(run.launch.device, nproc)
 
 
 def preflight(run: RunConfig, world_size: int, device: str) -> None:

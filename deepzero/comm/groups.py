@@ -18,10 +18,12 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from deepzero.comm import pretended
+from deepzero.comm.meeting import behind_closed_doors
 from deepzero.config.parse import ConfigError
 
 
@@ -165,8 +167,15 @@ def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -
     for some in ranks:
         # Every rank has made the same groups so far, so that all find one here or all make it.
         if some not in _HANDLES:
-            _HANDLES[some] = dist.new_group(list(some))
+            with behind_closed_doors():
+                _HANDLES[some] = dist.new_group(list(some), timeout=_timeout())
     return Group(mine, mine.index(rank), _HANDLES[mine])
+
+
+def _timeout() -> timedelta:
+    """The run's: torch gives a new group its own default, whatever that of the whole world is."""
+    world = dist.group.WORLD
+    return world._get_backend(world._device_types[0]).options._timeout  # type: ignore[union-attr]
 
 
 def forget() -> None:

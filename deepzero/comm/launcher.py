@@ -1,47 +1,54 @@
-"""Starting ranks: ``python train.py`` becomes as many processes as there are devices, through torch's elastic agent.
+"""Starting ranks: ``python train.py`` becomes as many processes as there are devices.
 
 Under ``torchrun`` (or anything else that sets ``RANK`` and friends) the ranks exist already and nothing is started;
-:func:`under_launcher` tells. Otherwise :func:`launch` does on one machine what ``torchrun --standalone`` does: an agent
-with a rendezvous on a free loopback port, one process per rank, all of them ended when one fails.
+:func:`under_launcher` tells. Otherwise :func:`launch` starts one process per rank on this machine, and ends all of them
+when one fails.
 
-What is added to the agent, because a person sits in front of it:
-
-- *The rank's own error*, once, instead of the agent's report. Ranks write theirs to files
-  (:mod:`deepzero.comm.rank_process`), the launcher picks the cause among the echoes.
+- *No door.* The ranks meet at a file in a folder that only this user can read (:mod:`deepzero.comm.meeting`), and
+  listen for each other on the loopback address. This process listens nowhere.
+- *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.comm.rank_process`), the launcher picks the
+  cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own; the launcher ends them with SIGHUP, then
-  SIGKILL after :data:`KILL_AFTER_SECONDS`, and by then none is left, however often Ctrl-C is pressed. SIGTERM is passed
-  on as SIGTERM: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed by the agent
-  after 30 seconds.
-- *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, by a new agent.
-- *Quiet.* The agent's log lines and the C++ warnings of c10d stay away unless ``LOGLEVEL`` or ``TORCH_CPP_LOG_LEVEL``
-  asks for them.
+  SIGKILL after :data:`KILL_AFTER_SECONDS`, and at once when Ctrl-C is pressed again. SIGTERM and the like are passed on
+  as they are: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed after
+  :data:`GRACE_SECONDS`. A signal that is ignored when the launch begins stays ignored (``nohup``, a shell's ``&``).
+- *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
+- *Quiet.* The C++ warnings of c10d stay away unless ``TORCH_CPP_LOG_LEVEL`` asks for them.
 
-Sources: torch's ``distributed/launcher/api.py`` and ``distributed/elastic`` (interfaces, read in the installed torch).
+torch's elastic agent is not used: its stores listen on every address of the machine, and its rendezvous unpickles what
+it finds there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import math
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Mapping
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from deepzero.comm.elastic import RESTART_VARIABLE
-from deepzero.comm.process_group import JOINED, LAUNCH_FOLDER_VARIABLE
+from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, loopback_variables
+from deepzero.comm.process_group import missing_gpu, say_cpu
 from deepzero.comm.rank_process import Report, read_reports, root_cause
 from deepzero.config.parse import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
-"""A rank that has been asked to end and has not is killed after this long."""
+"""After Ctrl-C: a rank that has not ended by then is killed."""
+GRACE_SECONDS = 30.0
+"""The same after SIGTERM and its like, and when another rank has failed."""
+_POLL_SECONDS = 0.02
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,6 +87,31 @@ def default_nproc() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
+def choose_device(wanted: str, nproc: int) -> str:
+    """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine; says so when it is the CPU though a GPU may be meant.
+
+    Args:
+        wanted: ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
+        nproc: how many ranks.
+
+    Raises:
+        ConfigError: ``cuda`` is wanted, and there are too few.
+    """
+    import torch
+
+    if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
+        return "cpu"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus >= nproc:
+        return "cuda"
+    few = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else None
+    if wanted == "cuda":
+        raise ConfigError(f"launch.device=cuda: {few or missing_gpu() or 'this machine has no GPU'}")
+    if few or missing_gpu():
+        say_cpu(few or str(missing_gpu()))
+    return "cpu"
+
+
 def default_threads(nproc: int) -> int:
     """Intra-op threads of each of ``nproc`` ranks: the cores this process may use, shared out, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
@@ -106,180 +138,200 @@ def launch(
         environment: variables that ranks get on top of this process's own.
         max_restarts: how often all ranks are started again after one has failed or was killed. They find the number
             of the restart in ``DEEPZERO_RESTART``, and have to go on from a checkpoint by themselves. A failure before
-            any rank has joined the process group would only happen again, and is raised at once.
+            any rank has ever joined the process group would only happen again, and is raised at once.
         on_restart: called with 1, 2, … and the failure before each restart; by default one line on stderr says it.
 
     Raises:
         ConfigError: a rank refused its settings; the message says why.
-        RankFailed: a rank failed or was killed, and there is no restart left.
+        RankFailed: a rank failed, was killed or could not be started, and there is no restart left.
         Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
 
     def say(number: int, error: RankFailed) -> None:
         print(f"{error.headline.splitlines()[0]}; restart {number} of {max_restarts}", file=sys.stderr, flush=True)
 
     job = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
-    with (
-        tempfile.TemporaryDirectory(prefix="deepzero-launch-") as name_of_root,
-        _signals(Path(name_of_root)) as received,
-    ):
-        try:
-            for attempt in range(max_restarts + 1):
-                # A folder each: reports and process numbers of different attempts must not mix.
-                folder = Path(name_of_root) / str(attempt)
-                folder.mkdir()
-                variables = {RESTART_VARIABLE: str(attempt), LAUNCH_FOLDER_VARIABLE: str(folder)}
-                try:
-                    _attempt(folder, job, nproc, {**environment, **variables}, received)
-                    return
-                except RankFailed as error:
-                    if attempt == max_restarts or not (folder / JOINED).exists():
-                        raise
+    joined = False
+    with _folder() as root, _signals() as signals:
+        for attempt in range(max_restarts + 1):
+            # A folder each: stores and reports of different attempts must not mix.
+            folder = root / str(attempt)
+            variables = {**environment, RESTART_VARIABLE: str(attempt), LAUNCH_FOLDER_VARIABLE: str(folder)}
+            try:
+                _attempt(folder, job, nproc, variables, signals)
+                return
+            except RankFailed as error:
+                joined = joined or (folder / JOINED).exists()
+                if attempt == max_restarts or not joined:
+                    raise
+                with signals.raised():
                     (on_restart or say)(attempt + 1, error)
-        except SignalException as error:  # also between two attempts, where the last agent's handlers still stand
-            raise Interrupted(received[0] if received else int(error.sigval)) from None
 
 
 def _attempt(
-    folder: Path, job: Mapping[str, Any], nproc: int, environment: Mapping[str, str], received: list[int]
+    folder: Path, job: Mapping[str, Any], nproc: int, environment: Mapping[str, str], signals: _Signals
 ) -> None:
-    """Start the ranks once and wait for them; raises what they died of, or torch's ``SignalException``."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
+    """Start the ranks once and wait for them; raises what they died of, or that a signal has ended them."""
     path = folder / "job.pickle"
-    path.write_bytes(pickle.dumps(job))
-    agent = elastic_launch(_agent_config(nproc, folder), sys.executable)
-    with _environment(environment), _quiet_agent():
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
         try:
-            agent("-m", "deepzero.comm.rank_process", str(path))
-        except ChildFailedError as error:
-            if received:
-                raise Interrupted(received[0]) from None
-            exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            raise _failure(read_reports(folder), exit_codes) from None
-        finally:
-            kill_ranks(folder)  # does nothing after an orderly end
+            folder.mkdir()
+            path.write_bytes(pickle.dumps(job))
+            for rank in range(nproc):
+                command = [sys.executable, "-m", "deepzero.comm.rank_process", str(path)]
+                variables = _rank_environment(rank, nproc, environment)
+                ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
+        except OSError as error:
+            raise RankFailed(
+                f"rank {len(ranks)} of {nproc} could not be started: {type(error).__name__}: {error}; "
+                f"`ulimit -a` shows the limits of processes and open files, `df {folder.parent}` the space for notes",
+                full=traceback.format_exc(),
+            ) from None
+        exit_codes = _wait(ranks, signals)
+    finally:
+        _send(ranks, signal.SIGKILL)  # does nothing after an orderly end
+        for process in ranks:
+            process.wait()
+    if signals.received:
+        raise Interrupted(signals.received[0])
+    if exit_codes:
+        raise _failure(read_reports(folder), exit_codes)
 
 
-def _agent_config(nproc: int, folder: Path) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[int, int]:
+    """Wait for all ranks; end them when one fails, or when a signal asks for it.
 
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        role="rank",
-        # Port 0: the agent's store takes a free port, and the ranks meet in that same store, so nobody can take
-        # the port in between. The loopback address is named because a machine's own name often cannot be resolved.
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "agent")),
-        # SIGINT is missing here on purpose: see _signals.
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-    )
+    Returns:
+        Exit status of each rank that failed by itself.
+    """
+    passed_on = 0
+    deadline = math.inf
+    asked: set[int] = set()  # ranks that have been told to end …
+    sent: set[int] = set()  # … and by which signals
+
+    def end(number: int, seconds: float) -> None:
+        nonlocal deadline
+        deadline = min(deadline, time.monotonic() + seconds)
+        sent.add(number)
+        asked.update(rank for rank, process in enumerate(ranks) if process.returncode is None)
+        _send(ranks, number)
+
+    while any(process.poll() is None for process in ranks):
+        for number in signals.received[passed_on:]:
+            passed_on += 1
+            if number != signal.SIGINT:
+                end(number, GRACE_SECONDS)
+            # SIGINT itself would meet ranks that are still importing, which answer with a traceback; SIGTERM would let
+            # them take their time. SIGHUP ends a rank at once, and silently, whatever it does.
+            elif signals.received[:passed_on].count(number) == 1:
+                end(signal.SIGHUP, KILL_AFTER_SECONDS)
+            else:
+                end(signal.SIGKILL, 0)
+        if not asked and any(process.returncode for process in ranks):
+            end(signal.SIGTERM, GRACE_SECONDS)
+        if time.monotonic() >= deadline:
+            end(signal.SIGKILL, 0)
+        time.sleep(_POLL_SECONDS)
+    codes = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
+    return {rank: code for rank, code in codes.items() if rank not in asked or (code < 0 and -code not in sent)}
 
 
-@contextlib.contextmanager
-def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """The ranks' environment: the agent hands on this process's own, so it is changed and put back."""
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """A signal to every rank that still runs, and to its children: the number of one that was reaped is a stranger's."""
+    for process in ranks:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                os.killpg(process.pid, number)
+
+
+def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables and a rank's own. What a launcher has told this process is no news for its ranks."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TORCHELASTIC_") and name not in ("MASTER_ADDR", "MASTER_PORT")
+    }
     # gloo's C++ errors repeat what the exception says; NCCL's watchdog ends a process with nothing but its log line.
     gloo = extra.get("DEEPZERO_DEVICE", os.environ.get("DEEPZERO_DEVICE")) == "cpu"
-    defaults = {"TORCH_CPP_LOG_LEVEL": "FATAL" if gloo else "ERROR", "KINETO_LOG_LEVEL": "99"}
-    if Path("/sys/class/net/lo").exists():
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # gloo would look up the machine's name, which need not resolve
-    wanted = {key: value for key, value in defaults.items() if key not in os.environ}
-    wanted.update(extra)
+    defaults = {
+        "TORCH_CPP_LOG_LEVEL": "FATAL" if gloo else "ERROR",
+        "KINETO_LOG_LEVEL": "99",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun has it: a lost peer ends the process
+    }
     paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    wanted["PYTHONPATH"] = os.pathsep.join(paths)
-    before = {key: os.environ.get(key) for key in (*wanted, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
+    return {
+        **defaults,
+        **inherited,
+        **loopback_variables(),
+        **extra,
+        **{name: str(number) for name, number in numbers.items()},
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 @contextlib.contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """The agent logs every ended process, with traceback. The user gets the rank's own error instead."""
-    if "LOGLEVEL" in os.environ:
-        yield
-        return
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
-    loggers = [logging.getLogger(name) for name in {*names, "torch.distributed.elastic", "torch.distributed.launcher"}]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, value in zip(loggers, before, strict=True):
-            logger.disabled = value
+def _folder() -> Iterator[Path]:
+    """A folder of this user's alone for one launch: in memory where there is a place, else among temporary files.
 
-
-@contextlib.contextmanager
-def _signals(folder: Path) -> Iterator[list[int]]:
-    """Turn SIGINT into the agent's orderly end, with a deadline; yields the signals that came.
-
-    The agent would pass SIGINT on as SIGINT, and a rank that is still importing would answer with a traceback. SIGTERM
-    would let a rank take its time. SIGHUP ends a rank at once, and silently, whatever it does.
-    Handlers are put back at the end, the agent's own included, so that a sweep's next job starts clean.
+    The ranks' notes for each other lie in it, and a disk that is full or slow must not come between them.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    memory = "/dev/shm"
+    try:
+        place = memory if os.access(memory, os.W_OK | os.X_OK) else None
+        folder = tempfile.TemporaryDirectory(prefix="deepzero-launch-", dir=place, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RankFailed(
+            f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
+            full=traceback.format_exc(),
+        ) from None
+    with folder as name:
+        yield Path(name)
 
-    received: list[int] = []
+
+class _Signals:
+    """The signals that have asked this process to end: noted for the loop that waits for ranks."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._raises = False
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """The handler."""
+        self.received.append(signum)
+        if self._raises:
+            raise Interrupted(signum)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """While no rank runs nobody looks at notes: then a signal raises where this process is."""
+        if self.received:
+            raise Interrupted(self.received[0])
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Signals]:
+    """Note signals during a launch; a sweep's next job finds the handlers as they were."""
+    signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield signals
         return
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
-        if len(received) == 1:
-            timer = threading.Timer(KILL_AFTER_SECONDS, kill_ranks, [folder])
-            timer.daemon = True
-            timer.start()
-            raise SignalException("interrupted", sigval=signal.SIGHUP)
-        kill_ranks(folder)  # asked twice: no more waiting
-
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in handled}
-    signal.signal(signal.SIGINT, on_interrupt)
+    # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    ours = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in ours:
+        signal.signal(number, signals.note)
     try:
-        yield received
+        yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in ours.items():
             signal.signal(number, handler)
-
-
-def kill_ranks(folder: Path) -> None:
-    """SIGKILL to every rank that has written its number below ``folder`` and still runs, and to its children."""
-    for path in [*folder.glob("rank*.pid"), *folder.glob("*/rank*.pid")]:
-        with contextlib.suppress(ValueError, OSError):
-            pid = int(path.read_text(encoding="ascii"))
-            if os.getpgid(pid) == pid and _is_our_child(pid):
-                os.killpg(pid, signal.SIGKILL)
-
-
-def _is_our_child(pid: int) -> bool:
-    """Whether ``pid`` is a child that nobody has reaped; else the number may belong to a stranger by now."""
-    if not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return False
-    try:
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _failure(reports: list[Report], exit_codes: Mapping[int, int]) -> Exception:

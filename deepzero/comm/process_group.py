@@ -7,8 +7,13 @@ as a world of one rank, so that a script runs unchanged on a laptop without a la
 from __future__ import annotations
 
 import contextlib
+import functools
+import hmac
 import os
-import tempfile
+import pickle
+import secrets
+import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +22,12 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import groups, pretended, watchdog
-from deepzero.comm.meeting import agents_store, shared_by_attempts
+from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
 from deepzero.config.parse import ConfigError
 
-LAUNCH_FOLDER_VARIABLE = "DEEPZERO_LAUNCH_FOLDER"
-"""The launcher names its folder for this attempt to start ranks, and finds in it …"""
-JOINED = "joined"
-"""… this file, once a rank has joined the process group."""
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
+"""Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""
+_SECRETS: weakref.WeakKeyDictionary[dist.ProcessGroup, bytes] = weakref.WeakKeyDictionary()
 
 
 def is_initialized() -> bool:
@@ -37,55 +40,103 @@ def _has_joined() -> bool:
 
 
 def local_rank() -> int:
-    """This rank's number on its machine, as the launcher says; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """This rank's number on its machine, as its launcher says; 0 where nobody does."""
+    return _told_local_rank() or 0
+
+
+def _told_local_rank() -> int | None:
+    """By torchrun and our launcher, else by Slurm or Open MPI."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    me = str(dist.get_rank()) if _has_joined() else os.environ.get("RANK")
+    for name, of_rank in _LOCAL_RANKS.items():
+        # A word about another rank was inherited: ranks that a script in a Slurm job starts all have the script's.
+        if name in os.environ and me in (None, os.environ.get(of_rank)):
+            return int(os.environ[name])
+    return None
 
 
 def default_device() -> torch.device:
-    """The GPU of this rank where there is one, else the CPU. ``DEEPZERO_DEVICE=cpu`` keeps a run off the GPUs."""
+    """The GPU of this rank where there is one, else the CPU. ``DEEPZERO_DEVICE=cpu`` keeps a run off the GPUs.
+
+    Raises:
+        ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
+            machine; or the machine has no GPU of that number.
+    """
     if pretended.current() is not None:
         return torch.device("meta")
     if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    if _has_joined() and (bound := dist.group.WORLD.bound_device_id) is not None:  # type: ignore[union-attr]
+        return bound  # the user has joined, and said which
+    number, gpus = _told_local_rank(), torch.cuda.device_count()
+    if number is None:
+        ranks = world_size() if _has_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1":
+            raise ConfigError(
+                f"LOCAL_RANK is not set: rank {rank() if _has_joined() else os.environ.get('RANK')} of {ranks} cannot "
+                f"know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with torchrun, "
+                "or join the process group with device_id"
+            )
+        number = torch.cuda.current_device()
+    if number >= gpus:
+        raise ConfigError(
+            f"LOCAL_RANK={number}: this process sees {gpus} GPU{'s' * (gpus != 1)} only; start as many ranks on a machine "
+            "as it has GPUs. Where each rank is shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task), "
+            "set LOCAL_RANK=0 or show it all"
+        )
+    return torch.device("cuda", number)
+
+
+def missing_gpu() -> str | None:
+    """Why there is no GPU to run on; None where there is one, and where nothing tells that one is meant."""
+    if torch.cuda.is_available():
+        return None
+    if torch.version.cuda or torch.version.hip:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown})"
+        return f"torch {torch.__version__} is built for GPUs and finds none that it can use{why}; nvidia-smi may say why"
+    if Path("/proc/driver/nvidia/version").exists():
+        return f"this machine has an NVIDIA driver, and torch {torch.__version__} is built for the CPU alone"
+    return None
+
+
+@functools.cache
+def say_cpu(why: str) -> None:
+    """Say once, on rank 0, that the CPU is used where a GPU may have been meant."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"running on the CPU: {why}. DEEPZERO_DEVICE=cpu says that this is meant", file=sys.stderr, flush=True)
 
 
 def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
-    """Join the process group; does nothing when this process has joined one already.
+    """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
     Args:
         backend: ``gloo``, ``nccl`` or None for NCCL on GPUs and gloo on CPU.
         timeout_seconds: a collective that takes longer raises.
 
     Raises:
-        ConfigError: some but not all of the launcher's environment variables are set.
+        ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
     """
-    if is_initialized():
-        return
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    elif device.type == "cpu" and os.environ.get("DEEPZERO_DEVICE") != "cpu" and (why := missing_gpu()):
+        say_cpu(why)
+    if is_initialized():
+        return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
-    present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
     device_id = device if backend == "nccl" else None
-    if not present:
-        # A world of one needs no network: a file of our own is the meeting point.
-        handle, path = tempfile.mkstemp(prefix="deepzero-store-")
-        os.close(handle)
-        alone = dist.FileStore(path, 1)
-        dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout, device_id=device_id)
-        return
-    if len(present) < len(_LAUNCHER_VARIABLES):
-        missing = sorted(set(_LAUNCHER_VARIABLES) - set(present))
-        raise ConfigError(
-            f"{', '.join(present)} are set but {', '.join(missing)} are not; start with torchrun, or unset all"
-        )
-    if shared_by_attempts():
-        store, rank, size = agents_store(timeout), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
-    else:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    place = meet(timeout)
+    with behind_closed_doors():
+        if place is None:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        else:
+            store, rank, size = place
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+            )
     watchdog.current()  # from now on this rank answers when others ask where it is
     if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
         with contextlib.suppress(OSError):  # a process that has outlived the launch
@@ -139,10 +190,13 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     """Every rank gets rank ``src``'s picklable ``value``."""
     if not _talks():
         return value
-    box = [value]
     with watchdog.current().blocking("broadcast_object"):
-        dist.broadcast_object_list(box, src=src)
-    return box[0]
+        sealed = _seal(value) if rank() == src else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([sealed.numel()], device=_talking_device())
+        dist.broadcast(size, src=src)
+        box = sealed.to(size.device) if rank() == src else torch.empty(int(size), dtype=torch.uint8, device=size.device)
+        dist.broadcast(box, src=src)
+    return _unseal(box) if rank() != src else value
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
@@ -155,22 +209,76 @@ def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
     if not _talks():
         return [value] * world_size()
-    box: list[Any] = [None] * world_size()
     with watchdog.current().blocking("all_gather_object"):
-        dist.all_gather_object(box, value)
-    return box
+        mine, sizes = _padded(value)
+        boxes = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(boxes, mine)
+    return [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
 
 
 def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
     """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective.
 
-    torch sends as many bytes from each rank as the longest value has.
+    Each rank sends as many bytes as the longest value has.
     """
-    box: list[Any] | None = [value] * world_size() if rank() == dst else None
-    if _talks():
-        with watchdog.current().blocking("gather_object"):
-            dist.gather_object(value, box, dst=dst)
-    return box
+    if not _talks():
+        return [value] * world_size() if rank() == dst else None
+    with watchdog.current().blocking("gather_object"):
+        mine, sizes = _padded(value)
+        boxes = [torch.empty_like(mine) for _ in sizes] if rank() == dst else None
+        dist.gather(mine, boxes, dst=dst)
+    return None if boxes is None else [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
+
+
+def _talking_device() -> torch.device:
+    """Where the group's backend wants small talk."""
+    try:
+        dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    except RuntimeError:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _padded(value: Any) -> tuple[torch.Tensor, list[int]]:
+    """This rank's sealed ``value``, as long as the longest, and how long all of them are. A collective."""
+    sealed, device = _seal(value), _talking_device()
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([sealed.numel()], device=device))
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: sealed.numel()] = sealed
+    return padded.to(device), lengths
+
+
+def _secret() -> bytes:
+    """What only ranks of this group know: the first of them to need one leaves it at the store where all have met."""
+    group = dist.group.WORLD
+    if group not in _SECRETS:
+        store = dist.distributed_c10d._get_default_store()
+        _SECRETS[group] = store.compare_set("deepzero/secret", "", secrets.token_hex(32))  # type: ignore[index]
+    return _SECRETS[group]  # type: ignore[index]
+
+
+def _seal(value: Any) -> torch.Tensor:
+    """Bytes that prove that a rank of this group has sent them. gloo takes messages from whoever connects first."""
+    pickled = pickle.dumps(value)
+    return torch.frombuffer(bytearray(hmac.digest(_secret(), pickled, "sha256") + pickled), dtype=torch.uint8)
+
+
+def _unseal(sealed: torch.Tensor) -> Any:
+    """What a rank has sealed.
+
+    Raises:
+        RuntimeError: no rank has; it is not unpickled, since that could run anything.
+    """
+    message = sealed.cpu().numpy().tobytes()
+    digest, pickled = message[:32], message[32:]
+    if not hmac.compare_digest(digest, hmac.digest(_secret(), pickled, "sha256")):
+        raise RuntimeError(
+            f"a message of {len(message)} bytes was not sent by a rank of this run: somebody else has connected to its "
+            "ports; see docs/launching.md, Who can reach a run"
+        )
+    return pickle.loads(pickled)
 
 
 def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -133,8 +133,10 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # The Python-level handler has nothing to do: the byte in the pipe is the message.
-        signal.signal(number, lambda *_: None)
+        # What `nohup` or a shell's `&` has had ignored stays so. Only our launcher signals its ranks, and means it.
+        if parent is not None or signal.getsignal(number) is not signal.SIG_IGN:
+            # The Python-level handler has nothing to do: the byte in the pipe is the message.
+            signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
     def wait_for_the_end() -> None:
@@ -279,7 +281,6 @@ def main(job_path: str) -> NoReturn:
     """``python -m deepzero.comm.rank_process JOB``: the life of a rank that the launcher has started."""
     rank = int(os.environ["RANK"])
     folder = Path(job_path).parent
-    (folder / f"rank{rank}.pid").write_text(str(os.getpid()), encoding="ascii")
     faulthandler.enable()
     # The launcher is a parent that this process can trust: it wrote the job into a folder that only this user can read.
     job = pickle.loads(Path(job_path).read_bytes())
