@@ -21,7 +21,6 @@ RESTART_VARIABLE = "DEEPZERO_RESTART"
 
 def restart_count() -> int:
     """How often the ranks of this run have been started again; 0 in the first attempt, and without a launcher."""
-    # The launcher's agents are new in each attempt and always count 0.
     return int(os.environ.get(RESTART_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
 
 

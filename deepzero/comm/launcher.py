@@ -8,10 +8,10 @@ when one fails.
   listen for each other on the loopback address. This process listens nowhere.
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.comm.rank_process`), the launcher picks the
   cause among the echoes.
-- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own; the launcher ends them with SIGHUP, then
-  SIGKILL after :data:`KILL_AFTER_SECONDS`, and at once when Ctrl-C is pressed again. SIGTERM and the like are passed on
-  as they are: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed after
-  :data:`GRACE_SECONDS`. A signal that is ignored when the launch begins stays ignored (``nohup``, a shell's ``&``).
+- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
+  comes as it is: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed after
+  :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
+  ignored (``nohup``, a shell's ``&``).
 - *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
 - *Quiet.* The C++ warnings of c10d stay away unless ``TORCH_CPP_LOG_LEVEL`` asks for them.
 
@@ -43,10 +43,8 @@ from deepzero.comm.process_group import missing_gpu, say_cpu
 from deepzero.comm.rank_process import Report, read_reports, root_cause
 from deepzero.config.parse import ConfigError
 
-KILL_AFTER_SECONDS = 5.0
-"""After Ctrl-C: a rank that has not ended by then is killed."""
 GRACE_SECONDS = 30.0
-"""The same after SIGTERM and its like, and when another rank has failed."""
+"""A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
 _POLL_SECONDS = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -217,17 +215,14 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[i
         asked.update(rank for rank, process in enumerate(ranks) if process.returncode is None)
         _send(ranks, number)
 
-    while any(process.poll() is None for process in ranks):
+    while None in [process.poll() for process in ranks]:  # all are looked at, not only up to the first that runs
         for number in signals.received[passed_on:]:
             passed_on += 1
-            if number != signal.SIGINT:
-                end(number, GRACE_SECONDS)
-            # SIGINT itself would meet ranks that are still importing, which answer with a traceback; SIGTERM would let
-            # them take their time. SIGHUP ends a rank at once, and silently, whatever it does.
-            elif signals.received[:passed_on].count(number) == 1:
-                end(signal.SIGHUP, KILL_AFTER_SECONDS)
-            else:
+            if signals.received[:passed_on].count(signal.SIGINT) > 1:
                 end(signal.SIGKILL, 0)
+            else:
+                # A rank that is still importing would answer SIGINT with a traceback.
+                end(signal.SIGTERM if number == signal.SIGINT else number, GRACE_SECONDS)
         if not asked and any(process.returncode for process in ranks):
             end(signal.SIGTERM, GRACE_SECONDS)
         if time.monotonic() >= deadline:
@@ -238,7 +233,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[i
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """A signal to every rank that still runs, and to its children: the number of one that was reaped is a stranger's."""
+    """A signal to every rank that still runs, and to its children. A reaped one's number may belong to a stranger."""
     for process in ranks:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
@@ -337,7 +332,7 @@ def _signals() -> Iterator[_Signals]:
 def _failure(reports: list[Report], exit_codes: Mapping[int, int]) -> Exception:
     """What to tell the user, from what the ranks said and how they ended."""
     cause = root_cause(reports)
-    # A rank that left no report did not end by an exception. SIGTERM is the agent's own way of ending the others.
+    # A rank that left no report did not end by an exception. SIGTERM is the launcher's own way of ending the others.
     silent = set(exit_codes) - {r.rank for r in reports}
     killed = {r: -exit_codes[r] for r in sorted(silent) if exit_codes[r] < 0 and -exit_codes[r] != signal.SIGTERM}
     if cause is None or (cause.peer_gone and killed):

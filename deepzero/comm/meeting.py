@@ -43,6 +43,7 @@ STORE = "store"
 """… the file at which they meet, and …"""
 JOINED = "joined"
 """… this one, once a rank has joined the process group."""
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOSTED: dict[int, dist.TCPStore] = {}
@@ -114,19 +115,25 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
 
 def _loopback_store(rank: int, timeout: timedelta) -> dist.TCPStore:
     """The store that rank 0 has on this machine's own port."""
-    host, port = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    port = int(os.environ["MASTER_PORT"])
     if rank != 0:
-        return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     if port not in _HOSTED:
         try:
-            listener = socket.create_server((host, port), backlog=1024)
+            _HOSTED[port] = host_store(port, timeout)
         except OSError as error:
             raise ConfigError(f"MASTER_PORT={port}: rank 0 cannot listen there: {error}; choose another") from None
-        # The store closes the socket, so it must not belong to Python any more.
-        _HOSTED[port] = dist.TCPStore(
-            host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
     return _HOSTED[port]
+
+
+def host_store(port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store on this machine's loopback address, which this process has; port 0 takes a free one."""
+    with socket.create_server((LOOPBACK, port), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        # The store closes the socket that it is handed, so it must not belong to Python any more.
+        return dist.TCPStore(
+            LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
 
 def shared_by_attempts() -> bool:

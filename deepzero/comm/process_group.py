@@ -75,15 +75,15 @@ def default_device() -> torch.device:
         if ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") != "1":
             raise ConfigError(
                 f"LOCAL_RANK is not set: rank {rank() if _has_joined() else os.environ.get('RANK')} of {ranks} cannot "
-                f"know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with torchrun, "
-                "or join the process group with device_id"
+                f"know which of {gpus} GPUs is its own; set LOCAL_RANK to its number on its machine, start with "
+                "torchrun, or join the process group with device_id"
             )
         number = torch.cuda.current_device()
     if number >= gpus:
         raise ConfigError(
-            f"LOCAL_RANK={number}: this process sees {gpus} GPU{'s' * (gpus != 1)} only; start as many ranks on a machine "
-            "as it has GPUs. Where each rank is shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's --gpus-per-task), "
-            "set LOCAL_RANK=0 or show it all"
+            f"LOCAL_RANK={number}: this process sees {gpus} GPU{'s' * (gpus != 1)} only; start as many ranks on a "
+            "machine as it has GPUs. Where each rank is shown its own GPU alone (CUDA_VISIBLE_DEVICES, Slurm's "
+            "--gpus-per-task), set LOCAL_RANK=0 or show it all"
         )
     return torch.device("cuda", number)
 
@@ -95,7 +95,7 @@ def missing_gpu() -> str | None:
     if torch.version.cuda or torch.version.hip:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown})"
-        return f"torch {torch.__version__} is built for GPUs and finds none that it can use{why}; nvidia-smi may say why"
+        return f"torch {torch.__version__} is built for GPUs and finds none to use{why}; nvidia-smi may say why"
     if Path("/proc/driver/nvidia/version").exists():
         return f"this machine has an NVIDIA driver, and torch {torch.__version__} is built for the CPU alone"
     return None

@@ -224,7 +224,7 @@ def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None 
     report = describe(error, int(os.environ["RANK"]))
     _tell_peers(report)
     _finish_after(report)
-    if report.peer_gone or (report.kind == "config" and os.environ["LOCAL_RANK"] != "0"):
+    if report.peer_gone or (report.kind == "config" and os.environ.get("LOCAL_RANK", "0") != "0"):
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     print(report.text(), file=sys.stderr, flush=True)
     _tell_torchrun(report)

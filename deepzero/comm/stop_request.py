@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MAX_GRACE_SECONDS = 25.0
-"""The elastic agent, the launcher's and torchrun's alike, kills a rank 30 seconds after SIGTERM."""
+"""The launcher and torchrun's agent kill a rank 30 seconds after SIGTERM."""
 
 SAME_REQUEST_SECONDS = 1.0
-"""Slurm signals every process of a job, and then the agent passes on the signal that it got itself."""
+"""Slurm signals every process of a job, and then the launcher or agent passes on what it got itself."""
 
 
 class StopRequest(NamedTuple):

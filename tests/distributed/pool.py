@@ -13,8 +13,8 @@ own processes and its own default process group. A test asks for the fixture ``r
         assert ranks.run(sum_of_ranks, 10, world_size=2) == [[21] * 3] * 2
 
 What a test may rely on, on every rank and in every call: one torch thread, the same seed, warnings as errors by the
-same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as under torchrun, the sub-pool's default
-process group. What is left behind is undone or refused: see :func:`_guarded`.
+same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as our launcher sets them, the sub-pool's
+default process group. What is left behind is undone or refused: see :func:`_guarded`.
 
 When something goes wrong:
 
@@ -23,7 +23,7 @@ When something goes wrong:
 - Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank.
 
 In each case, and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones.
-A rank whose parent has vanished ends by itself. No port is fixed: each sub-pool meets at a store on an ephemeral port.
+A rank whose parent has vanished ends by itself. Ranks meet as the launcher's do, in a folder of their own.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RankPool:
             args: anything that pickles; tensors travel by value.
             world_size: 1 to 4 ranks.
             timeout: seconds for the call, the ranks' start not included.
-            process_group: False gives ranks with the environment of torchrun and *no* process group, for tests of
+            process_group: False gives ranks with the environment of our launcher and *no* process group, for tests of
                 initialisation itself; ``fn`` must destroy what it initialises.
 
         Raises:
@@ -158,15 +158,15 @@ class _SubPool:
         self.processes: list[Any] = []
         self.pipes: list[multiprocessing.connection.Connection] = []
         self.folder = Path(tempfile.mkdtemp(prefix="deepzero-ranks-"))
-        self.store: Any = None
+        self._meetings = 0
 
     def start(self) -> None:
         """Start all ranks at once and wait until each has answered."""
         context = multiprocessing.get_context("spawn")
-        port = self._new_store()
+        meeting = self._new_meeting()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            setup = (rank, self.world_size, port, self.process_group, self.filters, str(self._stack_file(rank)))
+            setup = (rank, self.world_size, meeting, self.process_group, self.filters, str(self._stack_file(rank)))
             process = context.Process(target=_rank_main, args=(theirs, *setup), daemon=True, name=f"rank-{rank}")
             process.start()
             theirs.close()
@@ -176,8 +176,9 @@ class _SubPool:
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         """Send one job to every rank and gather the answers."""
-        port = None if self.process_group else self._new_store()  # keys of an earlier rendezvous would be in the way
-        job = pickle.dumps((fn, args, port))
+        # Keys of an earlier rendezvous would be in the way.
+        meeting = None if self.process_group else self._new_meeting()
+        job = pickle.dumps((fn, args, meeting))
         for rank, pipe in enumerate(self.pipes):
             try:
                 pipe.send_bytes(job)
@@ -194,15 +195,14 @@ class _SubPool:
             process.join(10)
         for pipe in self.pipes:
             pipe.close()
-        self.store = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _new_store(self) -> int:
-        """Where ranks meet: a store in this process, on a port that the system chooses. Returns the port."""
-        from torch.distributed import TCPStore
-
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self.store.port
+    def _new_meeting(self) -> str:
+        """Where ranks meet: a new folder, which only this user can read."""
+        self._meetings += 1
+        folder = self.folder / f"meeting-{self._meetings}"
+        folder.mkdir()
+        return str(folder)
 
     def _stack_file(self, rank: int) -> Path:
         return self.folder / f"stack-{rank}"
@@ -284,7 +284,7 @@ def _rank_main(
     pipe: multiprocessing.connection.Connection,
     rank: int,
     world_size: int,
-    port: int,
+    meeting: str,
     process_group: bool,
     filters: list[WarningFilter],
     stack_file: str,
@@ -295,20 +295,15 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         LOCAL_WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
         OMP_NUM_THREADS="1",  # before torch is imported
-        TORCHELASTIC_USE_AGENT_STORE="True",  # env:// then joins the parent's store instead of opening one in rank 0
         TORCHELASTIC_RESTART_COUNT="0",
     )
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo resolves the host name, which may not exist
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the whole terminal; the parent decides
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler keeps it as long as the process lives)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, stacks)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    answer = _attempt(lambda: _prepare(process_group), [])
+    answer = _attempt(lambda: _prepare(process_group, meeting), [])
     while True:
         with contextlib.suppress(BrokenPipeError):
             pipe.send_bytes(answer)
@@ -327,10 +322,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _prepare(process_group: bool) -> None:
+def _prepare(process_group: bool, meeting: str) -> None:
     import torch
 
+    from deepzero.comm.meeting import LAUNCH_FOLDER_VARIABLE, loopback_variables
+
     torch.set_num_threads(1)
+    os.environ.update({LAUNCH_FOLDER_VARIABLE: meeting, **loopback_variables()})
     if process_group:
         from deepzero.comm.process_group import init_distributed
 
@@ -350,9 +348,9 @@ def _keep_imports() -> None:
 
 
 def _run(job: bytes, rank: int, world_size: int) -> Any:
-    fn, args, port = pickle.loads(job)
-    if port is not None:
-        os.environ["MASTER_PORT"] = str(port)
+    fn, args, meeting = pickle.loads(job)
+    if meeting is not None:
+        os.environ["DEEPZERO_LAUNCH_FOLDER"] = meeting
     with _guarded(fn.__qualname__):
         return fn(rank, world_size, *args)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepzero.comm import process_group
 from tests.distributed.pool import LeakedState, RankDied, RankError, RankPool, RankTimeout
 
 ROOT = Path(__file__).parents[2]
@@ -117,10 +118,10 @@ def fail_in_destructor(rank: int, world_size: int) -> None:
 
 def own_group(rank: int, world_size: int) -> float:
     """Initialises and destroys a process group, as a test of initialisation does."""
-    dist.init_process_group("gloo")
+    process_group.init_distributed(backend="gloo")
     x = torch.ones(1)
     dist.all_reduce(x)
-    dist.destroy_process_group()
+    process_group.shutdown()
     return x.item()
 
 
@@ -246,7 +247,8 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
         textwrap.dedent(
             """
             import signal
-            from tests.distributed.pool import RankPool
+            from deepzero.comm import process_group
+from tests.distributed.pool import RankPool
             from tests.distributed.test_pool import stay_silent, surroundings
             # A shell starts its background jobs with Ctrl-C ignored, and that is inherited.
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import select
@@ -51,17 +52,20 @@ def watched(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple[
     nobody = {"HOME": str(cwd), "NETRC": str(cwd / "none")}
     with runs.started([sys.executable, runs.TRAIN, *arguments], cwd, stdout=follower, **nobody) as command:
         os.close(follower)
-        seen = _read_all(leader, command)
+        places: set[tuple[str, int]] = set()
+        seen = _read_all(leader, command, places)
+        (cwd / "listening.json").write_text(json.dumps(sorted(places)), encoding="ascii")
         assert command.process.wait(10) == 0
         assert command.processes() == {}
     os.close(leader)
     return cwd / "run", seen
 
 
-def _read_all(leader: int, command: runs.Command) -> str:
+def _read_all(leader: int, command: runs.Command, places: set[tuple[str, int]]) -> str:
     seen, end = b"", time.monotonic() + runs.TIMEOUT_SECONDS
     while time.monotonic() < end:
         ready, _, _ = select.select([leader], [], [], 0.2)
+        places.update(command.listening())
         if ready:
             try:
                 seen += os.read(leader, 65536)

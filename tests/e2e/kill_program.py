@@ -110,10 +110,7 @@ def born(job: dict[str, Any], rank: int) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(job["world"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(job["port"]),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        GLOO_SOCKET_IFNAME="lo",
+        DEEPZERO_LAUNCH_FOLDER=job["meeting"],
     )
     status = FAILED
     try:

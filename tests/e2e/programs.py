@@ -30,6 +30,7 @@ def misbehave(how: str, folder: str) -> None:
         raise ValueError("no rank ever joins")
     process_group.init_distributed(timeout_seconds=6 if how == "freeze" else 600)
     rank = process_group.rank()
+    (Path(folder) / "folder").write_text(os.environ.get("DEEPZERO_LAUNCH_FOLDER", ""), encoding="utf-8")
     (Path(folder) / f"alive{rank}").write_text(str(os.getpid()), encoding="ascii")
     if rank == 1:
         if how == "raise":
@@ -42,6 +43,9 @@ def misbehave(how: str, folder: str) -> None:
         raise ConfigError("zero.stage=7: no such stage")
     while how in ("raise", "kill", "exit"):
         process_group.broadcast_object("are you there?")  # rank 0 loses its peer here
+    while how == "talk":
+        process_group.all_gather_object("are you there?")
+        time.sleep(0.01)
     if how == "sleep":
         time.sleep(600)
     if how in ("lose", "freeze"):

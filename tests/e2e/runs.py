@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import doors
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "train.py")
 TIMEOUT_SECONDS = 90.0
@@ -94,6 +96,10 @@ class Command:
                     if variable.startswith(b"RANK="):
                         by_rank[int(variable[5:])] = pid
         return [by_rank[rank] for rank in sorted(by_rank)]
+
+    def listening(self) -> set[tuple[str, int]]:
+        """Address and port of each socket at which any of its processes listens."""
+        return doors.listening(self.processes())
 
     def kill(self) -> None:
         """SIGKILL to everything that is left."""

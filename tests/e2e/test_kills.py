@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
 from deepzero.checkpoint import folder as folders
 from deepzero.checkpoint.verify import verify as check_all
@@ -70,7 +69,6 @@ class Zygote:
     def __init__(self, command: runs.Command, folder: Path) -> None:
         self.command, self.folder = command, folder
         self.lives = 0
-        self.store: Any = None
         self.ended: dict[int, int] = {}
         self._read = 0
         self._pids: list[int] = []
@@ -80,10 +78,11 @@ class Zygote:
 
     def begin(self, **job: Any) -> list[int]:
         """Fork a life's ranks."""
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.lives += 1
+        meeting = self.folder / f"meeting-{self.lives}"
+        meeting.mkdir()
         self._pids, self.ended = [], {}
-        self._hand({**job, "life": self.lives, "port": self.store.port, "logs": str(self.folder / "logs")})
+        self._hand({**job, "life": self.lives, "meeting": str(meeting), "logs": str(self.folder / "logs")})
         self.until(lambda: bool(self._pids), "a birth")
         return self._pids
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import doors
 from tests.e2e import runs
 
 PROGRAMS = str(runs.ROOT / "tests" / "e2e" / "programs.py")
@@ -22,7 +23,6 @@ def launch(how: str, folder: Path) -> runs.Done:
         done = command.wait()
         assert command.processes() == {}
     assert done.status == 0
-    assert list(folder.glob("deepzero-launch-*")) == []
     return done
 
 
@@ -74,7 +74,7 @@ def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
     ("signals", "said"),
     [
         pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
-        ([signal.SIGINT, signal.SIGINT], "interrupted by 2\n"),
+        pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.exhaustive),
         pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
     ],
     ids=["ctrl-c", "ctrl-c-twice", "sigterm"],
@@ -90,6 +90,25 @@ def test_signals_to_the_launcher(signals: list[signal.Signals], said: str, tmp_p
         assert time.monotonic() - began < 15
         assert command.processes() == {}
     assert (done.out, done.err) == (said, "")
+
+
+def test_a_stranger_on_this_machine_changes_nothing(tmp_path: Path) -> None:
+    """Nobody else gets as far as a connection, and it finds no store."""
+    evidence = tmp_path / "evidence"
+    with runs.started([sys.executable, PROGRAMS, "talk", str(tmp_path)], tmp_path) as command:
+        runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
+        found = command.listening()
+        assert len(found) >= 2, "gloo has a socket on each rank"
+        assert doors.beyond(found) == []
+        assert doors.listening([command.process.pid]) == set(), "the launcher listens nowhere"
+        assert {doors.poke(port, evidence) for _, port in sorted(found)} == {False}, "none is a store"
+        os.kill(command.process.pid, signal.SIGINT)
+        os.kill(command.process.pid, signal.SIGINT)
+        done = command.wait(30)
+        assert command.processes() == {}
+    assert (done.out, done.err) == ("interrupted by 2\n", "")  # the ranks have talked until then
+    assert not evidence.exists()
+    assert not Path((tmp_path / "folder").read_text()).exists()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests import doors
 from tests.e2e import tensorboard_pages as browser
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 
@@ -20,6 +21,12 @@ def test_loggers_and_profiler_need_no_account(watched: tuple[Path, str]) -> None
     assert "training goes on without" not in seen
     traces = sorted(p.name.split(".")[0] for p in (run_dir / "traces").glob("*.pt.trace.json"))
     assert traces == ["rank0", "rank1"]
+
+
+def test_nothing_of_the_run_listens_beyond_this_machine(watched: tuple[Path, str]) -> None:
+    found = json.loads((watched[0].parent / "listening.json").read_text())
+    assert len(found) >= 2, "gloo has a socket on each rank"
+    assert doors.beyond(found) == []
 
 
 def test_wandb_holds_every_metric(watched: tuple[Path, str]) -> None:

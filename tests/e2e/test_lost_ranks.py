@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.e2e import runs
 
@@ -23,10 +22,9 @@ SOON = 30.0
 
 @contextlib.contextmanager
 def plain_ranks(how: str, world: int, folder: Path) -> Iterator[list[runs.Command]]:
-    """Ranks that no agent looks after, so that nobody ends the survivors; they meet at a store of this process."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    """Ranks that no launcher looks after, so that nobody ends the survivors; they meet in ``folder``."""
+    shared = {"WORLD_SIZE": str(world), "DEEPZERO_LAUNCH_FOLDER": str(folder)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # for them to know that they are ranks
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-W", "error", PROGRAMS, how, str(folder)]
         yield [

@@ -57,7 +57,7 @@ def test_bad_names(name: str, agent: Path) -> None:
         {"TORCHELASTIC_ERROR_FILE": ""},
         {"TORCHELASTIC_ERROR_FILE": "/dev/null"},
         {"TORCHELASTIC_ERROR_FILE": "/somewhere/else/0/error.json"},
-        {"DEEPZERO_RESTART": "0"},  # the launcher's agent lives for one attempt only
+        {"DEEPZERO_RESTART": "0"},  # our launcher outlives its ranks, and needs no notes
     ],
 )
 def test_no_notes_without_torchrun(variables: dict[str, str], agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +93,8 @@ def test_a_request_can_be_withdrawn() -> None:
 
 def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
     """Whatever earlier attempts have left: questions, answers, signatures, of more ranks than there are now."""
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=20)
+    server = meeting.host_store(0, patience)
 
     def attempt(world: int, late: int) -> None:
         parts: dict[int, dist.Store] = {}
@@ -121,19 +121,17 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
 
 
 def test_whose_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DEEPZERO_RESTART", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert meeting.shared_by_attempts()
-    monkeypatch.setenv("DEEPZERO_RESTART", "0")
-    assert not meeting.shared_by_attempts()
-    monkeypatch.delenv("DEEPZERO_RESTART")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not meeting.shared_by_attempts()
 
 
 PROGRAM = """
-import time
+import signal, sys, time
+for name in sys.argv[1:]:
+    signal.signal(signal.Signals[name], signal.SIG_IGN)  # as `nohup` and a shell's `&` do it
 from deepzero.comm import rank_process, stop_request
 asked = []
 def ask():
@@ -157,7 +155,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "inside", "leaves", "signals", "said", "status"),
     [
-        ("", "", True, ["TERM"], ["stopped by SIGTERM"], 143),
+        ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
         (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
         (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
         pytest.param(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130, marks=EXHAUSTIVE),
@@ -171,7 +169,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
             143,
             marks=EXHAUSTIVE,
         ),
-        # By Slurm, and passed on by the agent.
+        # By Slurm, and passed on by the launcher.
         pytest.param(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0, marks=EXHAUSTIVE),
         pytest.param(
             REQUEST.replace("1.0", "20"),
@@ -195,7 +193,8 @@ EXHAUSTIVE = pytest.mark.exhaustive
 )
 def test_signals(before: str, inside: str, leaves: bool, signals: list[str], said: list[str], status: int) -> None:
     code = PROGRAM.format(before=before, inside=inside, leaves=leaves)
-    command = [sys.executable, "-c", code]
+    ignored = [f"SIG{name[-3:]}" for name in signals if name.startswith("ignored")]
+    command = [sys.executable, "-c", code, *ignored]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
@@ -207,7 +206,7 @@ def test_signals(before: str, inside: str, leaves: bool, signals: list[str], sai
                 if name.isdigit():
                     time.sleep(int(name))
                 else:
-                    rank.send_signal(signal.Signals[f"SIG{name}"])
+                    rank.send_signal(signal.Signals[f"SIG{name.removeprefix('ignored ')}"])
                     time.sleep(0.1)  # two at once might arrive as one
             assert rank.wait(30) == status
             assert rank.stdout.read().splitlines() == said

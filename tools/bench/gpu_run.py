@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.launch import ROOT, end_all, free_port, rank_environment, tail
+from tools.bench.launch import ROOT, end_all, open_store, rank_environment, tail
 from tools.bench.workload import Workload
 
 GIB = 2**30
@@ -84,11 +84,12 @@ def run_worker(spec: dict[str, Any], timeout_seconds: float, scratch: Path, log:
     scratch.mkdir(parents=True)
     file, output, result = scratch / "SPEC.json", scratch / "output", scratch / "RESULT.json"
     file.write_text(json.dumps(spec))
+    store = open_store()
     free_before, started, error = _free(), time.monotonic(), None
     with open(output, "wb") as printed:
         process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.gpu_worker", str(file)],
-            env=worker_environment(Workload(**spec["work"])),
+            env=worker_environment(Workload(**spec["work"]), store.port),
             cwd=scratch,
             stdout=printed,
             stderr=subprocess.STDOUT,
@@ -110,9 +111,9 @@ def run_worker(spec: dict[str, Any], timeout_seconds: float, scratch: Path, log:
     return {**found, "wall_seconds": time.monotonic() - started}
 
 
-def worker_environment(work: Workload) -> dict[str, str]:
+def worker_environment(work: Workload, port: int) -> dict[str, str]:
     """A world of one rank; on the CPU deepzero is kept off a GPU that may be there."""
-    environment = rank_environment(work, 0, free_port())
+    environment = rank_environment(work, 0, port)
     environment.pop("DEEPZERO_DEVICE", None)
     if work.device == "cpu":
         environment["DEEPZERO_DEVICE"] = "cpu"

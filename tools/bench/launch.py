@@ -12,14 +12,17 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
+from deepzero.comm.meeting import LOOPBACK, host_store, loopback_variables
 from tools.bench.contenders import Contender, Variant
 from tools.bench.stats import mean_over_ranks, slowest_rank
 from tools.bench.workload import Workload
@@ -114,7 +117,7 @@ def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) ->
 
 def _run_ranks(spec: Path, plan: Plan) -> str | None:
     """None when every rank ended well and wrote its file, else one line or a few that say what went wrong."""
-    port = free_port()
+    store = open_store()
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(plan.work.ranks):
@@ -122,7 +125,7 @@ def _run_ranks(spec: Path, plan: Plan) -> str | None:
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "tools.bench.rank", str(spec)],
-                        env=rank_environment(plan.work, rank, port),
+                        env=rank_environment(plan.work, rank, store.port),
                         cwd=spec.parent,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -135,24 +138,28 @@ def _run_ranks(spec: Path, plan: Plan) -> str | None:
 
 
 def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
-    """The parent's environment plus what ``env://`` rendezvous, thread counts and the import path need."""
+    """The parent's environment plus what ``env://`` rendezvous, thread counts and the import path need.
+
+    Args:
+        work: the workload.
+        rank: whose environment.
+        port: of the store that this process has opened, so that no rank opens one to the world.
+    """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
+    return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(work.ranks),
         "LOCAL_WORLD_SIZE": str(work.ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **loopback_variables(),
         "OMP_NUM_THREADS": str(work.threads),
         "DEEPZERO_BENCH_DEVICE": work.device,
     }
-    # gloo asks the host name for an address unless it is told the interface; every rank is on this machine.
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], spec: Path, plan: Plan) -> str | None:
@@ -191,11 +198,9 @@ def tail(log: Path, characters: int = 1500) -> str:
     return text[-characters:] or "(it printed nothing)"
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def open_store() -> TCPStore:
+    """Where ranks meet, on a port of this machine that no other can reach; closed when nobody holds it any more."""
+    return host_store(0, timedelta(seconds=300))
 
 
 def version_of(package: str) -> str | None:

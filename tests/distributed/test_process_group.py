@@ -1,0 +1,117 @@
+"""How ranks meet, who can hear them, and what they believe."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepzero.comm import groups, meeting, process_group
+from tests import doors
+from tests.distributed.pool import RankPool
+from tests.e2e.test_launch import free_port
+
+CPU = torch.device("cpu")
+
+
+def test_what_a_stranger_could_do_to_a_store(tmp_path: Path) -> None:
+    """This is why ranks meet at none that is reached through a port; and the other tests' stranger is a real one."""
+    store = meeting.host_store(0, timedelta(seconds=5))
+    assert doors.beyond(doors.listening([os.getpid()])) == []
+    assert doors.poke(store.port, tmp_path / "evidence")
+    pickle.loads(store.get("deepzero/secret"))
+    assert (tmp_path / "evidence").exists()
+
+
+def told_by_a_stranger(rank: int, world_size: int, folder: str) -> list[str]:
+    """Rank 0 sends what no rank would: a pickle without a seal, in the place of each kind of small talk."""
+    talk: list[tuple[Callable[[], Any], bool]] = [
+        (lambda: process_group.broadcast_object("x"), False),
+        (lambda: process_group.all_gather_object("x"), True),
+        (lambda: process_group.gather_object("x", dst=1), True),
+    ]
+    said = []
+    for listen, everyone in talk:
+        payload = torch.frombuffer(bytearray(pickle.dumps(doors.Payload(Path(folder)))), dtype=torch.uint8)
+        if rank == 1:
+            try:
+                listen()
+            except RuntimeError as error:
+                said.append(str(error))
+        elif not everyone:
+            dist.broadcast(torch.tensor([payload.numel()]), src=0)
+            dist.broadcast(payload, src=0)
+        else:
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+            dist.all_gather(sizes, torch.tensor([payload.numel()]))
+            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+            padded[: payload.numel()] = payload
+            if "gather_object" in listen.__code__.co_names:
+                dist.gather(padded, None, dst=1)
+            else:
+                dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)
+    return said
+
+
+def test_what_no_rank_has_sent_is_not_unpickled(ranks: RankPool, tmp_path: Path) -> None:
+    evidence = tmp_path / "evidence"
+    said = ranks.run(told_by_a_stranger, str(evidence))[1]
+    assert len(said) == 3
+    assert all("bytes was not sent by a rank of this run" in text for text in said)
+    assert not evidence.exists()
+
+
+def timeouts(rank: int, world_size: int) -> tuple[timedelta, timedelta]:
+    """Of the whole world and of a part of it."""
+    part = groups.make_group([(0,), (1,)], rank, with_handle=True).handle
+    groups.forget()
+    return tuple(group._get_backend(CPU).options._timeout for group in (dist.group.WORLD, part))  # type: ignore
+
+
+def test_a_part_of_the_world_has_its_timeout(ranks: RankPool) -> None:
+    assert ranks.run(timeouts) == [(timedelta(seconds=120),) * 2] * 2
+
+
+def twice_at_a_port(rank: int, world_size: int, port: int) -> tuple[Any, set[tuple[str, int]]]:
+    """Join by the variables that a foreign launcher sets, leave, and join again."""
+    for name in (meeting.LAUNCH_FOLDER_VARIABLE, *meeting.loopback_variables()):
+        os.environ.pop(name)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="none")
+    heard, found = [], set()
+    for _ in range(2):
+        process_group.init_distributed(backend="gloo")
+        heard.append(process_group.all_gather_object(rank))
+        found |= doors.listening([os.getpid()])
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "none"
+        process_group.shutdown()
+    return heard, found
+
+
+def test_ranks_of_a_foreign_launcher_on_one_machine(ranks: RankPool) -> None:
+    port = free_port()
+    (heard, first), (_, second) = ranks.run(twice_at_a_port, port, process_group=False)
+    assert heard == [[0, 1]] * 2
+    assert ("127.0.0.1", port) in first
+    assert doors.beyond(first | second) == []
+
+
+def alone(rank: int, world_size: int) -> set[tuple[str, int]]:
+    """A world of one, without any launcher."""
+    for name in ("RANK", "WORLD_SIZE", meeting.LAUNCH_FOLDER_VARIABLE, *meeting.loopback_variables()):
+        os.environ.pop(name)
+    process_group.init_distributed(backend="gloo")
+    found = doors.listening([os.getpid()])
+    process_group.shutdown()
+    return found
+
+
+def test_a_world_of_one(ranks: RankPool) -> None:
+    found = ranks.run(alone, world_size=1, process_group=False)[0]
+    assert len(found) == 1, "gloo's"
+    assert doors.beyond(found) == []

@@ -1,0 +1,255 @@
+"""The launcher's own part: starting, waiting, signals, the device. With real ranks: tests/e2e/test_launch.py."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deepzero.comm import launcher, process_group
+from deepzero.comm.launcher import Interrupted, RankFailed, choose_device, launch
+from deepzero.comm.meeting import JOINED
+from deepzero.config.parse import ConfigError
+
+
+def start(*scripts: str) -> list[subprocess.Popen[bytes]]:
+    """Shells in the place of ranks."""
+    return [subprocess.Popen(["sh", "-c", script], start_new_session=True) for script in scripts]
+
+
+@contextlib.contextmanager
+def ignored(*numbers: signal.Signals) -> Iterator[None]:
+    """By this process, and by those that it starts."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_the_rank_that_fails_ends_the_others() -> None:
+    ranks = start("exec sleep 60", "exit 3")
+    assert launcher._wait(ranks, launcher._Signals()) == {1: 3}
+    assert ranks[0].returncode == -signal.SIGTERM
+    assert launcher._wait(start("kill -KILL $$", "exec sleep 60"), launcher._Signals()) == {0: -signal.SIGKILL}
+    assert launcher._wait(start("exit 0"), launcher._Signals()) == {}
+
+
+def test_ranks_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
+    signals = launcher._Signals()
+    with ignored(signal.SIGTERM):
+        ranks = start("exec sleep 60")
+    signals.received.append(signal.SIGTERM)
+    launcher._wait(ranks, signals)
+    assert ranks[0].returncode == -signal.SIGKILL
+
+
+def test_ctrl_c_twice_does_not_wait() -> None:
+    signals = launcher._Signals()
+    with ignored(signal.SIGTERM):
+        ranks = start("exec sleep 60")
+    signals.received += [signal.SIGINT, signal.SIGINT]
+    launcher._wait(ranks, signals)
+    assert ranks[0].returncode == -signal.SIGKILL
+
+
+def test_what_was_ignored_stays_ignored() -> None:
+    """SIGHUP by nohup, and Ctrl-C for what a shell has started with ``&``."""
+    before = signal.getsignal(signal.SIGTERM)
+    with ignored(signal.SIGHUP):
+        with launcher._signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.received == [signal.SIGTERM]
+            with pytest.raises(Interrupted), signals.raised():
+                raise AssertionError("a signal was noted before")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_while_no_rank_runs() -> None:
+    with launcher._signals() as signals, pytest.raises(Interrupted, match="SIGTERM"), signals.raised():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def go(nproc: int = 2, **settings: Any) -> None:
+    launch(__file__, "go", (), nproc=nproc, environment={}, **settings)
+
+
+def test_a_rank_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = subprocess.Popen, []
+
+    def popen(command: list[str], **settings: Any) -> Any:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(real(["sleep", "60"], **settings))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    with pytest.raises(RankFailed) as caught:
+        go(3, max_restarts=2)
+    assert caught.value.headline.startswith(
+        "rank 1 of 3 could not be started: BlockingIOError: [Errno 11] Resource temporarily unavailable; `ulimit -a`"
+    )
+    assert "Traceback" in caught.value.full
+    assert caught.value.frames == ""
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    with pytest.raises(RankFailed, match=r"no folder for the ranks to meet in: OSError: .*'/tmp/x'; TMPDIR can name"):
+        go()
+
+
+@pytest.mark.parametrize("joins", [0, 1])
+def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[Path] = []
+
+    def attempt(folder: Path, *_: Any) -> None:
+        attempts.append(folder)
+        folder.mkdir()
+        if len(attempts) <= joins:
+            (folder / JOINED).touch()
+        if len(attempts) < 3:
+            raise RankFailed(f"attempt {len(attempts)}")
+
+    said: list[tuple[int, str]] = []
+    monkeypatch.setattr(launcher, "_attempt", attempt)
+    if joins:
+        go(max_restarts=3, on_restart=lambda number, error: said.append((number, error.headline)))
+        assert said == [(1, "attempt 1"), (2, "attempt 2")]
+    else:
+        with pytest.raises(RankFailed, match="attempt 1"):
+            go(max_restarts=3)
+    assert len({*attempts}) == (3 if joins else 1)
+    assert not attempts[0].parent.exists()
+    assert attempts[0].parent.name.startswith("deepzero-launch-")
+
+
+def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = {"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "eth0"}
+    for name, value in {**older, "LOCAL_RANK": "7", "MASTER_KEY": "kept"}.items():
+        monkeypatch.setenv(name, value)
+    variables = launcher._rank_environment(1, 2, {"OMP_NUM_THREADS": "5"})
+    assert not {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(variables)
+    assert variables["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert variables["NCCL_SOCKET_IFNAME"].startswith("=lo")
+    assert [variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")] == list("1122")
+    assert (variables["OMP_NUM_THREADS"], variables["MASTER_KEY"]) == ("5", "kept")
+
+
+# ---- the device ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A machine with two GPUs; gets the devices that are chosen."""
+    chosen: list[Any] = []
+    for name in ("DEEPZERO_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("variables", "device"),
+    [
+        ({"LOCAL_RANK": "1"}, 1),
+        ({"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "2"}, 0),
+        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "3"}, 1),
+        ({"RANK": "2", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "2"}, 0),
+        ({}, 1),  # alone: the one that the caller has chosen
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "LOCAL_RANK is not set: rank 1 of 4 cannot know which of 2 GPUs"),
+        # A script in a Slurm job has started the ranks: Slurm's word is about the script.
+        ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, "LOCAL_RANK is not set"),
+        ({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK=2: this process sees 2 GPUs only"),
+    ],
+)
+def test_a_ranks_gpu(
+    variables: dict[str, str], device: int | str, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(device, int):
+        assert process_group.default_device() == torch.device("cuda", device)
+    else:
+        with pytest.raises(ConfigError, match=device):
+            process_group.default_device()
+
+
+def test_a_group_that_the_caller_has_joined(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    process_group.init_distributed()
+    assert gpus == [torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of torch on a machine without a usable GPU."""
+    monkeypatch.delenv("DEEPZERO_DEVICE", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    process_group.say_cpu.cache_clear()
+
+
+def test_the_cpu_is_not_taken_in_silence(
+    no_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    assert choose_device("auto", 2) == choose_device("auto", 2) == "cpu"
+    process_group.init_distributed()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("running on the CPU: torch ")
+    assert "finds none to use (CUDA_VISIBLE_DEVICES=5)" in said
+    with pytest.raises(ConfigError, match=r"launch\.device=cuda: torch .* finds none"):
+        choose_device("cuda", 1)
+
+
+@pytest.mark.parametrize("variables", [{"DEEPZERO_DEVICE": "cpu"}, {"RANK": "1"}])
+def test_the_cpu_is_taken_in_silence(
+    variables: dict[str, str], no_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is meant, and on all ranks but one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert choose_device("auto", 2) == choose_device("cpu", 2) == "cpu"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cpu_build_beside_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/proc/driver/nvidia/version")
+    assert "has an NVIDIA driver, and torch" in str(process_group.missing_gpu())
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    assert process_group.missing_gpu() is None
+
+
+def test_too_few_gpus(gpus: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    process_group.say_cpu.cache_clear()
+    assert choose_device("auto", 2) == choose_device("cuda", 2) == "cuda"
+    assert choose_device("auto", 3) == "cpu"
+    assert "running on the CPU: 3 ranks want a GPU each, and this machine has 2." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"launch\.device=cuda: 3 ranks want a GPU each, and this machine has 2"):
+        choose_device("cuda", 3)
