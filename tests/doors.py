@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _LISTEN = "0A"
-KEYS = ("default_pg/0//0", "deepzero/secret", "torch.rendezvous.run", "a")
-"""Names under which ranks and torch's rendezvous have written."""
+KEYS = ("/default_pg/0//0", "/deepzero/secret", "/torch.rendezvous.run")
+"""Names under which ranks and torch write, as they stand in a store: its client puts the first slash."""
 
 
 def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
