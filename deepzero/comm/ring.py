@@ -44,6 +44,7 @@ import argparse
 import contextlib
 import enum
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -56,6 +57,7 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
+from deepzero.comm.meeting import loopback_variables
 
 
 class Phase(enum.Enum):
@@ -357,6 +359,7 @@ def _example_rank(rank: int, world_size: int, numel: int, store_path: str, pipe:
     torch.set_num_threads(1)
     store = dist.FileStore(store_path, world_size)
     timeout = timedelta(seconds=_TIMEOUT_SECONDS)
+    os.environ.update(loopback_variables())
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     hops: list[Hop] = []
     tensor, real = gradients(rank, world_size, numel), gradients(rank, world_size, numel)

@@ -71,6 +71,8 @@ def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> 
         runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
         if launched_by == "launcher":
             os.kill(command.process.pid, signal.SIGHUP)
+            time.sleep(0.5)
+            assert len(command.ranks()) == 2
         os.kill(command.process.pid, signal.SIGTERM)
         done = command.wait(40)
         assert command.processes() == {}
