@@ -133,7 +133,7 @@ class EngineCheckpoints(EngineOffload):
             )
 
         if self._saver is None:
-            self._saver = Saver(self.device, self.config.comm.timeout_seconds)
+            self._saver = Saver(self.device, self.config.comm.save_timeout_seconds)
             _SAVERS.add(self._saver)
             self.comm.ledger.watch(SNAPSHOT, self._saver.held)
         self._saver.save(Target(save_dir, tag, save_latest, keep_last), gather, asynchronous)
