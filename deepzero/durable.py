@@ -46,9 +46,15 @@ def flush_parents(path: Path) -> None:
             flush_folder(parent)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Put a small file in its place, whole or not at all; :func:`flush_folder` makes its name last."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def write_whole(path: Path, content: bytes, suffix: str = "tmp") -> None:
+    """Put a small file in its place, whole or not at all; :func:`flush_folder` makes its name last.
+
+    Args:
+        path: its place.
+        content: its bytes.
+        suffix: of the name that it has until then; of this process's own, where several may write.
+    """
+    temporary = path.with_name(f".{path.name}.{suffix}")
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()

@@ -269,7 +269,7 @@ class ModelWriter:
         """Out with the old model, in with the new one, entry file last; back again when that fails."""
         aside = self._temporary / "older"
         aside.mkdir()
-        moved: list[tuple[Path, Path]] = []
+        moved: list[list[tuple[Path, Path]]] = []
         parts = [name for name in (*self.names, *self.extra) if name != self.entry]
         older = self._older()
         if older == [self.folder / self.entry] and not parts:
@@ -283,15 +283,17 @@ class ModelWriter:
         ]
         try:
             for stage in filter(None, stages):
+                moved.append([])
                 for source, target in stage:
                     source.replace(target)
-                    moved.append((source, target))
+                    moved[-1].append((source, target))
                 flush_folder(self.folder)  # a power cut must not take an earlier stage and leave a later one
             flush_parents(self.folder)
         except BaseException:
-            for source, target in reversed(moved):
-                target.replace(source)
-            flush_folder(self.folder)
+            for back in reversed(moved):
+                for source, target in reversed(back):
+                    target.replace(source)
+                flush_folder(self.folder)
             raise
         self._made.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)

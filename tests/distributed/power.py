@@ -36,6 +36,8 @@ ROOT = 0
 Event = tuple[Any, ...]
 """``create`` folder name id is_folder | ``write`` id bytes | ``move`` folder name folder name id | ``remove`` folder name
 id | ``flush`` id site | ``mark`` anything."""
+Damage = Callable[[bytes, bytes], bytes]
+"""(bytes of the last flush, bytes that were written) → bytes on the disk."""
 Tree = dict[str, Any]
 """Name → ``bytes``, or the tree of a folder."""
 
@@ -227,7 +229,7 @@ class Disk:
             happened = tuple(one for one in everything if chance.random() < 0.5)
             yield self._tree(happened, lambda was, now: chance.choice([*DAMAGES, _torn_by(chance)])(was, now))
 
-    def _tree(self, happened: Sequence[int], damage: Callable[[bytes | None, bytes], bytes]) -> Tree:
+    def _tree(self, happened: Sequence[int], damage: Damage) -> Tree:
         folders = {folder: dict(names) for folder, names in self.certain.items()}
         for one in happened:
             rename(folders, self.pending[one])
@@ -238,19 +240,17 @@ class Disk:
                 if known in self.world.folders:
                     made[name] = {} if self.ignored(name) else build(known)
                 elif not self.ignored(name):
-                    was, now = self.flushed.get(known), self.world.bytes.get(known, b"")
-                    made[name] = now if was == now else damage(was, now)
+                    was, now = self.flushed.get(known, b""), self.world.bytes.get(known, b"")
+                    # What was appended leaves what was there before as it is.
+                    stays = len(was) if now.startswith(was) else 0
+                    made[name] = now[:stays] + damage(was[stays:], now[stays:]) if was != now else now
             return made
 
         return build(ROOT)
 
 
-Damage = Callable[[bytes | None, bytes], bytes]
-"""(bytes of the last flush, bytes that were written) → bytes on the disk."""
-
-
 def _torn_by(chance: random.Random) -> Damage:
-    def torn(was: bytes | None, now: bytes) -> bytes:
+    def torn(was: bytes, now: bytes) -> bytes:
         blocks = [now[start : start + BLOCK] for start in range(0, len(now), BLOCK)]
         return b"".join(block if chance.random() < 0.5 else bytes(len(block)) for block in blocks)
 
@@ -258,19 +258,19 @@ def _torn_by(chance: random.Random) -> Damage:
 
 
 @functools.lru_cache
-def _zeros(was: bytes | None, now: bytes) -> bytes:
+def _zeros(was: bytes, now: bytes) -> bytes:
     return bytes(len(now))
 
 
 @functools.lru_cache
-def _half(was: bytes | None, now: bytes) -> bytes:
+def _half(was: bytes, now: bytes) -> bytes:
     half = len(now) // 2 // BLOCK * BLOCK
     return now[:half] + bytes(len(now) - half)
 
 
 DAMAGES: tuple[Damage, ...] = (
     lambda was, now: now,
-    lambda was, now: was or b"",
+    lambda was, now: was,
     lambda was, now: b"",
     _zeros,
     _half,
