@@ -136,6 +136,22 @@ def _no_latest(folder: Path) -> str:
     return f"{folder} holds no checkpoint ({LATEST} is missing)"
 
 
+def others(load_dir: str | Path, tag: str | None) -> list[Path]:
+    """The complete checkpoints beside the one that :func:`find` was asked for, newest first; none for a wrong tag."""
+    folder = Path(load_dir).expanduser()
+    if is_complete(folder) or (folder / MANIFEST).exists():
+        folder, tag = folder.parent, folder.name
+    elif (folder / RUN_CHECKPOINTS).is_dir():
+        folder /= RUN_CHECKPOINTS
+    if tag is not None and not os.path.lexists(folder / tag):
+        return []
+    try:
+        damaged = tag or latest_tag(folder)
+    except CheckpointError:
+        damaged = None
+    return [folder / known for known in reversed(complete_tags(folder)) if known != damaged]
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a complete checkpoint, after its hash and the sizes of all files have been compared.
 
@@ -194,9 +210,14 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
     shutil.rmtree(aside, ignore_errors=True)
     if save_latest:
-        write_whole(folder / LATEST, f"{manifest.tag}\n".encode())
-        flush_folder(folder)
+        point_latest(final)
     return final
+
+
+def point_latest(path: Path) -> None:
+    """Let ``latest`` name a checkpoint."""
+    write_whole(path.with_name(LATEST), f"{path.name}\n".encode())
+    flush_folder(path.parent)
 
 
 def prune(folder: Path, tag: str, keep_last: int) -> list[str]:

@@ -34,8 +34,8 @@ ROOT = 0
 """The folder that is looked at; it is on the disk from the beginning."""
 
 Event = tuple[Any, ...]
-"""``create`` folder name id is_folder | ``write`` id bytes | ``move`` folder name folder name id | ``remove`` folder name
-id | ``flush`` id site | ``mark`` anything."""
+"""``create`` folder name id is_folder | ``write`` id bytes | ``move`` folder name folder name id |
+``remove`` folder name id | ``flush`` id site | ``mark`` anything."""
 Damage = Callable[[bytes, bytes], bytes]
 """(bytes of the last flush, bytes that were written) → bytes on the disk."""
 Tree = dict[str, Any]

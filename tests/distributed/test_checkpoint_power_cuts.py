@@ -1,4 +1,4 @@
-"""The power goes at any instant: what was saved is there, whole, and newest; and no flush of a save is there for nothing."""
+"""The power goes at any instant: what was saved is there, whole, and newest; and no flush is made for nothing."""
 
 from __future__ import annotations
 
