@@ -37,10 +37,11 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     Raises:
         ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
     """
-    own = run_dir / CHECKPOINTS
+    own, tag = run_dir / CHECKPOINTS, None
     try:
         if resume is not None and not restarted and Path(resume).expanduser().resolve().parent == own.resolve():
-            return find(own, Path(resume).name)
+            tag = Path(resume).name
+            return find(own, tag)
         if resume is not None or restarted:
             # ``latest`` is written after the first checkpoint has appeared: a kill may come between.
             newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
@@ -55,7 +56,7 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
             return None
         return find(resume, None)
     except CheckpointError as error:
-        beside = whole_beside(own if complete_tags(own) else resume or own, None)
+        beside = whole_beside(own if complete_tags(own) else resume or own, tag)
         raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
 
 

@@ -175,7 +175,7 @@ def test_the_whole_one_beside_a_damaged_one_is_named(ranks, tmp_path, capsys):
         find_start(str(tmp_path), tmp_path / "another run")
     (tmp_path / "latest").write_text("step_3")
     with pytest.raises(CheckpointError) as caught:
-        export(tmp_path, tmp_path / "out", "fp32")
+        export(tmp_path, tmp_path / "out", "fp32", tag="step_2")
     assert str(caught.value).endswith(advice) and not (tmp_path / "out").exists()
     assert verify([str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith(f"{whole} beside it is whole\n")

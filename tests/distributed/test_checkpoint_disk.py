@@ -11,15 +11,19 @@ import sys
 import threading
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepzero import durable
 from deepzero.checkpoint import folder as folders
 from deepzero.checkpoint import model_file, saver, shard_file
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.comm import process_group
+from deepzero.offload.arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.test_checkpoint_bad_input import said
 
@@ -477,3 +481,37 @@ def test_no_flush_has_much_to_write(ranks, tmp_path):
     for sizes, told in ranks.run(write_in_steps, tmp_path / "checkpoints"):
         assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
         assert {8192, 16384} <= set(told)
+
+
+def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
+    """On a GPU: the bytes of the shard, in memory that is used again, and one piece of it at a time."""
+    locked = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address, nbytes, flags):
+            locked[address] = nbytes
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address):
+            del locked[address]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, synchronize=None))
+    found = saver.Saver(torch.device("cuda"), 1.0)
+    needed = []
+    for numel in (700_000, 300_000, 1_100_000):
+        values = torch.arange(numel, dtype=torch.float32)
+        plan = shard_file.plan_shard([shard_file.Entry("master", "w", 0, values)], {})
+        copied, _ = found._snapshot(plan)
+        assert bytes(copied.image) == plan.header + values.numpy().tobytes()
+        needed.append(plan.bytes)
+        (size,) = locked.values()
+        assert max(needed) <= size < max(needed) + ALIGN_BYTES
+        assert [tensor.nbytes for tensor in found.held()] == [max(needed)]
+    found.close()
+    assert locked == {} and found.held() == []
