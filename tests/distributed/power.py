@@ -103,7 +103,8 @@ class Recorder:
             self._look()
             if name in ("fsync", "fdatasync"):
                 handle = args[0] if isinstance(args[0], int) else args[0].fileno()
-                return self._noted("flush", self._place(os.readlink(f"/proc/self/fd/{handle}"))[2], _site())
+                _, what, known = self._place(os.readlink(f"/proc/self/fd/{handle}"))
+                return self._noted("flush", known, f"{what} by {_site()}")
             result = call(*args, **options)
             first = self._place(self._path(args[0], options.get("dir_fd", options.get("src_dir_fd"))))
             if name == "mkdir":
@@ -346,7 +347,7 @@ def losses(
 
 
 def idle_flushes(events: Sequence[Event], search: Callable[..., Iterator[str]]) -> set[str]:
-    """Where the program flushes for nothing: without any one of these nothing is lost.
+    """What the program flushes, and where, for nothing: without any one of these nothing is lost.
 
     Args:
         events: the record.
