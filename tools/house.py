@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.config", 0),
     ("deepzero.version", 0),
     ("deepzero.layout", 0),
+    ("deepzero.durable", 0),
     ("deepzero.comm", 1),
     ("deepzero.comm.bucket", 2),
     ("deepzero.comm.quantized_bucket", 2),

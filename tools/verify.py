@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.verify import Report, verify
+from deepzero.checkpoint.verify import Report, verify, whole_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem)
     if report.problems or report.manifest is None:
         print(f"{report.path}: {len(report.problems)} problem{'s' * (len(report.problems) != 1)}", file=sys.stderr)
+        if (whole := whole_beside(report.path.parent, report.path.name)) is not None:
+            print(f"{whole} beside it is whole", file=sys.stderr)
         return 1
     print(table(report))
     return 0

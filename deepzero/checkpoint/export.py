@@ -11,6 +11,7 @@ Command: ``python -m tools.export``. Source: DeepSpeed's ``zero_to_fp32.py``, wh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from deepzero.checkpoint.model_file import (
 )
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
 from deepzero.checkpoint.values import TORCH_DTYPES
+from deepzero.checkpoint.verify import whole_beside
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -89,8 +91,9 @@ def export(
     if dtype not in PRECISIONS:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(PRECISIONS)}")
     max_bytes = parse_size(max_shard_size)
-    path = find(checkpoint, tag)
-    manifest = read_manifest(path)
+    with _naming_a_whole_one(checkpoint, tag):
+        path = find(checkpoint, tag)
+        manifest = read_manifest(path)
     reader = CheckpointReader(path, manifest)
     sources, left_out = _sources(manifest, reader, PRECISIONS[dtype], strip_prefix)
     if left_out and not partial:
@@ -104,6 +107,15 @@ def export(
     with ModelWriter(Path(out), plans, max_bytes, MODEL_FILE, replace=force, extra=extra) as writer:
         writer.write(_values(reader, [by_name[plan.name] for plan in writer.order]))
     return Exported(Path(out), tuple(writer.names), len(plans), writer.total_bytes, tuple(left_out))
+
+
+@contextlib.contextmanager
+def _naming_a_whole_one(checkpoint: str | Path, tag: str | None) -> Iterator[None]:
+    """Damage that is found inside is raised with the newest whole checkpoint beside it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(error.text, whole_beside(checkpoint, tag)) from None
 
 
 def _small_file(path: Path) -> bytes:
@@ -146,5 +158,6 @@ def _values(reader: CheckpointReader, sources: list[_Source]) -> Iterator[tuple[
         plan, dtype = source.plan, TORCH_DTYPES[source.plan.dtype]
         for start, stop in plan.pieces():
             values = torch.empty(stop - start, dtype=reader.stored_dtype(source.key, source.name))
-            reader.read([Wanted(source.key, source.name, start, values)])
+            with _naming_a_whole_one(reader.path.parent, reader.path.name):
+                reader.read([Wanted(source.key, source.name, start, values)])
             yield plan, start, convert(values, dtype, plan.name) if dtype.is_floating_point else values

@@ -2,15 +2,14 @@
 
 **Nothing lost.** A checkpoint is written into a folder of another name, flushed, marked complete (``COMMIT``), and
 only then renamed to its tag; ``latest`` is replaced after that. At any instant either the old or the new one is there,
-whole.
+whole, also when the machine loses power: see :mod:`deepzero.durable`.
 
 **One writer.** Rank 0 of a run holds a lock on the folder from its first save to its end. The system gives the lock
-back when the process ends, however it ends.
+back when the process ends, however it ends; processes that it has forked (data workers) do not hold it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from deepzero.checkpoint.format import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
 from deepzero.checkpoint.sound import check_sound
+from deepzero.durable import flush_folder, write_whole
 
 LOCK = ".lock"
 SAVING = ".saving-"
@@ -136,6 +136,22 @@ def _no_latest(folder: Path) -> str:
     return f"{folder} holds no checkpoint ({LATEST} is missing)"
 
 
+def others(load_dir: str | Path, tag: str | None) -> list[Path]:
+    """The complete checkpoints beside the one that :func:`find` was asked for, newest first; none for a wrong tag."""
+    folder = Path(load_dir).expanduser()
+    if is_complete(folder) or (folder / MANIFEST).exists():
+        folder, tag = folder.parent, folder.name
+    elif (folder / RUN_CHECKPOINTS).is_dir():
+        folder /= RUN_CHECKPOINTS
+    if tag is not None and not os.path.lexists(folder / tag):
+        return []
+    try:
+        damaged = tag or latest_tag(folder)
+    except CheckpointError:
+        damaged = None
+    return [folder / known for known in reversed(complete_tags(folder)) if known != damaged]
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a complete checkpoint, after its hash and the sizes of all files have been compared.
 
@@ -170,26 +186,6 @@ def read_manifest(path: Path) -> Manifest:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def flush_folder(path: Path) -> None:
-    """Let a folder's names reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A small file, whole or not at all, on the disk when this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> Path:
     """Make a written checkpoint the one of its tag.
 
@@ -204,23 +200,24 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     """
     raw = manifest.to_json().encode()
     write_whole(temporary / MANIFEST, raw)
-    flush_folder(temporary)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
-    flush_folder(temporary)
+    flush_folder(temporary)  # what is in it, before it has a name that somebody reads
     final = folder / manifest.tag
+    aside = folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
     if final.exists():
-        aside = folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
         final.replace(aside)
-        temporary.replace(final)
-        flush_folder(folder)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        temporary.replace(final)
-        flush_folder(folder)
+    temporary.replace(final)
+    flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
+    shutil.rmtree(aside, ignore_errors=True)
     if save_latest:
-        write_whole(folder / LATEST, f"{manifest.tag}\n".encode())
-        flush_folder(folder)
+        point_latest(final)
     return final
+
+
+def point_latest(path: Path) -> None:
+    """Let ``latest`` name a checkpoint."""
+    write_whole(path.with_name(LATEST), f"{path.name}\n".encode())
+    flush_folder(path.parent)
 
 
 def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
@@ -236,10 +233,11 @@ def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
     named = latest_tag(folder)
     gone = [known for known in alike[: max(0, len(alike) - (keep_last - 1))] if known != named]
     for old in gone:
-        # First out of sight: half of a checkpoint must not be found.
-        hidden = folder / f"{DELETING}{old}"
-        (folder / old).replace(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        (folder / old).replace(folder / f"{DELETING}{old}")
+    if gone:
+        flush_folder(folder)  # first out of sight: half of a checkpoint must not be found
+    for old in gone:
+        shutil.rmtree(folder / f"{DELETING}{old}", ignore_errors=True)
     return gone
 
 
@@ -266,17 +264,15 @@ def clear_remains(folder: Path, under_way: Container[Path] = ()) -> None:
         folder: where checkpoints lie.
         under_way: folders in there that this process is writing.
     """
-    for path in folder.iterdir():
-        if path in under_way:
-            continue
-        if path.name.startswith((SAVING, DELETING)):
+    remains = [p for p in folder.iterdir() if p.name.startswith((SAVING, DELETING, REPLACED)) and p not in under_way]
+    if remains:
+        flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
+    for path in remains:
+        original = folder / path.name.removeprefix(REPLACED).partition("-")[2]
+        if path.name.startswith(REPLACED) and not original.exists():
+            path.replace(original)
+        else:
             shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(REPLACED):
-            original = folder / path.name.removeprefix(REPLACED).partition("-")[2]
-            if original.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.replace(original)
 
 
 def room_for(folder: Path, needed_bytes: int) -> None:
@@ -348,3 +344,13 @@ def release(folder: Path) -> None:
 def holds(folder: Path) -> bool:
     """Whether this process has the right to write in ``folder``."""
     return os.path.realpath(folder) in _HELD
+
+
+def _forget() -> None:
+    """In a forked child: the lock is the open file's, so that the child would keep it when this process is gone."""
+    for handle, _ in _HELD.values():
+        os.close(handle)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

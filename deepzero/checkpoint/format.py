@@ -29,6 +29,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 FORMAT = "deepzero-checkpoint"
@@ -60,10 +61,24 @@ ITEMSIZE = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, and says what to do."""
+    """A checkpoint cannot be written or read; the message names the file, and says what to do.
+
+    Args:
+        text: the message.
+        whole: where a checkpoint is damaged, another one of the same folder that is whole.
+    """
 
     says_it_all = True
     """Frames would tell a user nothing: see ``describe`` of ``comm/rank_process.py``."""
+
+    def __init__(self, text: str, whole: Path | None = None) -> None:
+        super().__init__(text)
+        self.text, self.whole = text, whole
+
+    def __str__(self) -> str:
+        if self.whole is None:
+            return self.text
+        return f"{self.text}; {self.whole} beside it is whole: load it with tag={self.whole.name!r} from there"
 
 
 def reason(error: Exception) -> str:

@@ -12,8 +12,9 @@ says so at every use until a load succeeds.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.collect import buffer_key, class_name
-from deepzero.checkpoint.folder import find, read_manifest
+from deepzero.checkpoint.folder import find, others, read_manifest
 from deepzero.checkpoint.foreign import is_foreign, model_names, read_foreign
 from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo, reason
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
@@ -85,6 +86,48 @@ def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: Holdings
     if problem:
         raise CheckpointError(problem)
     return CheckpointReader(Path(path_text), manifest, checked)
+
+
+@contextlib.contextmanager
+def naming_a_whole_one(load_dir: str | Path, tag: str | None) -> Iterator[None]:
+    """Damage that is found inside is raised with the newest whole checkpoint beside it. A collective when it is."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(error.text, _whole_beside(load_dir, tag)) from None
+
+
+def _whole_beside(load_dir: str | Path, tag: str | None) -> Any:
+    """Every byte is read, by all ranks together: that takes as long as a load."""
+    found: list[Path] = []
+    if process_group.rank() == 0:
+        with contextlib.suppress(OSError):
+            found = others(load_dir, tag)
+    for path in process_group.broadcast_object(found):
+        with contextlib.suppress(CheckpointError):
+            agree(check_rest(open_checkpoint(path, None), []))
+            return path
+    return None
+
+
+def check_rest(reader: CheckpointReader, everyone: list[dict[str, list[tuple[int, int]]]]) -> str | None:
+    """This rank's share of the blocks that no rank has read: so no damage stays hidden.
+
+    Args:
+        reader: of the checkpoint.
+        everyone: by rank, the runs of blocks that it has read of each file.
+
+    Returns:
+        What is wrong.
+    """
+    try:
+        for number, (file, info) in enumerate(sorted(reader.manifest.files.items())):
+            if number % process_group.world_size() == process_group.rank():
+                read = [run for theirs in everyone for run in theirs.get(file, ())]
+                reader.check(file, remaining(info.blocks, read))
+    except Exception as error:
+        return reason(error)
+    return None
 
 
 def _read_foreign(load_dir: str | Path, model: Holdings | None) -> tuple[Path, Manifest]:
@@ -226,20 +269,9 @@ class Loader:
         everyone = process_group.all_gather_object((problem, runs))
         agree(problem)
         if self.parts.optimizer:
-            agree(self._check_rest([theirs for _, theirs in everyone]))
+            # Headers, other ranks' generators.
+            agree(check_rest(self.reader, [theirs for _, theirs in everyone]))
         self._complete()
-
-    def _check_rest(self, everyone: list[dict[str, list[tuple[int, int]]]]) -> str | None:
-        """What no rank needs (headers, other ranks' generators) is looked at by one, so that no damage stays hidden."""
-        comm = self.holdings.comm
-        try:
-            for number, (file, info) in enumerate(sorted(self.manifest.files.items())):
-                if number % comm.world_size == comm.rank:
-                    read = [run for theirs in everyone for run in theirs.get(file, ())]
-                    self.reader.check(file, remaining(info.blocks, read))
-        except Exception as error:
-            return reason(error)
-        return None
 
     def _wanted(self) -> list[Wanted]:
         wanted = []

@@ -30,10 +30,10 @@ from typing import Any, BinaryIO
 import torch
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.folder import flush_folder, write_whole
 from deepzero.checkpoint.format import COMMIT, ITEMSIZE, LATEST, MANIFEST, CheckpointError
 from deepzero.checkpoint.headers import make_header
 from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
+from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 
 MODEL_FILE = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -232,7 +232,6 @@ class ModelWriter:
                 write_whole(self._temporary / name, content)
             if len(self.files) > 1:
                 write_whole(self._temporary / self.entry, self._index())
-            flush_folder(self._temporary)
             self._install()
         except OSError as error:
             raise CheckpointError(
@@ -245,6 +244,7 @@ class ModelWriter:
     ) -> None:
         metadata = {"format": "pt"} | {alias: plan.name for plan in plans for alias in plan.aliases}
         with open(path, "xb", buffering=shard_file.WRITE_BYTES) as file:
+            flushes = Flushes(file)
             header = make_header(((plan.name, plan.dtype, plan.shape) for plan in plans), metadata)
             shard_file.put(file, memoryview(header))
             for plan in plans:
@@ -254,9 +254,9 @@ class ModelWriter:
                     if (given.name, start, piece.dtype) != (plan.name, done, TORCH_DTYPES[plan.dtype]):
                         raise CheckpointError(f"{path}: {given.name!r} from {start} came, {plan.name!r} was planned")
                     shard_file.put(file, shard_file.bytes_of(piece.contiguous()))
+                    flushes.wrote(piece.nbytes)
                     done += piece.numel()
-            file.flush()
-            os.fsync(file.fileno())
+            flushes.flush()
 
     def _index(self) -> bytes:
         where = {plan.name: name for name, plans in zip(self.names, self.files, strict=True) for plan in plans}
@@ -269,21 +269,32 @@ class ModelWriter:
         """Out with the old model, in with the new one, entry file last; back again when that fails."""
         aside = self._temporary / "older"
         aside.mkdir()
-        moved: list[tuple[Path, Path]] = []
+        moved: list[list[tuple[Path, Path]]] = []
         parts = [name for name in (*self.names, *self.extra) if name != self.entry]
         older = self._older()
         if older == [self.folder / self.entry] and not parts:
             older = []  # one file instead of one file: a single rename, and at any instant one of them is there
+        entries = (f"{self._stem}.safetensors", f"{self._stem}.safetensors{INDEX_SUFFIX}")
+        stages = [
+            [(old, aside / old.name) for old in older if old.name in entries],
+            [(old, aside / old.name) for old in older if old.name not in entries]
+            + [(self._temporary / name, self.folder / name) for name in parts],
+            [(self._temporary / self.entry, self.folder / self.entry)],
+        ]
         try:
-            for old in older:
-                _move(old, aside / old.name, moved)
-            for name in (*parts, self.entry):
-                _move(self._temporary / name, self.folder / name, moved)
+            for stage in filter(None, stages):
+                moved.append([])
+                for source, target in stage:
+                    source.replace(target)
+                    moved[-1].append((source, target))
+                flush_folder(self.folder)  # a power cut must not take an earlier stage and leave a later one
+            flush_parents(self.folder)
         except BaseException:
-            for source, target in reversed(moved):
-                target.replace(source)
+            for back in reversed(moved):
+                for source, target in reversed(back):
+                    target.replace(source)
+                flush_folder(self.folder)
             raise
-        flush_folder(self.folder)
         self._made.clear()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
@@ -296,11 +307,6 @@ class ModelWriter:
         while self._made:
             with contextlib.suppress(OSError):  # somebody has put something there
                 self._made.pop().rmdir()
-
-
-def _move(source: Path, target: Path, moved: list[tuple[Path, Path]]) -> None:
-    source.replace(target)
-    moved.append((source, target))
 
 
 def convert(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from deepzero.checkpoint.folder import RUN_CHECKPOINTS, complete_tags, find, latest_tag, read_manifest
 from deepzero.checkpoint.format import CheckpointError, Manifest
+from deepzero.checkpoint.verify import whole_beside
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
 
@@ -28,15 +29,19 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     """The checkpoint that a run begins with; None for the beginning.
 
     Args:
-        resume: ``train.resume``.
+        resume: ``train.resume``. A checkpoint in the run folder itself is where the run goes back to; any other place
+            counts until this run has saved something.
         run_dir: the run folder.
         restarted: the ranks were started again by a launcher: what this run has saved goes before everything.
 
     Raises:
         ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
     """
-    own = run_dir / CHECKPOINTS
+    own, tag = run_dir / CHECKPOINTS, None
     try:
+        if resume is not None and not restarted and Path(resume).expanduser().resolve().parent == own.resolve():
+            tag = Path(resume).name
+            return find(own, tag)
         if resume is not None or restarted:
             # ``latest`` is written after the first checkpoint has appeared: a kill may come between.
             newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
@@ -51,7 +56,15 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
             return None
         return find(resume, None)
     except CheckpointError as error:
-        raise ConfigError(f"train.resume={resume or 'null'}: {error}") from None
+        beside = whole_beside(own if complete_tags(own) else resume or own, tag)
+        raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
+
+
+def way_out(whole: Path | None) -> str:
+    """What resumes instead of a damaged checkpoint, to stand behind what is wrong with it."""
+    if whole is None:
+        return ""
+    return f"; {whole} is whole: the same command with train.resume={whole} goes on from there"
 
 
 def manifest_of(path: Path, total_steps: int) -> Manifest:
@@ -63,7 +76,7 @@ def manifest_of(path: Path, total_steps: int) -> Manifest:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{way_out(whole_beside(path.parent, path.name))}") from None
     taken = manifest.counters["global_steps"]
     if taken > total_steps:
         raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")

@@ -4,13 +4,17 @@
     2  collect    which runs go where (``collect.py``)                                         all ranks together
     3  snapshot   asynchronous saves only: a copy of this rank's share, in memory that is kept for the next save
     4  write      this rank's shard, hashed on the way, flushed                               each rank for itself
-    5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``
+    5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``; then what is too old goes
 
 Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
 notes (``comm/side_channel.py``), never through the process group, which belongs to the training thread. On Linux it has
 the lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor time,
 and that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no longer
 either.
+
+**Nobody waits for a disk in a collective**, whose time-out (``comm.timeout_seconds``) is made for networks. Ranks wait
+for each other's disks by notes too, for as long as the other one's process lives and something has reached its disk
+within ``comm.save_timeout_seconds``. So a disk is taken in steps, each of which is told (``durable.py``).
 
 A save that fails is removed, the checkpoint before it stays what it was, and every rank raises: at once, or for an
 asynchronous save at the next one or in :meth:`Saver.wait`.
@@ -19,30 +23,33 @@ asynchronous save at the next one or in :meth:`Saver.wait`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
-import mmap
 import os
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from deepzero.checkpoint import folder as folders
 from deepzero.checkpoint.collect import Collected, with_files
-from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, reason, shard_name
+from deepzero.checkpoint.format import CheckpointError, Manifest, Row, ShardInfo, reason, shard_name
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import process_group, watchdog
+from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.side_channel import SideChannel
+from deepzero.durable import flush_parents
+from deepzero.offload.arena import HostArena, Region
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.02
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.001, 0.02
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 30.0
 """A rank whose process has given no sign for so long was killed; one whose disk hangs still gives signs."""
@@ -70,7 +77,7 @@ class Saver:
 
     Args:
         device: where the model state lives.
-        silence_seconds: a rank whose writer has not moved for so long is given up.
+        silence_seconds: a rank whose disk has taken nothing for so long is given up.
     """
 
     def __init__(self, device: torch.device, silence_seconds: float) -> None:
@@ -78,7 +85,7 @@ class Saver:
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
         # All ranks ask one store, and rank 0 asks it for each rank: together about as often, however many there are.
         self.poll_seconds = POLL_SECONDS * max(1.0, self.world_size / 16)
-        self._kept: torch.Tensor | None = None
+        self._arena: HostArena | None = None
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self._locked: Path | None = None
@@ -98,20 +105,22 @@ class Saver:
         """
         self.wait()
         save_id = str(process_group.broadcast_object(uuid.uuid4().hex[:12]))
-        self._together(lambda: self._prepare(target))
-        collected = collect(save_id)
-        temporary = folders.temporary_folder(target.folder, target.tag, save_id)
-        self._together(lambda: self._open(target.folder, temporary, collected.total_bytes))
-        job = _Job(self, target, collected, temporary, SideChannel(f"save/{save_id}"))
+        job = _Job(self, target, save_id)
+        try:
+            job.rank_0_first("prepared", lambda: self._prepare(target))
+            collected = collect(save_id)
+            job.rank_0_first("opened", lambda: self._open(target.folder, job.temporary, collected.total_bytes))
+        except BaseException:
+            job.end_beating()
+            raise
         if not asynchronous:
-            job.run()
+            job.run(collected)
             self._raise_failure()
             return
         try:
             plan, ready = self._snapshot(collected.plan)
-            job.collected = Collected(plan, collected.manifest, collected.total_bytes)
-            thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
-            job.begin_beating()  # here: a program that is about to end may start no more threads
+            copied = dataclasses.replace(collected, plan=plan)
+            thread = threading.Thread(target=job.run_behind, args=(copied, ready), name="deepzero-save", daemon=True)
             thread.start()
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
@@ -129,16 +138,16 @@ class Saver:
             self._thread = None
         self._raise_failure()
 
-    def held(self) -> list[torch.Tensor | None]:
+    def held(self) -> list[torch.Tensor]:
         """Memory of snapshots."""
-        return [self._kept]
+        return list(self._arena.tensors(SNAPSHOT)) if self._arena is not None else []
 
     def close(self) -> None:
         """Wait, and let others write to the folder."""
         try:
             self.wait()
         finally:
-            self._kept = None
+            self._release_memory()
             if self._locked is not None:
                 folders.release(self._locked)
                 self._locked = None
@@ -154,20 +163,6 @@ class Saver:
         if reason is not None:
             raise CheckpointError(reason)
 
-    def _together(self, act: Callable[[], None]) -> None:
-        """Rank 0 acts; all raise when it could not."""
-        problem: str | None = None
-        if self.rank == 0:
-            try:
-                act()
-            except CheckpointError as error:
-                problem = str(error)
-            except Exception as error:  # whatever it is: the others wait for this rank's word
-                problem = f"{reason(error)}. Nothing was saved; what was saved before is untouched"
-        problem = process_group.broadcast_object(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
-
     def _prepare(self, target: Target) -> None:
         folder = target.folder
         if self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder):
@@ -176,6 +171,7 @@ class Saver:
         if self._locked is None:
             folders.acquire(folder)
             self._locked = folder
+            flush_parents(folder)
         with _FOLDERS:
             folders.clear_remains(folder, _UNDER_WAY)
         folders.check_replaceable(folder / target.tag)
@@ -187,19 +183,24 @@ class Saver:
 
     def _snapshot(self, plan: ShardPlan) -> tuple[ShardPlan, Callable[[], None]]:
         """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
-        if self._kept is None or self._kept.numel() < plan.bytes:
-            self._kept = None  # not both at once
-            if self.device.type == "cuda":
-                self._kept = torch.empty(plan.bytes, dtype=torch.uint8, pin_memory=True)
-            else:  # a mapping begins at a page, which writing past the page cache asks for
-                self._kept = torch.frombuffer(mmap.mmap(-1, plan.bytes), dtype=torch.uint8)
-        copied = plan.copy_into(self._kept)
+        if self._arena is None or self._arena.regions[0].numel < plan.bytes:
+            self._release_memory()  # not both at once
+            # It begins at a page, which writing past the page cache asks for.
+            self._arena = HostArena([Region(SNAPSHOT, plan.bytes, torch.uint8)], self.device, pin=True)
+            self._arena.carve(SNAPSHOT, plan.bytes, torch.uint8)
+        (memory,) = self._arena.tensors(SNAPSHOT)
+        copied = plan.copy_into(memory)
         ready: Callable[[], None] = _nothing
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
             ready = event.synchronize
         return copied, ready
+
+    def _release_memory(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
 
 def _nothing() -> None:
@@ -209,38 +210,67 @@ def _nothing() -> None:
 class _Job:
     """One save, from the first byte to the commit, on one rank."""
 
-    def __init__(
-        self, saver: Saver, target: Target, collected: Collected, temporary: Path, channel: SideChannel
-    ) -> None:
-        self.saver, self.target, self.collected = saver, target, collected
-        self.temporary, self.channel = temporary, channel
+    def __init__(self, saver: Saver, target: Target, save_id: str) -> None:
+        self.saver, self.target = saver, target
+        self.temporary = folders.temporary_folder(target.folder, target.tag, save_id)
+        self.channel = SideChannel(f"save/{save_id}")
         self.watchdog = watchdog.current()
         self.over = threading.Event()
         self.heart: threading.Thread | None = None
         self.hearts = {rank: _Patience(GONE_SECONDS) for rank in range(saver.world_size)}
+        self._begin_beating()
+
+    def rank_0_first(self, what: str, act: Callable[[], None]) -> None:
+        """Rank 0 acts, the others wait for its word, and all raise when it could not."""
+        if self.saver.rank != 0:
+            problem = self._word(what)
+        else:
+            problem = ""
+            try:
+                act()
+            except CheckpointError as error:
+                problem = str(error)
+            except Exception as error:  # whatever it is: the others wait for this rank's word
+                problem = f"{reason(error)}. Nothing was saved; what was saved before is untouched"
+            self.channel.post(what, problem)
+        if problem:
+            raise CheckpointError(problem)
 
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
         self.channel.post(f"{self.saver.rank}/failed", problem)
-        self._end_beating()
+        self.end_beating()
         if self.saver.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
             _UNDER_WAY.discard(self.temporary)
             self.channel.post("verdict", f"rank 0: {problem}")
 
-    def run_behind(self, ready: Callable[[], None]) -> None:
+    def run_behind(self, collected: Collected, ready: Callable[[], None]) -> None:
         """The thread: after the snapshot is complete, out of the training thread's way."""
         with contextlib.suppress(AttributeError, OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        self._run(ready)
+        self.run(collected, ready)
 
-    def run(self) -> None:
-        """4 write, 5 commit. Failures are remembered, not raised."""
-        self.begin_beating()
-        self._run(_nothing)
+    def run(self, collected: Collected, ready: Callable[[], None] = _nothing) -> None:
+        """4 write, 5 commit. Failures are remembered, not raised: nobody sees what a thread of its own raises."""
+        try:
+            problem = self._write_and_commit(collected, ready)
+        except Exception as error:
+            problem = reason(error)
+        finally:
+            self.end_beating()
+            _UNDER_WAY.discard(self.temporary)
+        if problem is not None:
+            self.saver.failed(
+                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
+                "What was saved before is untouched"
+            )
 
-    def begin_beating(self) -> None:
-        """Let the others see that this process lives, also while the system writes and says nothing."""
+    def _begin_beating(self) -> None:
+        """Let the others see that this process lives, also while the system writes and says nothing.
+
+        From the first on: a program that is about to end may start no more threads.
+        """
 
         def beat() -> None:
             with contextlib.suppress(Exception):  # the store may be gone before this rank is
@@ -252,7 +282,8 @@ class _Job:
             self.heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
             self.heart.start()
 
-    def _end_beating(self) -> None:
+    def end_beating(self) -> None:
+        """There is nothing more that others wait for."""
         self.over.set()
         if self.heart is not None and self.heart.is_alive():
             self.heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
@@ -267,66 +298,49 @@ class _Job:
             return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
         return None
 
-    def _run(self, ready: Callable[[], None]) -> None:
-        # Whatever is raised here has to become a problem: nobody sees what a thread of its own raises.
-        try:
-            problem = self._write_and_commit(ready)
-        except Exception as error:
-            problem = reason(error)
-        finally:
-            self._end_beating()
-            _UNDER_WAY.discard(self.temporary)
-        if problem is not None:
-            self.saver.failed(
-                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
-                "What was saved before is untouched"
-            )
-
-    def _write_and_commit(self, ready: Callable[[], None]) -> str | None:
+    def _write_and_commit(self, collected: Collected, ready: Callable[[], None]) -> str | None:
         rank = self.saver.rank
         info: ShardInfo | None = None
         try:
             ready()
             path = self.temporary / shard_name(rank, self.saver.world_size)
-            info = write_shard(path, self.collected.plan, rank, self._alive)
+            info = write_shard(path, collected.plan, rank, self._alive)
             if rank != 0:
                 self.channel.post(f"{rank}/written", _shard_text(info))
         except Exception as error:
             self.channel.post(f"{rank}/failed", reason(error))
-        return self._commit(info) if rank == 0 else self._verdict()
+        return self._commit(collected.manifest, info) if rank == 0 else self._verdict()
 
     def _alive(self, written: int) -> None:
         self.channel.post(f"{self.saver.rank}/progress", str(written))
 
-    def _commit(self, mine: ShardInfo | None) -> str | None:
+    def _commit(self, manifest: Manifest, mine: ShardInfo | None) -> str | None:
         """Rank 0: when all shards are there, make them a checkpoint; tell the others."""
         problem, files = self._gather(mine)
         if problem is None:
             with _FOLDERS:
-                # What kills before their own removals have left: never more than one checkpoint too many lies there.
-                self._prune(besides=1)
-                problem = self._install(files)
+                problem = self._install(with_files(manifest, files))
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
         self.channel.post("verdict", problem or "")
         if problem is None:
             with _FOLDERS:
-                self._prune()  # after the word: removing much takes long
+                self._prune()
+        self.channel.post("pruned", "")
         return problem
 
-    def _install(self, files: dict[str, ShardInfo]) -> str | None:
+    def _install(self, manifest: Manifest) -> str | None:
         try:
-            manifest = with_files(self.collected.manifest, files)
             folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
         except Exception as error:
             return reason(error)
         return None
 
-    def _prune(self, besides: int = 0) -> None:
-        """Remove old checkpoints but for ``keep_last`` with the new one, and ``besides``; a failure is only said."""
+    def _prune(self) -> None:
+        """Remove old checkpoints but for ``keep_last`` with the new one; a failure is only said."""
         if self.target.keep_last is not None:
             try:
-                folders.prune(self.target.folder, self.target.tag, self.target.keep_last + besides)
+                folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
             except OSError as error:
                 log.warning("%s: old checkpoints could not be removed (%s)", self.target.folder, reason(error))
 
@@ -347,7 +361,7 @@ class _Job:
                 if rank != 0 and (lost := self._lost(rank)) is not None:
                     return lost, {}
                 if patience[rank].over(self.channel.look(f"{rank}/progress")):
-                    return f"rank {rank} has written nothing for {self.saver.silence_seconds:.0f} s", {}
+                    return self._silent(rank), {}
             if len(files) == size:
                 return None, files
             self._alive(time.monotonic_ns())
@@ -355,19 +369,31 @@ class _Job:
 
     def _verdict(self) -> str | None:
         """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
-        patience = _Patience(self.saver.silence_seconds)
-        while (text := self.channel.look("verdict")) is None:
-            if patience.over(self.channel.look("0/progress")):
-                return f"rank 0 has not said for {self.saver.silence_seconds:.0f} s whether it is complete"
-            if (lost := self._lost(0)) is not None:
-                return lost
-            time.sleep(self.saver.poll_seconds)
+        text = self._word("verdict")
+        if not text:
+            self._word("pruned")  # else they would wait for that in their next collective
         for key in ("written", "failed", "progress", "beat"):
             self.channel.remove(f"{self.saver.rank}/{key}")
         if text:
             # Rank 0 has removed it, and this rank may have written since; whoever comes last leaves nothing.
             shutil.rmtree(self.temporary, ignore_errors=True)
         return text or None
+
+    def _word(self, what: str) -> str:
+        """Rank 0's, "" if all is well; or why it will not come."""
+        patience, pause = _Patience(self.saver.silence_seconds), FIRST_POLL_SECONDS
+        while (text := self.channel.look(what)) is None:
+            if patience.over(self.channel.look("0/progress")):
+                return self._silent(0)
+            if (lost := self._lost(0)) is not None:
+                return lost
+            time.sleep(pause)
+            pause = min(2 * pause, self.saver.poll_seconds)
+        return text
+
+    def _silent(self, rank: int) -> str:
+        seconds = self.saver.silence_seconds
+        return f"rank {rank}'s disk has taken nothing for {seconds:g} s (comm.save_timeout_seconds)"
 
 
 class _Patience:
@@ -383,7 +409,7 @@ class _Patience:
 
 
 def _shard_text(info: ShardInfo) -> str:
-    return json.dumps(asdict(info))
+    return json.dumps(dataclasses.asdict(info))
 
 
 def _shard_from(text: str) -> ShardInfo:

@@ -28,6 +28,7 @@ import torch
 from deepzero.checkpoint.format import ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
 from deepzero.checkpoint.headers import make_header
 from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
+from deepzero.durable import Flushes
 
 WRITE_BYTES = 1 << 20
 PAGE_BYTES = 4096
@@ -141,13 +142,13 @@ def put(file: BinaryIO, view: memoryview) -> None:
 
 
 def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int], None]) -> ShardInfo:
-    """Write the file and flush it to the disk.
+    """Write the file and flush it to the disk, piece by piece.
 
     Args:
         path: a new file.
         plan: from :func:`plan_shard`.
         rank: whose it is.
-        progress: called about once a second with the number of bytes written.
+        progress: called about once a second with the number of bytes written, and after each flush.
 
     Raises:
         OSError: what the system says, with the file's name.
@@ -157,6 +158,7 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
     written, said = 0, time.monotonic()
     try:
         with _new_file(path, behind) as file:
+            flushes = Flushes(file)
             for part in _portions_of(plan):
                 digest.update(part)
                 if behind:
@@ -164,11 +166,10 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
                 else:
                     put(file, part)
                 written += len(part)
-                if time.monotonic() - said > 1.0:
+                if flushes.wrote(len(part)) or time.monotonic() - said > 1.0:
                     said = time.monotonic()
                     progress(written)
-            file.flush()
-            os.fsync(file.fileno())
+            flushes.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     return ShardInfo(rank, plan.bytes, digest.whole(), digest.block_bytes, digest.crc32(), plan.rows)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepzero.checkpoint.folder import check_tag, complete_tags, find, latest_tag
+from deepzero.checkpoint.folder import check_tag, complete_tags, find, latest_tag, others
 from deepzero.checkpoint.format import (
     BUFFER,
     CLIENT,
@@ -69,6 +69,11 @@ def verify(checkpoint: str | Path, tag: str | None = None) -> Report:
     for check in (_check_files, _check_extra, _check_rows):
         _guarded(report, check)
     return report
+
+
+def whole_beside(checkpoint: str | Path, tag: str | None) -> Path | None:
+    """The newest other checkpoint of the folder in which nothing is wrong; None when there is none."""
+    return next((path for path in others(checkpoint, tag) if not verify(path).problems), None)
 
 
 def _guarded(report: Report, check: Callable[[Report, Manifest], None]) -> None:

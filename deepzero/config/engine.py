@@ -85,13 +85,17 @@ class CommConfig:
     timeout_seconds: float = 600.0
     """A collective that takes longer raises."""
 
+    save_timeout_seconds: float = 1800.0
+    """A save is given up when a rank's disk has taken nothing for so long. No collective waits for a disk."""
+
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     """Disorder for tests; off."""
 
     def __post_init__(self) -> None:
         ranks = self.ranks_per_node
         require(ranks is None or ranks >= 1, "comm.ranks_per_node", ranks, "must be at least 1")
-        require(self.timeout_seconds > 0, "comm.timeout_seconds", self.timeout_seconds, "must be positive")
+        for name in ("timeout_seconds", "save_timeout_seconds"):
+            require(getattr(self, name) > 0, f"comm.{name}", getattr(self, name), "must be positive")
 
 
 @dataclass(frozen=True)

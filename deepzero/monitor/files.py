@@ -4,12 +4,13 @@
   compared for identical bits by their files.
 - **Always JSON.** ``NaN`` and ``Infinity`` are not JSON, though Python writes them; here they become ``null``, and the
   entry's other fields (``skipped``, the error in the summary) say why.
-- **Always whole.** Each line of ``metrics.jsonl`` is written and flushed at once; ``summary.json`` is written beside
-  its place and moved there, so a reader sees the old one or the new one.
+- **Always whole.** Each line of ``metrics.jsonl`` is handed to the system at once; ``summary.json`` is written beside
+  its place, flushed and moved there, so a reader sees the old one or the new one, after a power cut, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from deepzero.durable import write_whole
 from deepzero.monitor.environment import environment
 
 METRICS = "metrics.jsonl"
@@ -84,9 +86,7 @@ class MetricsFile:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS
         kept = kept_metrics(run_dir, first_step)
-        temporary = run_dir / f".{METRICS}.{os.getpid()}"
-        temporary.write_text("".join(to_json(entry) + "\n" for entry in kept), encoding="utf-8")
-        temporary.replace(self._path)
+        put(self._path, "".join(to_json(entry) + "\n" for entry in kept))
         # Opened once: opening takes longer than writing. Not a file object, so that a line is one call to the system,
         # whole in the file when it returns.
         self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_APPEND)
@@ -114,12 +114,16 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's ``metrics.jsonl``; empty when there is none. A torn last line is left out."""
+    """All whole lines of a run's ``metrics.jsonl``; empty when there is none.
+
+    A torn last line is left out, and so is what a power cut has left of lines that had not reached the disk.
+    """
     path = run_dir / METRICS
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    entries = []
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def kept_metrics(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
@@ -136,9 +140,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 def put(path: Path, text: str) -> None:
     """Write a file beside its place and move it there: a reader sees the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, text.encode("utf-8"), str(os.getpid()))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

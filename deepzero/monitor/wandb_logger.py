@@ -23,6 +23,7 @@ from urllib.parse import urlparse
 
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor.background import Tell
+from deepzero.monitor.files import put
 from deepzero.monitor.scalars import COMMUNICATION_COLUMNS, MEMORY_COLUMNS, communication_rows, memory_rows, scalars
 
 WandbMode = Literal["online", "offline", "disabled"]
@@ -75,7 +76,7 @@ class WandB:
             settings=wandb.Settings(silent=True, console="off", init_timeout=START_SECONDS),
         )
         (run_dir / FOLDER).mkdir(exist_ok=True)  # W&B makes it, unless it is disabled
-        (run_dir / FOLDER / RUN_ID).write_text(self._run.id + "\n", encoding="utf-8")
+        put(run_dir / FOLDER / RUN_ID, self._run.id + "\n")
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if mode == "offline":

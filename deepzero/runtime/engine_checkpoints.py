@@ -21,7 +21,7 @@ from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
 from deepzero.checkpoint.folder import check_tag
 from deepzero.checkpoint.format import CheckpointError, reason
 from deepzero.checkpoint.gathered_model import save_gathered
-from deepzero.checkpoint.load import Loader, Parts, agree, open_checkpoint
+from deepzero.checkpoint.load import Loader, Parts, agree, naming_a_whole_one, open_checkpoint
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
 from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
@@ -133,7 +133,7 @@ class EngineCheckpoints(EngineOffload):
             )
 
         if self._saver is None:
-            self._saver = Saver(self.device, self.config.comm.timeout_seconds)
+            self._saver = Saver(self.device, self.config.comm.save_timeout_seconds)
             _SAVERS.add(self._saver)
             self.comm.ledger.watch(SNAPSHOT, self._saver.held)
         self._saver.save(Target(save_dir, tag, save_latest, keep_last), gather, asynchronous)
@@ -285,15 +285,17 @@ class EngineCheckpoints(EngineOffload):
         }  # fmt: skip
         _agree_on("load_checkpoint", arguments)
         holdings = self._holdings()
-        reader = open_checkpoint(load_dir, None if tag is None else str(tag), holdings if load_module_only else None)
+        tag = None if tag is None else str(tag)
+        with naming_a_whole_one(load_dir, tag):
+            reader = open_checkpoint(load_dir, tag, holdings if load_module_only else None)
         optimizer = load_optimizer_states and not load_module_only
         loader = Loader(holdings, reader, Parts(optimizer, load_module_strict, buffers=reader.checked))
         loader.compare()
-        schedule = None
-        if load_lr_scheduler_states and not load_module_only:
-            schedule = self._saved_schedule(loader)
-        client_state = loader.values(reader.manifest.client_state)
-        self._fill(loader)
+        saved = self._saved_schedule(loader) if load_lr_scheduler_states and not load_module_only else None
+        with naming_a_whole_one(load_dir, tag):
+            schedule = loader.values(saved)
+            client_state = loader.values(reader.manifest.client_state)
+            self._fill(loader)
         self._take_over(loader, schedule, optimizer, load_module_only)
         return str(reader.path), client_state
 
@@ -347,7 +349,7 @@ class EngineCheckpoints(EngineOffload):
                 send_to_replicas(group.intervals)
 
     def _saved_schedule(self, loader: Loader) -> Any:
-        """The schedule's state, when there is one here and there.
+        """The schedule's state as it is stored, when there is one here and there.
 
         Raises:
             CheckpointError: they are not of one kind.
@@ -360,7 +362,7 @@ class EngineCheckpoints(EngineOffload):
                 f"{loader.reader.path} has the state of schedule {saved['class']}, and this run's is "
                 f"{class_name(self.lr_scheduler)}; load_lr_scheduler_states=False leaves the schedule as it is"
             )
-        return loader.values(saved["state"])
+        return saved["state"]
 
     def _take_counters(self, loader: Loader, optimizer: bool) -> None:
         manifest = loader.manifest

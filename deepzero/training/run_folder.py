@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deepzero.checkpoint.folder import latest_tag, point_latest
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.resume import CHECKPOINTS, find_start, tag_of
+from deepzero.checkpoint.resume import CHECKPOINTS, find_start, tag_of, way_out
 from deepzero.comm import elastic, process_group
 from deepzero.comm.rank_process import leave
 from deepzero.config.parse import ConfigError
@@ -45,8 +46,11 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
         advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
-        raise ConfigError(str(error) + advice) from None
+        raise ConfigError(error.text + (way_out(error.whole) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
+        own = path is not None and path.parent == run_dir / CHECKPOINTS and not path.name.startswith(".")
+        if path is not None and own and path.name != latest_tag(path.parent):
+            point_latest(path)  # the run goes back to it, and restarts follow
         when = clear(run_dir, going_on=engine.global_steps > 0)
         if when is not None and path is None and elastic.restart_count() == 0:
             print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)

@@ -9,11 +9,15 @@ from random import Random
 import pytest
 import torch
 
+from deepzero.checkpoint.export import export
 from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.resume import find_start
 from deepzero.comm import process_group
+from deepzero.config.parse import ConfigError
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.damages import ALL, FILES, MANIFESTS
-from tests.distributed.training import my_micro_batches
+from tests.distributed.training import TinyModel, my_micro_batches
+from tools.verify import main as verify
 
 BITS = [name for name in FILES if "a bit" in name or "cut" in name or "shard" in name]
 """What is another damage with each seed."""
@@ -126,3 +130,52 @@ def test_manifests_that_make_no_sense(ranks, checkpoints):
 @pytest.mark.parametrize(("stage", "world"), PLACES)
 def test_many_more(ranks, checkpoints, stage, world):
     refused(ranks, checkpoints, stage, world, [*some(BITS, 8, first=100), *some(MANIFESTS, 1, first=100)])
+
+
+def try_the_damaged(rank, world, folder):
+    """Of three one has a wrong bit, which only reading finds, and one half a manifest: what is said, and what loads."""
+    engine = engine_for(world, 2)
+    for step in (1, 2, 3):
+        steps(engine, rank, world, step)
+        engine.save_checkpoint(folder, tag=f"step_{step}")
+    process_group.barrier()
+    if rank == 0:
+        shard = folder / "step_3" / "rank-00001-of-00002.safetensors"
+        shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+        manifest = folder / "step_2" / "manifest.json"
+        manifest.write_bytes(manifest.read_bytes()[:500])
+    process_group.barrier()
+    said = []
+    for place, tag in ((folder, None), (folder, "step_2"), (folder / "step_2", None), (folder, "step_7")):
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(place, tag)
+        said.append((str(caught.value), caught.value.whole))
+    other = engine_for(world, 2, model=TinyModel(hidden=5))
+    with pytest.raises(CheckpointError, match="is of another model") as caught:
+        other.load_checkpoint(folder, "step_1")
+    said.append((str(caught.value), caught.value.whole))
+    engine.load_checkpoint(folder, "step_1")
+    assert engine.global_steps == 1
+    other.destroy()
+    engine.destroy()
+    return said
+
+
+def test_the_whole_one_beside_a_damaged_one_is_named(ranks, tmp_path, capsys):
+    whole = tmp_path / "step_1"
+    advice = f"; {whole} beside it is whole: load it with tag='step_1' from there"
+    for *damaged, wrong_tag, other_model in ranks.run(try_the_damaged, tmp_path):
+        for text, found in damaged:
+            assert text.endswith(advice) and found == whole
+        assert "step_3/rank-00001-of-00002.safetensors is damaged" in damaged[0][0]
+        for text, found in (wrong_tag, other_model):
+            assert found is None and "is whole" not in text
+    (tmp_path / "latest").write_text("step_3\0")
+    with pytest.raises(ConfigError, match=f"latest is damaged.*{whole} is whole: the same command with train.resume="):
+        find_start(str(tmp_path), tmp_path / "another run")
+    (tmp_path / "latest").write_text("step_3")
+    with pytest.raises(CheckpointError) as caught:
+        export(tmp_path, tmp_path / "out", "fp32", tag="step_2")
+    assert str(caught.value).endswith(advice) and not (tmp_path / "out").exists()
+    assert verify([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith(f"{whole} beside it is whole\n")

@@ -8,16 +8,22 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import namedtuple
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from deepzero import durable
 from deepzero.checkpoint import folder as folders
-from deepzero.checkpoint import saver, shard_file
+from deepzero.checkpoint import model_file, saver, shard_file
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.comm import process_group
+from deepzero.offload.arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.test_checkpoint_bad_input import said
 
@@ -176,11 +182,14 @@ def test_folders_that_cannot_be_written(ranks, tmp_path):
 
 
 HOLD = """
-import sys, time
+import os, sys, time
 from pathlib import Path
-from deepzero.checkpoint.folder import acquire
+from deepzero.checkpoint.folder import acquire, holds
 acquire(Path(sys.argv[1]))
-print("held", flush=True)
+if os.fork() == 0:
+    print("forked", holds(Path(sys.argv[1])), flush=True)
+    sys.stdin.read()
+    os._exit(0)
 time.sleep(60)
 """
 
@@ -193,20 +202,23 @@ def save_here(rank, world, folder):
 
 
 def test_another_run_writes_to_the_folder(ranks, tmp_path):
-    """Until it ends, and be it by SIGKILL."""
+    """Until it ends, and be it by SIGKILL; what it has forked (a data worker) may live on."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
-            assert other.stdout.readline() == "held\n"
+            assert other.stdout.readline() == "forked False\n"
             for message in ranks.run(save_here, tmp_path):
                 assert message.startswith(f"another run writes to {tmp_path} (process {other.pid} on ")
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
         finally:
             other.send_signal(signal.SIGKILL)
-    assert ranks.run(save_here, tmp_path) == [None, None]
-    # And the ranks have given it back.
-    folders.acquire(tmp_path)
-    folders.release(tmp_path)
+        other.wait()
+        assert ranks.run(save_here, tmp_path) == [None, None]
+        # And the ranks have given it back.
+        folders.acquire(tmp_path)
+        folders.release(tmp_path)
+        other.stdin.close()
+        assert other.stdout.read() == "", "the worker has ended by itself"
 
 
 def save_tags_again(rank, world, folder):
@@ -346,13 +358,13 @@ def leave_surplus(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "commit", counting)
         engine.save_checkpoint(folder, tag="step_6", keep_last=2)
-    assert seen == ([2] if rank == 0 else [])
+    assert seen == ([5] if rank == 0 else [])
     engine.barrier()
     assert folders.complete_tags(folder) == ["step_5", "step_6"]
     engine.destroy()
 
 
-def test_what_kills_have_left_is_removed_before_more_is_added(ranks, tmp_path):
+def test_what_kills_have_left_is_removed_after_the_next_save(ranks, tmp_path):
     ranks.run(leave_surplus, tmp_path, world_size=2)
 
 
@@ -382,3 +394,124 @@ def want_more(rank, world, folder):
 
 def test_a_disk_that_wants_the_page_cache(ranks, tmp_path):
     ranks.run(want_more, tmp_path, world_size=2)
+
+
+def slow(engine, rank, victim, folder, asynchronous, tag):
+    """Each flush of one rank takes longer than a collective may."""
+    flush = os.fsync
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(os, "fsync", lambda handle: (time.sleep(0.1), flush(handle)))
+        engine.save_checkpoint(folder, tag=tag, asynchronous=asynchronous, keep_last=1)
+        return said(engine.wait_for_checkpoint)
+
+
+def save_slowly(rank, world, folder):
+    engine = engine_for(world, 2, comm={"timeout_seconds": 0.03})
+    cases = [(victim, behind) for victim in (0, 1) for behind in (False, True)]
+    for number, (victim, behind) in enumerate(cases):
+        steps(engine, rank, world, number + 1)
+        assert slow(engine, rank, victim, folder, behind, f"step_{number}") is None
+        assert names(folder) == [".lock", "latest", f"step_{number}"]
+    kept = fingerprints(engine)
+    steps(engine, rank, world, 9)
+    engine.load_checkpoint(folder)
+    assert fingerprints(engine) == kept
+    engine.destroy()
+
+
+def test_a_flush_that_takes_longer_than_a_collective_may(ranks, tmp_path):
+    """On either rank, waited for or not: the checkpoint is whole, and the one before is removed after that."""
+    ranks.run(save_slowly, tmp_path)
+
+
+def save_to_a_disk_that_hangs(rank, world, folder, victim):
+    """Its flush returns after the save was given up, and not before."""
+    engine = engine_for(world, 2, comm={"save_timeout_seconds": 0.3})
+    engine.save_checkpoint(folder, tag="step_1")
+    flush, given_up = os.fsync, threading.Event()
+
+    def hang(handle):
+        given_up.wait()
+        flush(handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == victim:
+            patch.setattr(os, "fsync", hang)
+        engine.save_checkpoint(folder, tag="step_2", asynchronous=True, keep_last=1)
+        message = None if rank == victim else said(engine.wait_for_checkpoint)
+        process_group.barrier()
+        given_up.set()
+        message = said(engine.wait_for_checkpoint) if rank == victim else message
+    left = names(folder)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return message, left
+
+
+def test_a_disk_that_hangs(ranks, tmp_path):
+    """The other rank gives up after comm.save_timeout_seconds, and the checkpoint before is what it was."""
+    for message, left in ranks.run(save_to_a_disk_that_hangs, tmp_path, 1):
+        assert "rank 1's disk has taken nothing for 0.3 s (comm.save_timeout_seconds)" in message
+        assert left == [".lock", "latest", "step_1"]
+
+
+def write_in_steps(rank, world, folder):
+    """How much each flush had to write, and what was told to the others after it."""
+    engine = engine_for(world, 2)
+    told, sizes, flush, put, alive = [], [0], os.fsync, shard_file.put, saver._Job._alive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "FLUSH_BYTES", 8192)
+        patch.setattr(shard_file, "WRITE_BYTES", 4096)
+        patch.setattr(model_file, "PIECE_BYTES", 4096)
+        patch.setattr(shard_file, "put", lambda file, view: (put(file, view), sizes.append(sizes.pop() + len(view))))
+        patch.setattr(os, "fsync", lambda handle: (flush(handle), sizes.append(0)))
+        patch.setattr(saver._Job, "_alive", lambda job, written: (told.append(written), alive(job, written)))
+        for asynchronous in (False, True):
+            engine.save_checkpoint(folder, tag=f"behind={asynchronous}", asynchronous=asynchronous)
+            engine.wait_for_checkpoint()
+        engine.save_16bit_model(folder.with_name("model"))
+    engine.load_checkpoint(folder, tag="behind=False")
+    engine.load_checkpoint(folder, tag="behind=True")
+    engine.destroy()
+    return sizes, told
+
+
+def test_no_flush_has_much_to_write(ranks, tmp_path):
+    for sizes, told in ranks.run(write_in_steps, tmp_path / "checkpoints"):
+        assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
+        assert {8192, 16384} <= set(told)
+
+
+def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
+    """On a GPU: the bytes of the shard, in memory that is used again, and one piece of it at a time."""
+    locked = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address, nbytes, flags):
+            locked[address] = nbytes
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address):
+            del locked[address]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, synchronize=None))
+    found = saver.Saver(torch.device("cuda"), 1.0)
+    needed = []
+    for numel in (700_000, 300_000, 1_100_000):
+        values = torch.arange(numel, dtype=torch.float32)
+        plan = shard_file.plan_shard([shard_file.Entry("master", "w", 0, values)], {})
+        copied, _ = found._snapshot(plan)
+        assert bytes(copied.image) == plan.header + values.numpy().tobytes()
+        needed.append(plan.bytes)
+        (size,) = locked.values()
+        assert max(needed) <= size < max(needed) + ALIGN_BYTES
+        assert [tensor.nbytes for tensor in found.held()] == [max(needed)]
+    found.close()
+    assert locked == {} and found.held() == []

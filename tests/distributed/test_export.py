@@ -321,15 +321,16 @@ def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path, 
     out = tmp_path / "out"
     export(tmp_path / "checkpoints", out, "fp32", max_shard_size="3KB")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    move, calls = model_file._move, []
+    replace, come = Path.replace, []
 
-    def failing(source, target, moved):
-        calls.append(source)
-        if len(calls) == len(before) + 3:
-            raise OSError(errno.EIO, "Input/output error")
-        move(source, target, moved)
+    def failing(source, target):
+        if target.parent == out:
+            come.append(source)
+            if len(come) == 3:
+                raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
 
-    monkeypatch.setattr(model_file, "_move", failing)
+    monkeypatch.setattr(Path, "replace", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):
         export(tmp_path / "checkpoints", out, "bf16", max_shard_size="1KB", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before

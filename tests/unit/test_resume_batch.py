@@ -70,3 +70,20 @@ def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path: Path) -> 
     (own / "latest").write_text(resume.tag_of(4))
     assert resume.find_start("auto", tmp_path) == own / resume.tag_of(4)
     assert resume.find_start("auto", tmp_path / "elsewhere") is None
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the newest is damaged, say. Another run's only counts until this one has saved, and so does a restart's."""
+    monkeypatch.chdir(tmp_path)
+    own, other = Path("run/checkpoints"), Path("other/checkpoints")
+    for folder in (own, other):
+        for step in (4, 8):
+            (folder / resume.tag_of(step)).mkdir(parents=True)
+            (folder / resume.tag_of(step) / "COMMIT").touch()
+        (folder / "latest").write_text(resume.tag_of(8))
+    older = own / resume.tag_of(4)
+    for named in (older, older.resolve()):
+        assert resume.find_start(str(named), Path("run")) == older
+        assert resume.find_start(str(named), Path("run"), restarted=True) == own / resume.tag_of(8)
+    assert resume.find_start(str(other / resume.tag_of(4)), Path("run")) == own / resume.tag_of(8)
+    assert resume.find_start(str(other / resume.tag_of(4)), Path("new")) == other / resume.tag_of(4)
