@@ -1,7 +1,7 @@
 """Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors.
 
-In order: plan the layout over the parameters in the order their gradients will arrive · move, broadcast and cut them, one
-by one, for flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
+In order: plan the layout over the parameters in the order their gradients will arrive · one by one, move, broadcast and
+cut them, for flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
 happens now.
 """
 

@@ -150,7 +150,7 @@ class PartitionedGroup:
 
         Where the model is on the device, the pieces wait until what it takes there is free.
         """
-        waits = any(param.device == self.device for param in params)
+        waits = lies_on(params, self.device)
         if not waits:
             self._allocate()
         kept: dict[int, torch.Tensor] = {}
@@ -269,6 +269,11 @@ class PartitionedGroup:
                 disclaim(param)
                 make_whole(param)
             interval.abandon()
+
+
+def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of them takes memory of the device."""
+    return any(param.device == device for param in params)
 
 
 @torch.no_grad()
