@@ -44,6 +44,11 @@ class Partitioning:
         """What is gathered, or on its way, and what is kept for the next time."""
         return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
 
+    def most_gathered(self) -> int:
+        """The most bytes of :meth:`gather_buffers` in this pass."""
+        pools = (self.pool, *([self.messages] if self.messages is not None else []))
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in pools)
+
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: what this rank keeps for its group."""
         kept = [interval.gather.secondary for interval in self.coordinator.intervals]
