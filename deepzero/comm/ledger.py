@@ -300,9 +300,9 @@ def off_forms(report: Mapping[str, Any]) -> list[str]:
         predicted, measured = entry["predicted"], entry["measured"]
         if predicted is not None and abs(measured - predicted) > TOLERANCE * predicted:
             lines.append(
-                f"{category}: {measured:,.0f} bytes were held, and the closed form says {predicted:,}. The run's results "
-                "do not depend on it; but a plan made with these forms does not describe it. Something that is no part "
-                "of a step holds memory, or the order of modules changes, or a form lacks a case, which is worth a report"
+                f"{category}: {measured:,.0f} bytes were held, and the closed form says {predicted:,}. No result "
+                "depends on it, but a plan made with these forms does not fit this run. Something outside of the steps "
+                "holds memory, or the order of modules changes, or a form lacks a case, which is worth a report"
             )
     return lines
 

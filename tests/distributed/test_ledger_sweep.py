@@ -63,10 +63,10 @@ def draw(seed):
         zero["zero_quantized_gradients"], comm["reduce"] = True, "exact"
         zero["quantization"] = {"error_feedback": rng.random() < 0.5}
         comm["ranks_per_node"] = rng.choice([n for n in (1, 2, 4) if world % n == 0])
-    if stage and rng.random() < 0.35:
+    if stage and zero.get("reduce_scatter", True) and rng.random() < 0.35:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": rng.choice([1.0, 0.5])}
-    if stage == 3 and rng.random() < 0.3:
-        zero["offload_param"] = {"device": "cpu"}
+        if stage == 3 and rng.random() < 0.7:
+            zero["offload_param"] = {"device": "cpu", "max_in_cpu": rng.choice([10**9, 4000])}
     settings = config(
         stage=stage, precision=rng.choice(["bf16", "bf16", "fp32"]), zero=zero, comm=comm,
         gradient_accumulation_steps=rng.choice([1, 1, 3]),

@@ -11,6 +11,7 @@ are not free, released or not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -142,6 +143,8 @@ class BufferForecast:
         self._numel, self._limit, self._keeps = numel, limit, stands_for(device) == "cpu"
         self.moments: list[Moment] = []
         """Of the pass under way."""
+        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
+        self._never_shown: set[int] = set()
         self._sizes: list[int] = []
         self._most_planned: int | None = None
         self._most_recorded = 0
@@ -150,6 +153,15 @@ class BufferForecast:
     def most_numel(self) -> int:
         """The most elements that the pool holds at any time of a training pass."""
         return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
+
+    def released(self, key: int, alone: bool) -> None:
+        """An interval has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
+        now = self.moments[-1]
+        now.released.append(key)
+        if alone and now.run and self._keeps:
+            run = itertools.takewhile(lambda moment: moment.run == now.run, reversed(self.moments))
+            if any(key in moment.keys for moment in run):
+                self._never_shown.add(key)
 
     def recorded(self) -> None:
         """The pass that ends now was the first of its kind, or left the plan."""
@@ -176,4 +188,7 @@ class BufferForecast:
             pool.settle(self._sizes, self._limit if self._sizes else self._most_planned)
 
     def _seen(self, moments: Sequence[Moment]) -> list[Moment]:
-        return list(moments) if self._keeps else [replace(moment, run=0) for moment in moments]
+        if not self._keeps:
+            return [replace(moment, run=0) for moment in moments]
+        hidden = self._never_shown
+        return [replace(moment, keys=tuple(k for k in moment.keys if k not in hidden)) for moment in moments]

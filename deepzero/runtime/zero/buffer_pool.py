@@ -102,9 +102,12 @@ class BufferPool:
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
-        self._free.sort(key=torch.Tensor.numel)
-        while self._free and self.numel() + numel > self.limit_numel:
-            self.owners.pop(memory_of(self._free.pop(0)), None)
+        # What a view still shows would take its memory all the same.
+        for buffer in sorted(filter(self.is_alone, self._free), key=torch.Tensor.numel):
+            if self.numel() + numel <= self.limit_numel:
+                break
+            self._free = [b for b in self._free if b is not buffer]
+            self.owners.pop(memory_of(buffer), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""

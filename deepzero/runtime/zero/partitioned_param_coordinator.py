@@ -364,13 +364,16 @@ class PartitionedParameterCoordinator:
 
     def _make_room(self, keys: tuple[int, ...], action: Action | None) -> None:
         """Release what the plan lets go before ``keys`` are used; while recording, what was used longest ago."""
-        released = self._buffers.moments[-1].released
         for key in action.release if action is not None else ():
-            released.append(key)
-            self._release(key)
+            self._release_in_pass(key)
         for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
-            released.append(key)
-            self._release(key)
+            self._release_in_pass(key)
+
+    def _release_in_pass(self, key: int) -> None:
+        interval = self.intervals[key]
+        buffer = interval.buffer
+        self._release(key)
+        self._buffers.released(key, buffer is None or interval.pool.is_alone(buffer))
 
     def _launch(self, key: int, kind: str, where: str, prefetch: bool = False) -> None:
         interval = self.intervals[key]
