@@ -269,10 +269,6 @@ class BucketReducer:
         if self.way is not None:
             self.way.forget()
 
-    def buffer_bytes(self) -> int:
-        """Bytes of :meth:`buffers`, read off them: a statement of size, not an independent prediction."""
-        return sum(t.numel() * t.element_size() for t in self.buffers())
-
     def _stays(self, accumulate: bool) -> bool:
         """With one rank nothing travels, and the bucket is the destination unless that holds something already."""
         return self.comm.world_size == 1 and not accumulate

@@ -218,7 +218,7 @@ class Communicator:
         return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])
 
     def broadcast(self, kind: str, tensor: torch.Tensor, src: int = 0) -> None:
-        """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for setup only."""
+        """Every rank's contiguous ``tensor``, of any dtype, becomes rank ``src``'s. Blocking: for setup only."""
         if self.world_size == 1:
             return
         sent = self.rank == src
@@ -228,7 +228,7 @@ class Communicator:
         if self._pretends:
             return
         with self._watch.blocking(kind):
-            dist.broadcast(tensor, src=src)
+            process_group.broadcast_tensor(tensor, src)
 
     def _before(self, kind: str, where: str) -> Launch:
         self.chaos.delay()

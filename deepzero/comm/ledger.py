@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_de
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
 """Memory that a run may or may not use: measured, and reported where there is some."""
 MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
+TOLERANCE = 1e-3
+"""Of a closed form: what is further off is said."""
 SECONDARY = "secondary"
 """What hpZ and MiCS keep of the parameters for a rank's group."""
 HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
@@ -120,6 +123,7 @@ class Ledger:
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
+    _most: dict[str, Callable[[], int]] = field(default_factory=dict)
     _aside: bool = False
 
     def record(
@@ -185,7 +189,11 @@ class Ledger:
         self.last_step, self.traffic = self.traffic, {}
 
     def watch(
-        self, category: str, tensors: Callable[[], Iterable[torch.Tensor | None]], padding_bytes: int = 0
+        self,
+        category: str,
+        tensors: Callable[[], Iterable[torch.Tensor | None]],
+        padding_bytes: int = 0,
+        most: Callable[[], int] | None = None,
     ) -> None:
         """Let :meth:`sample` ask ``tensors()`` for what is held under ``category`` at that moment.
 
@@ -193,12 +201,16 @@ class Ledger:
             category: one of ``MEMORY_CATEGORIES`` or ``HOST_CATEGORIES``.
             tensors: called at every sample.
             padding_bytes: how much of it is the layout's padding; it is counted under ``padding`` instead.
+            most: bytes that were held since the last sample, where that changes within a step.
         """
+        if most is not None:
+            self._most[category] = most
         self._watched[category] = (tensors, padding_bytes)
 
     def sample(self) -> None:
         """Measure what is held now, and keep the maximum by category."""
         for category, total in self.held_now().items():
+            total = max(total, self._most[category]()) if category in self._most else total
             self.held[category] = total if category == "padding" else max(self.held.get(category, 0), total)
 
     def held_now(self, without: Collection[str] = ()) -> dict[str, int]:
@@ -275,6 +287,24 @@ class Ledger:
             for kind in kinds
         }
         return {"memory": memory, "communication": communication}  # type: ignore[dict-item]
+
+
+def off_forms(report: Mapping[str, Any]) -> list[str]:
+    """A sentence for each category of memory of which other bytes were held than the closed form says.
+
+    Args:
+        report: ``{"memory": {category: {"predicted", "measured"}}, …}``, means over ranks.
+    """
+    lines = []
+    for category, entry in report["memory"].items():
+        predicted, measured = entry["predicted"], entry["measured"]
+        if predicted is not None and abs(measured - predicted) > TOLERANCE * predicted:
+            lines.append(
+                f"{category}: {measured:,.0f} bytes were held, and the closed form says {predicted:,}. No result "
+                "depends on it, but a plan made with these forms does not fit this run. Something outside of the steps "
+                "holds memory, or the order of modules changes, or a form lacks a case, which is worth a report"
+            )
+    return lines
 
 
 def _together(parts: dict[str, tuple[int, int]]) -> dict[str, int]:

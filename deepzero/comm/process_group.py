@@ -200,9 +200,12 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
-    """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
+    """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step.
+
+    It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
+    """
     if _talks():
-        dist.broadcast(tensor, src=src)
+        dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
 def all_gather_object(value: Any) -> list[Any]:

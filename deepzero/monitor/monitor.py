@@ -126,11 +126,11 @@ class Monitor:
         """The run is over: write the summary, close all sinks, print the table.
 
         Args:
-            facts: what the loop knows: ``params_sha256, model_numel, world_size, memory, communication,
+            facts: what the loop knows: ``params_sha256, model_numel, world_size, memory, communication, off_the_forms,
                 peak_rss_bytes, sample, config …``.
         """
         if not self.trained:  # nothing was held or sent that could be compared with what was predicted
-            facts = {**facts, "memory": None, "communication": None}
+            facts = {**facts, "memory": None, "communication": None, "off_the_forms": []}
         summary = {
             "status": "finished",
             "steps": self.last.get("step", 0),
@@ -184,7 +184,7 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     if summary.get("sample"):
         lines += ["", "---- sample ----", printable(str(summary["sample"])), "----------------"]
     if summary["memory"] is not None:
-        lines += ["", ledger_table(summary)]
+        lines += ["", ledger_table(summary), *(f"! {line}" for line in summary.get("off_the_forms", ()))]
     else:
         lines += ["", "nothing was left to train"]
     peak = short_bytes(summary["peak_rss_bytes"])

@@ -98,8 +98,14 @@ def check_parameters(model: nn.Module) -> None:
     """Refuse what a flat buffer of one real dtype cannot hold: complex and fp64 values, two parameters in one memory.
 
     Raises:
-        ConfigError: names the parameters.
+        ConfigError: names the parameters; or a sparse buffer, of which ranks could have different numbers of elements.
     """
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            raise ConfigError(
+                f"buffer {name!r} is {buffer.layout}; deepzero gives every rank rank 0's buffers, and sends dense ones "
+                "only. Register its indices and its values as two buffers, or keep it as a plain attribute"
+            )
     places: list[tuple[int, int, int, str]] = []
     for name, param in model.named_parameters():
         if param.is_complex() or param.dtype == torch.float64:

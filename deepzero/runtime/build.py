@@ -1,7 +1,7 @@
 """Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors.
 
-In order: move and broadcast the parameters · plan the layout over them in the order their gradients will arrive · move
-them into flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
+In order: plan the layout over the parameters in the order their gradients will arrive · one by one, move, broadcast and
+cut them, for flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
 happens now.
 """
 
@@ -29,7 +29,14 @@ from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.open_ledger import open_ledger
 from deepzero.runtime.open_meter import open_meter
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
-from deepzero.runtime.zero.build_stage3 import Partitioning, partition_model, place_buffers, plan_partitioning
+from deepzero.runtime.zero.build_stage3 import (
+    Partitioning,
+    is_real,
+    partition_model,
+    place_buffers,
+    place_whole,
+    plan_partitioning,
+)
 from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
 from deepzero.runtime.zero.gradient_partition import GradientPartition
@@ -44,25 +51,17 @@ from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 log = logging.getLogger(__name__)
 
 
-def place_model(model: nn.Module, comm: Communicator) -> None:
-    """Move the model to its device, and give every rank rank 0's values.
+def place_model(model: nn.Module, planned: Sequence[PlannedGroup], comm: Communicator, dtype: torch.dtype) -> None:
+    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one.
 
-    Parameters travel before they are cast, so that masters start from rank 0's full-precision values. Buffers keep
-    their dtype, as in DeepSpeed.
+    Frozen parameters have no master and no place in the layout; they are cast.
     """
-    model.to(comm.device)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not tensor.is_contiguous():
-                tensor.data = tensor.data.contiguous()
-            comm.broadcast("setup.broadcast", tensor.data)
-
-
-def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Frozen parameters have no master and no place in the layout; they are cast where they are."""
-    for param in model.parameters():
-        if not param.requires_grad and param.is_floating_point():
-            param.data = param.data.to(dtype)
+    # What modules that are not plain do when they are moved is done; the parameters stay where they are.
+    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
+    place_buffers(model, comm)
+    placed = {param for group in planned for param in group.params}
+    for param in (p for p in model.parameters() if p not in placed):
+        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
 
 
 def choose_parameters(
@@ -120,7 +119,7 @@ def build_groups(
     arena, whole = offload.arena if offload is not None else None, config.zero.stage == 0
     return [
         FlatGroup(
-            [names[p] for p in group.params], group.params, group.layout, dtype, comm.device, comm.rank, whole,
+            [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
             group.optimizer_group or 0, None if whole else placement, arena,
         )
         for group, placement in zip(planned, placements, strict=True)
@@ -216,14 +215,14 @@ def build_zero(
     )  # fmt: skip
     partitioning: Partitioning | None = None
     groups: list[ParameterGroup]
+    model.zero_grad()  # what was computed before counts in no step
     if plan is not None:
         place_buffers(model, comm)
         side = offload.side if offload is not None else None
         partitioning = partition_model(names, plan, placements, config.zero, comm, dtypes.compute, side)
         groups = partitioning.groups
     else:
-        place_model(model, comm)
-        cast_frozen(model, dtypes.compute)
+        place_model(model, planned, comm, dtypes.compute)
         groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
     if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
         choose_kernel(optimizer, dtypes, placements, comm.device)

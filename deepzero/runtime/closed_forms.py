@@ -36,7 +36,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER
+from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantized import Format
@@ -46,7 +46,7 @@ from deepzero.offload.wire import TO_DEVICE, TO_HOST
 from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
-from deepzero.runtime.quantized_forms import reduction_traffic
+from deepzero.runtime.quantized_forms import mail_bytes, reduction_traffic
 from deepzero.runtime.zero.publish import ALL_GATHER
 
 
@@ -252,6 +252,41 @@ def padding_memory(counts: Counts, world_size: int, sizes: StateSizes) -> dict[s
     if sizes.unreduced == sizes.compute:
         forms["gradients"] -= counts.padding.trained * sizes.unreduced
     return forms
+
+
+def bucket_bytes(
+    layouts: Sequence[FlatLayout], world_size: int, device: torch.device, sizes: StateSizes, nodes: Nodes
+) -> int:
+    """What gradients on their way take on the device: D buckets of B elements and what they receive, and scratch.
+
+    Exact sums receive the other ranks' parts, the backend's own reduce-scatter one part; qgZ's messages have room in
+    the same place.
+    """
+    capacity = max(layout.largest_interval for layout in layouts)
+    part = capacity // world_size
+    received = part * (world_size - 1) if sizes.exact else (0 if sizes.whole_reduce else part)
+    mail, chunk = received * sizes.wire, chunk_for(device, part)
+    if sizes.few_bits is not None:
+        mail = max(mail, mail_bytes(part, nodes, sizes.few_bits))
+        chunk = max(chunk // sizes.few_bits.block, 1) * sizes.few_bits.block
+    depth = 2 if sizes.overlap and world_size > 1 else 1
+    return depth * (capacity * sizes.wire + mail) + 2 * chunk * 4
+
+
+def wire_bytes(placements: Sequence[Placement], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
+    """What an offloaded step takes beside its state, on the device and on the host.
+
+    A slot for each bucket and one more on both sides, of the largest part in fp32; and on the host two buffers for new
+    parameters that are not fp32, or with a delayed update one for each interval.
+    """
+    parts = [(p, i) for p in placements for i in p.layout.intervals if p.steps_on_host(i)]
+    if not parts:
+        return 0, 0
+    slots = 3 if sizes.overlap and world_size > 1 else 2
+    landing = slots * max(interval.part_numel for _, interval in parts) * 4
+    sent = [i.part_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 else []
+    staged = sum(sent) if delayed else max(sent, default=0) * min(2, len(sent))
+    return landing, landing + staged * sizes.compute
 
 
 def predicted_traffic(

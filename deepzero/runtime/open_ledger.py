@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import torch
@@ -11,23 +12,27 @@ from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
 from deepzero.comm.storage import memory_of
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
-from deepzero.offload.host_gradients import LANDING
+from deepzero.offload.host_gradients import GRADIENTS, LANDING
 from deepzero.runtime.built import Built
 from deepzero.runtime.closed_forms import (
     Counts,
     HostElements,
     StateSizes,
+    bucket_bytes,
     offloaded_memory,
     padding_memory,
     predicted_memory,
     predicted_traffic,
     predicted_wire,
+    wire_bytes,
 )
 from deepzero.runtime.quantized_forms import residual_bytes
 from deepzero.runtime.zero.flat_group import FlatGroup
 from deepzero.runtime.zero.forecast import expected, secondary_bytes
+from deepzero.runtime.zero.masters import HOST_MASTERS
 from deepzero.runtime.zero.offloading import MOMENTS
-from deepzero.runtime.zero.partitioned_group import PartitionedGroup
+from deepzero.runtime.zero.partitioned_group import HOST_PARAMETERS, PartitionedGroup
+from deepzero.runtime.zero.stage_0 import ZeroStage0
 
 
 def open_ledger(
@@ -61,11 +66,16 @@ def open_ledger(
         intervals = built.partitioning.coordinator.intervals
         traffic |= expected(intervals, micro_batches) if intervals else {}
         memory[SECONDARY] = sum(secondary_bytes(interval.gather) for interval in intervals)
-    memory["buckets"] = sum(t.nbytes for t in _buckets(built))
+    memory["buckets"] = bucket_bytes(layouts, world, comm.device, sizes, comm.nodes)
+    if built.offload is not None:
+        delayed = config.zero.offload_optimizer.delayed_update
+        placements = [group.placement for group in built.groups]
+        on_device, memory[LANDING] = wire_bytes(placements, sizes, world, delayed)
+        memory["buckets"] += on_device
     if built.few_bits is not None and config.zero.quantization.error_feedback:
         memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
-    _watch(built, optimizer, ledger, padding)
+    _watch(built, optimizer, ledger)
 
 
 def _buckets(built: Built) -> list[torch.Tensor]:
@@ -73,24 +83,30 @@ def _buckets(built: Built) -> list[torch.Tensor]:
     return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
 
 
-def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger, padding: dict[str, int]) -> None:
-    """Which tensors are measured."""
+def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    """Which tensors are measured, and how much of each is padding: what is more than this rank's pieces."""
+
+    def stepped_on_host() -> list[torch.Tensor]:
+        masters = [
+            master for way in (built.offload.ways if built.offload is not None else ()) for master in way.masters
+        ]
+        states = (optimizer.state.get(master, {}) for master in masters)
+        return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
 
     def host_moments() -> list[torch.Tensor]:
         if built.offload is None:
             return []
-        states = (optimizer.state.get(master, {}) for way in built.offload.ways for master in way.masters)
-        made = [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+        made = stepped_on_host()
         # The arena's rooms, whether this rank has a piece in them or padding alone; and what was made elsewhere.
         return [*built.offload.arena.tensors(MOMENTS), *(t for t in made if not built.offload.arena.holds(t))]
 
     def moments() -> list[torch.Tensor]:
-        kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        if built.offload is None:
-            return kept
-        # What the CPU steps on has its state with it, counters too.
+        # Counters of steps, 4 bytes for each tensor, are no moments, and lie on the host.
+        kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
         there = {memory_of(t) for t in host_moments()}
-        return [t for t in kept if t.dim() and memory_of(t) not in there]
+        return [t for t in kept if memory_of(t) not in there]
+
+    padding = _padding(built)
 
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
@@ -98,12 +114,15 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger, paddi
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", lambda: [*_buckets(built), *built.reducer.kept()])
     if built.partitioning is not None:
-        ledger.watch("gathered", built.partitioning.gather_buffers)
+        ledger.watch("gathered", built.partitioning.gather_buffers, most=built.partitioning.most_gathered)
         if built.partitioning.secondaries():
             ledger.watch(SECONDARY, built.partitioning.secondaries)
     if built.offload is not None:
         for category in HOST_CATEGORIES:
             held = host_moments if category == MOMENTS else partial(built.offload.arena.tensors, category)
+            if category == MOMENTS:
+                inside = sum(t.nbytes for t in stepped_on_host() if built.offload.arena.holds(t))
+                padding[MOMENTS] = sum(t.nbytes for t in built.offload.arena.tensors(MOMENTS)) - inside
             ledger.watch(category, held, padding.get(category, 0))
 
 
@@ -122,10 +141,43 @@ def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> t
         padding[MOMENTS] = 0  # the optimizer makes its own, without padding
     if sizes.unreduced == sizes.compute:
         padding["gradients"] -= counts.padding.trained * sizes.unreduced
-    memory[LANDING] = 0
-    if offload is not None:
-        memory[LANDING] = sum(region.bytes for region in offload.arena.regions if region.category == LANDING)
     return memory, padding
+
+
+def _padding(built: Built) -> dict[str, int]:
+    """Bytes of this rank's flat tensors that are in none of its pieces, by category; measured, not predicted."""
+    found: Counter[str] = Counter()
+
+    def count(category: str, tensor: torch.Tensor | None, numel: int) -> None:
+        if tensor is not None:
+            found[category] += tensor.nbytes - numel * tensor.itemsize
+
+    for group in built.stores:
+        pieces, placement, store = group.pieces, group.placement, group.master_store
+        if isinstance(group, PartitionedGroup):
+            on_host = sum(p.numel for p in pieces if p.shard_start < placement.parameter_numel)
+            count("parameters", group.shard_on_device, sum(p.numel for p in pieces) - on_host)
+            count(HOST_PARAMETERS, group.shard_on_host, on_host)
+        else:
+            count("parameters", group.parameter_storage[0], group.layout.numel)
+        for category, span, tensor in (
+            ("masters", placement.device_masters, store.on_device),
+            (HOST_MASTERS, placement.host_masters, store.on_host),
+        ):
+            count(category, tensor, sum(p.numel for p in pieces if span.holds(p.shard_start)))
+    gradients, whole = built.stage.gradients, built.reducer.whole
+    sums = gradients.grad_P if isinstance(gradients, ZeroStage0) else gradients.grad_S
+    for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
+        count("gradients", flat, group.layout.numel)
+        there = group.placement.optimizer_numel
+        kept = sum(p.numel for p in group.pieces if p.shard_start >= there)
+        count("gradients", mine, group.layout.numel if whole else kept)
+    if built.offload is not None and built.offload.sums is not None:
+        of_host = [p for g in built.groups for p in g.pieces if p.shard_start < g.placement.optimizer_numel]
+        size = built.dtypes.accumulation.itemsize
+        held = sum(t.nbytes for t in built.offload.arena.tensors(GRADIENTS))
+        found[GRADIENTS] = held - built.offload.sums.copies * size * sum(p.numel for p in of_host)
+    return found
 
 
 def _elements(built: Built) -> tuple[HostElements, HostElements]:

@@ -63,6 +63,18 @@ def reduction_traffic(
     return forms
 
 
+def mail_bytes(part_numel: int, nodes: Nodes, form: Format) -> int:
+    """Room for one interval's messages, both ways, and for the sum inside a node, where something follows it.
+
+    Example:
+        >>> mail_bytes(4096, Nodes(4, 2), Format(4, 2048)) / 4096
+        7.01171875
+    """
+    inside, count = nodes.per_node, nodes.count
+    messages = 2 * ((inside - 1) * count + count - 1) * form.message_bytes(part_numel)
+    return messages + (4 * part_numel if inside > 1 and count > 1 else 0)
+
+
 def residual_bytes(layouts: Sequence[FlatLayout], nodes: Nodes, wire: int) -> int:
     """Error feedback's bytes on each rank, of the layouts that are quantised: padded elements, ``wire`` bytes each.
 

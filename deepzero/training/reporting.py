@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from deepzero.comm import process_group
+from deepzero.comm.ledger import off_forms
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
 from deepzero.models.gpt import GPT
@@ -58,12 +59,14 @@ def final_facts(run: RunConfig, engine: Engine, sample_text: str | None) -> dict
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())
     on_gpu, here = engine.device.type == "cuda", engine.global_rank == 0
+    report = engine.report()
     device_bytes = torch.cuda.max_memory_allocated(engine.device) if on_gpu else None
     return {
         "params_sha256": engine.params_sha256(),
         "model_numel": engine.model_numel,
         "world_size": engine.world_size,
-        **engine.report(),
+        **report,
+        "off_the_forms": off_forms(report),
         "peak_rss_bytes": max(rss),
         "peak_rss_bytes_per_rank": rss,
         "peak_device_bytes_per_rank": process_group.all_gather_object(device_bytes),

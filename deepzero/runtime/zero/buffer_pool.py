@@ -6,10 +6,14 @@
     module that returns its parameter, a weight that a checkpointed block saved while it was run again. So a buffer is
     reused only when nobody else refers to its storage; until then the view stays valid. On a GPU the caching allocator
     is such a pool already, ordered by streams.
+
+    Once the order of a step is known, every pass begins with exactly the buffers that the plans need
+    (:meth:`BufferPool.settle`, ``buffer_plan.py``), whatever was gathered in between: so what is held is known, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,10 +34,44 @@ class BufferPool:
         is not filled anew. So it does not depend on timing whether autograd is known to save a weight, or an old view
         of it."""
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
+        # Where the buffers that were planned lie; None: nothing is known, and all are kept.
+        self._planned: set[int] | None = None
+        self._exact = False
+        self.most_numel = 0
+        """The most elements of all buffers at any time of this pass."""
+
+    @torch.inference_mode(False)  # what an evaluation's end makes is the next step's
+    def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
+        """Between two passes: have free buffers of ``sizes``, and keep no others from now on.
+
+        Args:
+            sizes: elements of each. Empty: a buffer is kept for what has its very size.
+            limit_numel: free buffers go before all together exceed so many elements.
+        """
+        self.limit_numel, self._exact = limit_numel, not sizes
+        if self._exact:
+            self._trim(0)
+        elif stands_for(self.device) == "cpu":
+            missing, free, self._free = sorted(sizes), self._free, []
+            for buffer in free:
+                if buffer.numel() in missing and self.is_alone(buffer):
+                    missing.remove(buffer.numel())
+                    self._free.append(buffer)
+                else:
+                    self.owners.pop(memory_of(buffer), None)
+            self._free += [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in missing]
+            self._planned = {memory_of(buffer) for buffer in self._free}
+
+    def begin_pass(self) -> None:
+        """A pass begins, with what was planned for it; while nothing is, with nothing."""
+        if self._planned is None:
+            self.clear()
+        self.most_numel = self.numel()
 
     def take(self, numel: int) -> torch.Tensor:
         """A buffer of ``numel`` elements or more; its contents are whatever was there."""
-        usable = [b for b in self._free if b.numel() >= numel and references(b) <= self._alone]
+        fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
+        usable = [b for b in fitting if self.is_alone(b)]
         if usable:
             buffer = min(usable, key=torch.Tensor.numel)
             self._free = [b for b in self._free if b is not buffer]
@@ -41,15 +79,17 @@ class BufferPool:
             self._trim(numel)
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
         self._taken[memory_of(buffer)] = buffer
+        self.most_numel = max(self.most_numel, self.numel())
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as nobody holds a view of it."""
         del self._taken[memory_of(buffer)]
-        if stands_for(self.device) == "cpu":
+        extra = self._planned is not None and not self._exact and memory_of(buffer) not in self._planned
+        if stands_for(self.device) == "cpu" and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(memory_of(buffer), None)  # the allocator will give this place to anybody
+            self.owners.pop(memory_of(buffer), None)  # the allocator may give this place to anybody
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
@@ -62,9 +102,12 @@ class BufferPool:
 
     def _trim(self, numel: int) -> None:
         """Make room: free buffers, the smallest first, while all together would exceed the limit."""
-        self._free.sort(key=torch.Tensor.numel)
-        while self._free and self.numel() + numel > self.limit_numel:
-            self.owners.pop(memory_of(self._free.pop(0)), None)
+        # What a view still shows would take its memory all the same.
+        for buffer in sorted(filter(self.is_alone, self._free), key=torch.Tensor.numel):
+            if self.numel() + numel <= self.limit_numel:
+                break
+            self._free = [b for b in self._free if b is not buffer]
+            self.owners.pop(memory_of(buffer), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""

@@ -15,7 +15,7 @@ from deepzero.layout import FlatLayout, interval_limit, plan_layout
 from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.flat_group import FlatGroup, take_values
 from deepzero.runtime.zero.gradients import ParameterGroup
 from deepzero.runtime.zero.interval_gather import GatherRules
 from deepzero.runtime.zero.offloading import PlannedGroup
@@ -43,6 +43,11 @@ class Partitioning:
     def gather_buffers(self) -> list[torch.Tensor]:
         """What is gathered, or on its way, and what is kept for the next time."""
         return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
+
+    def most_gathered(self) -> int:
+        """The most bytes of :meth:`gather_buffers` in this pass."""
+        pools = (self.pool, *([self.messages] if self.messages is not None else []))
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in pools)
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: what this rank keeps for its group."""
@@ -93,7 +98,7 @@ def plan_partitioning(
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
-    frozen = [p for p in reversed(list(names)) if p not in trained and p.is_floating_point() and p.numel() > threshold]
+    frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
     total = sum(param.numel() for params in (*chosen, frozen) for param in params)
     limit = interval_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
@@ -135,7 +140,11 @@ def partition_model(
     """
     partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
     trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
-    place_whole(names, partitioned, trained, comm, dtype)
+    for param in (p for p in names if p not in partitioned):
+        if isinstance(param, PartitionedParameter):
+            make_whole(param)
+        if param not in trained:
+            place_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
     gathered = {
         frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
@@ -161,11 +170,7 @@ def partition_model(
                 groups.append(made)
         elif index is not None:
             arena = offload.arena if offload is not None else None
-            groups.append(
-                FlatGroup(
-                    labels, group.params, group.layout, dtype, comm.device, comm.rank, False, index, placement, arena
-                )
-            )
+            groups.append(FlatGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena))
     largest = max((interval.numel for interval in intervals), default=0)
     coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, plan.limit), 2 * largest, comm)
     send_to_replicas(intervals)
@@ -233,24 +238,16 @@ def gather_rules(
     return rules, messages
 
 
+def is_real(param: nn.Parameter) -> bool:
+    """Whether its elements are numbers that can be cast; two to a byte are not."""
+    return param.is_floating_point() and param.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+
+
 @torch.no_grad()
-def place_whole(
-    names: Mapping[nn.Parameter, str],
-    partitioned: set[nn.Parameter],
-    trained: set[nn.Parameter],
-    comm: Communicator,
-    dtype: torch.dtype,
-) -> None:
-    """What stays whole goes to the device with rank 0's values; frozen parameters in the compute dtype."""
-    for param in names:
-        if param in partitioned:
-            continue
-        if isinstance(param, PartitionedParameter):
-            make_whole(param)
-        param.data = param.data.to(comm.device).contiguous()
-        comm.broadcast("setup.broadcast", param.data)
-        if param not in trained and param.is_floating_point():
-            param.data = param.data.to(dtype)
+def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> None:
+    """What is in no group goes to the device as a whole, with rank 0's values, in ``dtype``."""
+    shape = param.shape
+    param.data = take_values(param, comm).to(dtype).view(shape)
 
 
 @torch.no_grad()
@@ -259,6 +256,6 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                moved = buffer.to(comm.device).contiguous()
+                moved = buffer.to(comm.device).resolve_conj().resolve_neg().contiguous()
                 comm.broadcast("setup.broadcast", moved)
                 module._buffers[key] = moved

@@ -50,6 +50,8 @@ class Use:
     """The module, for messages and traces."""
     on_demand: bool = False
     """Noticed only because the interval was not there: it may be missing the next time."""
+    run: int = 0
+    """The number of the checkpointed block that runs again here, and whose weights autograd keeps views of; 0: none."""
     completes: set[int] = field(default_factory=set)
     """Intervals whose gradients became complete between this use and the next."""
 

@@ -7,6 +7,14 @@ written into the flat buffer, by the optimizer or by an all-gather, is in the mo
 Masters are made from the values that the parameters have *before* they are cast to the compute dtype. DeepSpeed makes
 them from the cast ones, and so throws the lower bits of a fresh initialisation away.
 
+[Note: the peak of building]
+    Building takes no more memory of the device than training, or than the model that it was given there, and one
+    parameter: 13 billion fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat
+    buffer, masters and all of the model at once would be 84. So parameter by parameter rank 0's values arrive, this
+    rank keeps its *piece* of them, in the dtype that they have, and lets the rest go. When nothing but pieces is left,
+    the masters are allocated, then the flat buffer; each piece goes into both, and one all-gather for each interval
+    puts the parameters together again, in the compute dtype.
+
 In fp32 the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held
 twice.
 
@@ -26,12 +34,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import place_of
 from deepzero.config.parse import ConfigError
 from deepzero.layout import FlatLayout, Interval, Piece
 from deepzero.offload.arena import HostArena
 from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.masters import Masters
+
+SETUP = "setup.gather"
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
@@ -53,6 +64,17 @@ def claim(param: nn.Parameter, name: str) -> None:
     if id(param) in _OWNED:
         raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
     _OWNED[id(param)] = param
+
+
+@torch.no_grad()
+def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
+    """Rank 0's values of one parameter, 1-D, on the device, in the dtype that they have; the parameter has none any
+    more. A collective.
+    """
+    values = param.data.to(comm.device).contiguous().view(-1)
+    param.data = values.new_empty(0)
+    comm.broadcast("setup.broadcast", values)
+    return values
 
 
 def disclaim(param: nn.Parameter) -> None:
@@ -80,15 +102,15 @@ def follow(master: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class FlatGroup:
-    """The tensors of one group. See [Note: the tensors of ZeRO] in ``layout.py``.
+    """The tensors of one group. See [Note: the tensors of ZeRO] in ``layout.py``. Building it is a collective.
 
     Args:
         names: the parameters' names, in the order of the layout.
-        params: the parameters, in the order of the layout. They become views of :attr:`flat_P`.
+        params: the parameters, in the order of the layout, on any device. They take rank 0's values and become views
+            of :attr:`flat_P`.
         layout: where each lies.
         dtype: compute dtype of the flat buffer.
-        device: where everything lies.
-        rank: this rank.
+        comm: the ranks, and the device where everything lies.
         whole: hold masters of all parameters (stage 0) instead of this rank's part (stages 1 and 2).
         optimizer_group: index of the optimizer's param group that these parameters came from.
         placement: which masters live in host memory; None: none. Not with ``whole``.
@@ -101,31 +123,28 @@ class FlatGroup:
         params: Sequence[nn.Parameter],
         layout: FlatLayout,
         dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
+        comm: Communicator,
         whole: bool,
         optimizer_group: int,
         placement: Placement | None = None,
         arena: HostArena | None = None,
     ) -> None:
         self.names, self.params, self.layout = list(names), list(params), layout
-        self.dtype, self.device, self.rank, self.whole = dtype, device, rank, whole
+        self.dtype, self.device, self.rank, self.whole = dtype, comm.device, comm.rank, whole
         self.optimizer_group = optimizer_group
         self.before_write: Callable[[], None] | None = None
-        self.flat_P = torch.zeros(layout.padded_numel, dtype=dtype, device=device)
-        self.partitions = [get_data_parallel_partitions(self.flat_P, interval) for interval in layout.intervals]
         own = dtype == torch.float32
         # A whole group is one rank's share of a layout over one rank.
         everything = dataclasses.replace(layout, world_size=1) if whole else layout
         self.placement = placement or Placement.on_device(everything, own)
-        self.master_store = Masters(self.placement, device, arena)
-        self.pieces = layout.whole_pieces() if whole else layout.pieces(rank)
+        self.master_store = Masters(self.placement, arena)
+        self.pieces = layout.whole_pieces() if whole else layout.pieces(self.rank)
+        self.flat_P = self._move_in(comm)
+        self.partitions = [get_data_parallel_partitions(self.flat_P, interval) for interval in layout.intervals]
         self.masters = [self._master_of(piece) for piece in self.pieces]
         self._mine: dict[int, tuple[Piece, torch.Tensor]] = {
             piece.slot.index: (piece, master) for piece, master in zip(self.pieces, self.masters, strict=True)
         }
-        for index, param in enumerate(self.params):
-            self._move_in(index, param)
         self._places = [place_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
@@ -237,15 +256,31 @@ class FlatGroup:
             disclaim(param)
 
     @torch.no_grad()
-    def _move_in(self, index: int, param: nn.Parameter) -> None:
-        """Copy one parameter into flat buffer and master, then let it be a view. Its old memory is freed here."""
+    def _move_in(self, comm: Communicator) -> torch.Tensor:
+        """The flat buffer, with the parameters in it. See [Note: the peak of building]."""
+        shapes = [param.shape for param in self.params]
+        mine = {piece.slot.index: piece for piece in self.pieces}
+        kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
+        self.master_store.allocate(comm.device)
+        for piece in self.pieces:
+            master = self.master_store.at(piece.shard_start, piece.numel)
+            if master is not None:
+                kept[piece.slot.index] = master.copy_(kept[piece.slot.index])
+        flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
+        for piece in self.pieces:
+            flat_P[piece.slot.offset + piece.start :][: piece.numel].copy_(kept.pop(piece.slot.index))
+        for interval in self.layout.intervals if not self.whole else ():
+            comm.all_gather(SETUP, flat_P[interval.offset : interval.offset + interval.numel]).wait()
+        for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
+            param.data = flat_P[slot.offset : slot.end].view(shape)
+        return flat_P
+
+    def _take(self, index: int, param: nn.Parameter, piece: Piece | None, comm: Communicator) -> torch.Tensor:
+        """This rank's piece of one parameter, in the dtype that it has, or as its master in host memory."""
         claim(param, self.names[index])
-        slot = self.layout.slots[index]
-        values = param.data.reshape(-1)
-        view = self.flat_P[slot.offset : slot.end]
-        view.copy_(values)
-        separate = self._separate(index)
-        if separate is not None:
-            piece, master = separate
-            master.copy_(values[piece.start : piece.start + piece.numel])
-        param.data = view.view(param.shape)
+        values = take_values(param, comm)
+        if piece is None:
+            return values[:0]
+        part = values[piece.start : piece.start + piece.numel]
+        on_host = self.master_store.at(piece.shard_start, piece.numel)
+        return part.clone() if on_host is None else on_host.copy_(part)

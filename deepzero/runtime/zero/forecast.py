@@ -6,7 +6,7 @@ expected to be gathered twice in every micro-batch: the closed form ``2 * Ψ(W-1
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from deepzero.comm.ledger import Traffic
@@ -24,8 +24,8 @@ class Forecast:
     """Of one rank, mean over ranks."""
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    gathered_bytes: int = 0
-    """The most that is gathered or on its way at any time, quantised messages included."""
+    message_bytes: int = 0
+    """The most that buffers for quantised messages take at any time."""
 
 
 def expected(intervals: Sequence[PartitionedInterval], micro_batches: int) -> dict[str, Traffic]:
@@ -46,14 +46,11 @@ def planned(intervals: Sequence[PartitionedInterval], uses: Sequence[Use], plan:
     forms, fetched = {FORWARD: Traffic(), BACKWARD: Traffic()}, Traffic()
     # hpZ: what has been gathered over all ranks since the last step is kept inside the node.
     seen: set[int] = set()
-    live: set[int] = set()
     flying: set[int] = set()
-    most, most_flying = 0, _publishing(intervals)
+    most_flying = _publishing(intervals)
     for use, action in zip(uses, plan, strict=True):
         launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-        keys = {key for key, _ in launched}
-        live, flying = (live - set(action.release)) | keys, flying | keys
-        most = max(most, _bytes(intervals[key].numel * intervals[key].gather.dtype.itemsize for key in live))
+        flying |= {key for key, _ in launched}
         most_flying = max(most_flying, sum(intervals[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
         for key, backward in launched:
@@ -64,10 +61,8 @@ def planned(intervals: Sequence[PartitionedInterval], uses: Sequence[Use], plan:
             if interval.shard_on_host and not kept:
                 fetched.add(_from_host(interval))
     traffic = {**forms, **_replicas(intervals), **({FETCH: fetched} if fetched.calls else {})}
-    # One rank computes with its share itself.
-    alone = not fetched.calls and all(interval.comm.world_size == 1 for interval in intervals)
     room = max((interval.gather.rules.room for interval in intervals), default=0)
-    return Forecast(traffic, 0 if alone else most + most_flying * room)
+    return Forecast(traffic, most_flying * room)
 
 
 def _publishing(intervals: Sequence[PartitionedInterval]) -> int:
@@ -84,10 +79,6 @@ def secondary_bytes(gather: IntervalGather) -> int:
     if gather.quantizes:
         return gather.message_room // group.size
     return gather.interval.numel * gather.dtype.itemsize // group.size
-
-
-def _bytes(sizes: Iterable[int]) -> int:
-    return sum(sizes)
 
 
 def _from_host(interval: PartitionedInterval) -> Traffic:

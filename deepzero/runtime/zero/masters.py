@@ -21,11 +21,11 @@ class Masters:
 
     Args:
         placement: which of them there are, and where.
-        device: of those that are not offloaded.
-        arena: where the others are; None where nothing is offloaded.
+        arena: where those in host memory are; None where nothing is offloaded. The others have no memory before
+            :meth:`allocate`.
     """
 
-    def __init__(self, placement: Placement, device: torch.device, arena: HostArena | None) -> None:
+    def __init__(self, placement: Placement, arena: HostArena | None) -> None:
         self.placement = placement
         self.on_host: torch.Tensor | None = None
         if placement.host_masters.numel:
@@ -33,8 +33,11 @@ class Masters:
                 raise RuntimeError("masters in host memory need an arena")
             self.on_host = arena.carve(HOST_MASTERS, placement.host_masters.numel, torch.float32)
         self.on_device: torch.Tensor | None = None
-        if placement.device_masters.numel:
-            self.on_device = torch.zeros(placement.device_masters.numel, dtype=torch.float32, device=device)
+
+    def allocate(self, device: torch.device) -> None:
+        """Take the memory of those that are not offloaded."""
+        if self.placement.device_masters.numel:
+            self.on_device = torch.zeros(self.placement.device_masters.numel, dtype=torch.float32, device=device)
 
     def at(self, start: int, numel: int) -> torch.Tensor | None:
         """Masters of ``numel`` elements of the share from ``start`` on; None where the parameters are their own."""

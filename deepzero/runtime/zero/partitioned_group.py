@@ -22,19 +22,17 @@ from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.placement import Placement
 from deepzero.offload.wire import Copy, Wire
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.flat_group import claim, disclaim, follow
+from deepzero.runtime.zero.flat_group import SETUP, claim, disclaim, follow, take_values
 from deepzero.runtime.zero.interval_gather import GatherRules
 from deepzero.runtime.zero.masters import Masters
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
-    PartitionedParameter,
     ZeroParameter,
     ZeroParamStatus,
     set_placeholder,
 )
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 
-SETUP = "setup.gather"
 HOST_PARAMETERS = "host_parameters"
 
 
@@ -92,12 +90,11 @@ class PartitionedGroup:
         self.shard_on_host: torch.Tensor | None = None
         if cut and offload is not None:
             self.shard_on_host = offload.arena.carve(HOST_PARAMETERS, cut, dtype)
-        self.shard_on_device = torch.zeros(layout.shard_numel - cut, dtype=dtype, device=comm.device)
-        self.master_store = Masters(self.placement, comm.device, offload.arena if offload is not None else None)
+        self.master_store = Masters(self.placement, offload.arena if offload is not None else None)
         self.pieces = layout.pieces(comm.rank)
-        self.masters = [self._master_of(piece) for piece in self.pieces] if optimizer_group is not None else []
         self._mine = {piece.slot.index: number for number, piece in enumerate(self.pieces)}
-        self.params = [self._move_in(index, param) for index, param in enumerate(params)]
+        self.params = self._move_in(params)
+        self.masters = [self._master_of(piece) for piece in self.pieces] if optimizer_group is not None else []
         self.intervals: list[PartitionedInterval] = []
         for interval in layout.intervals:
             inside = [self.params[slot.index] for slot in interval.slots]
@@ -148,37 +145,59 @@ class PartitionedGroup:
         return self.masters[number] if self.master_store.at(piece.shard_start, piece.numel) is not None else None
 
     @torch.no_grad()
-    def _move_in(self, index: int, param: nn.Parameter) -> ZeroParameter:
-        """Keep this rank's piece of one parameter in share and master. The rest is freed by its placeholder."""
-        claim(param, self.names[index])
-        values = self._whole_values(index, param)
-        number = self._mine.get(index)
-        if number is not None:
-            piece = self.pieces[number]
-            mine = values[piece.start : piece.start + piece.numel]
-            self.share_of(piece).copy_(mine)
-            master = self._separate(number)
-            if master is not None:
-                master.copy_(mine)
-        made = as_zero_parameter(param, self.names[index])
-        made._zero.home = made._zero.slot = None
-        set_placeholder(made, self.dtype, self.device)
+    def _move_in(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
+        """This rank's pieces in share and masters; the rest is let go, one by one. See [Note: the peak of building].
+
+        Where the model is on the device, the pieces wait until what it takes there is free.
+        """
+        waits = lies_on(params, self.device)
+        if not waits:
+            self._allocate()
+        kept: dict[int, torch.Tensor] = {}
+        made = []
+        for index, param in enumerate(params):
+            claim(param, self.names[index])
+            made.append(as_zero_parameter(param, self.names[index]))
+            values, number = self._whole_values(made[-1]), self._mine.get(index)
+            if number is not None:
+                piece = self.pieces[number]
+                mine = values[piece.start : piece.start + piece.numel]
+                if waits:
+                    kept[number] = mine.clone()
+                else:
+                    self._lay(number, mine)
+            del values
+            made[-1]._zero.home = made[-1]._zero.slot = None
+            set_placeholder(made[-1], self.dtype, self.device)
+        if waits:
+            self._allocate()
+        for number in list(kept):
+            self._lay(number, kept.pop(number))
         return made
 
-    def _whole_values(self, index: int, param: nn.Parameter) -> torch.Tensor:
+    def _allocate(self) -> None:
+        numel = self.layout.shard_numel - self.placement.parameter_numel
+        self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        self.master_store.allocate(self.device)
+
+    def _lay(self, number: int, mine: torch.Tensor) -> None:
+        """A piece of one parameter into the share, and into its master as it was before the cast."""
+        piece = self.pieces[number]
+        self.share_of(piece).copy_(mine)
+        master = self.master_store.at(piece.shard_start, piece.numel)
+        if master is not None:
+            master.copy_(mine)
+
+    def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
-        if isinstance(param, PartitionedParameter):
+        if param._zero.home is not None:
             home, slot = param._zero.placed()
             home.launch(SETUP)
             home.wait()
             values = home.value(slot).reshape(-1)
             home.release()
             return values
-        if param.device != self.device:
-            param.data = param.data.to(self.device)
-        values = param.data.contiguous().reshape(-1)
-        self.comm.broadcast("setup.broadcast", values)
-        return values
+        return take_values(param, self.comm)
 
     @torch.no_grad()
     def _accept_write(self, interval: PartitionedInterval, param: ZeroParameter) -> None:
@@ -250,6 +269,11 @@ class PartitionedGroup:
                 disclaim(param)
                 make_whole(param)
             interval.abandon()
+
+
+def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of them takes memory of the device."""
+    return any(param.device == device for param in params)
 
 
 @torch.no_grad()

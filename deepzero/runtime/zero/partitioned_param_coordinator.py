@@ -35,6 +35,7 @@ from deepzero.comm import ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import memory_of
 from deepzero.offload.wire import FETCH_BETWEEN_STEPS
+from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, StepPlan, Use, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
@@ -99,7 +100,9 @@ class Trace:
         self.position = -1
         self.dropped = 0
 
-    def advance(self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool) -> Action | None:
+    def advance(
+        self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int = 0
+    ) -> Action | None:
         """The next use. Returns what the plan says; None while recording."""
         following = self.position + 1
         if self.plan is not None:
@@ -112,7 +115,7 @@ class Trace:
             if on_demand:
                 return NOTHING
             self._drop(following, where)
-        self.uses.append(Use(keys, backward, where, on_demand))
+        self.uses.append(Use(keys, backward, where, on_demand, run))
         self.position = following
         return None
 
@@ -188,6 +191,10 @@ class PartitionedParameterCoordinator:
         # By last use, the oldest first.
         self._live: dict[int, None] = {}
         self._pools = list({id(interval.pool): interval.pool for interval in intervals}.values())
+        # One rank computes with its share itself, unless that is in host memory.
+        takes = [interval for interval in intervals if interval.comm.world_size > 1 or interval.shard_on_host]
+        self._buffers = BufferForecast({made.key: made.numel for made in takes}, limits.live_numel, self.device)
+        self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
         self._warned_live = False
@@ -197,6 +204,10 @@ class PartitionedParameterCoordinator:
     def begin_forward(self) -> None:
         """The outermost module is entered: in training the trace goes on, an evaluation begins at its first use."""
         if in_backward():
+            # Somebody else's hooks: non-reentrant checkpointing, which saves views as they are.
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                self._runs += 1
+                self._run, self._current = self._runs, frozenset()
             return
         if torch.is_grad_enabled():
             self._switch(self.training)
@@ -206,9 +217,16 @@ class PartitionedParameterCoordinator:
 
     def end_forward(self) -> None:
         """The outermost module is left; after an evaluation nothing is kept."""
-        if self._trace is self.evaluation and not in_backward():
+        if in_backward():
+            self._run = 0
+        elif self._trace is self.evaluation:
+            known = self._trace.plan is not None
             self._trace.close()
             self.release_all()
+            if not known:
+                self._expect_buffers()
+            if self.training.position < 0:
+                self._end_pass()
 
     def _switch(self, trace: Trace) -> None:
         if trace is not self._trace:
@@ -233,9 +251,12 @@ class PartitionedParameterCoordinator:
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
-        action = self._trace.advance(keys, backward, where, on_demand)
+        action = self._trace.advance(keys, backward, where, on_demand, self._run)
         forward = FORWARD if self._trace is self.training else EVALUATION
         kind = BACKWARD if backward else forward
+        for pool in self._pools if not self._buffers.moments else ():
+            pool.begin_pass()
+        self._buffers.moments.append(Moment(keys, self._run))
         self._make_room(keys, action)
         for key in keys:
             self._launch(key, kind, where)
@@ -270,33 +291,54 @@ class PartitionedParameterCoordinator:
         self.release_all()
         recorded = self.training.plan is None
         self.training.close()
-        if recorded and self.training.plan is not None:
-            self._predict(self.training.uses, self.training.plan)
+        if recorded:
+            self._buffers.recorded()
+            self.predict_anew()
+        self._runs = 0
+        self._end_pass()
 
-    def _predict(self, uses: Sequence[Use], plan: Sequence[Action]) -> None:
-        """The plan says what every later step will send and hold: replace the closed forms, which know no savings."""
-        forecast = planned(self.intervals, uses, plan)
-        self.ledger.predicted_traffic.update(forecast.traffic)
-        self.ledger.predicted_memory["gathered"] = forecast.gathered_bytes
+    def _end_pass(self) -> None:
+        self._buffers.moments = []
+        for pool in self._pools:
+            self._buffers.settle(pool)
+
+    def _expect_buffers(self) -> None:
+        """A plan is new: it says which buffers will be held."""
+        plans = [trace.step_plan() for trace in (self.training, self.evaluation)]
+        known = [(plan.uses, plan.actions) for plan in plans if plan is not None]
+        self._buffers.expect([moments_of(*plan) for plan in known])
+        messages = max((planned(self.intervals, *plan).message_bytes for plan in known), default=0)
+        itemsize = max((interval.gather.dtype.itemsize for interval in self.intervals), default=0)
+        self.ledger.predicted_memory["gathered"] = self._buffers.most_numel * itemsize + messages
 
     def follow(self, plan: StepPlan) -> None:
         """Training follows ``plan`` from its next use on, which has to be the first of a step."""
         self.training.follow(plan)
-        self._predict(plan.uses, plan.actions)
+        self.predict_anew()
+        self._end_pass()
 
     def predict_anew(self) -> None:
-        """Intervals travel in another way from now on."""
+        """The plan is new, or intervals travel in another way: it says what every later step will send and hold.
+
+        That replaces the closed forms, which know no savings.
+        """
         if self.training.plan is not None:
-            self._predict(self.training.uses, self.training.plan)
+            forecast = planned(self.intervals, self.training.uses, self.training.plan)
+            self.ledger.predicted_traffic.update(forecast.traffic)
+            self._expect_buffers()
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
+        self._run = self._runs = 0
+        self._end_pass()
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
+        if self._buffers.moments:
+            self._buffers.moments.append(Moment((), 0, list(self._live)))
         self.inflight.wait_all()
         refused: Exception | None = None
         for key in list(self._live):
@@ -323,9 +365,15 @@ class PartitionedParameterCoordinator:
     def _make_room(self, keys: tuple[int, ...], action: Action | None) -> None:
         """Release what the plan lets go before ``keys`` are used; while recording, what was used longest ago."""
         for key in action.release if action is not None else ():
-            self._release(key)
+            self._release_in_pass(key)
         for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
-            self._release(key)
+            self._release_in_pass(key)
+
+    def _release_in_pass(self, key: int) -> None:
+        interval = self.intervals[key]
+        buffer = interval.buffer
+        self._release(key)
+        self._buffers.released(key, buffer is None or interval.pool.is_alone(buffer))
 
     def _launch(self, key: int, kind: str, where: str, prefetch: bool = False) -> None:
         interval = self.intervals[key]
@@ -343,6 +391,7 @@ class PartitionedParameterCoordinator:
         self._live[key] = None
         interval.only_pinned = False
         if interval.status is ZeroParamStatus.NOT_AVAILABLE:
+            self._buffers.moments[-1].taken.append(key)
             with ranges.span("fetch", key, where, "prefetch" if prefetch else ""):
                 self.inflight.launch(interval, kind)
 

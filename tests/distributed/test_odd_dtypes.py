@@ -1,0 +1,76 @@
+"""Buffers and frozen parameters of dtypes that no backend sends: every rank starts with rank 0's values, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero.config.parse import ConfigError
+from tests.distributed.training import config
+
+NAMES = [
+    *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bits8", "bits16"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int4", "uint4"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+]
+DTYPES = [getattr(torch, name) for name in NAMES if hasattr(torch, name)]
+
+
+def filled(dtype, rank, numel=6):
+    """Bytes that are a value in any dtype, other ones on every rank."""
+    return (torch.arange(numel * dtype.itemsize, dtype=torch.uint8) % 2 ^ (rank & 1)).view(dtype)
+
+
+class Odd(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"buffer_{name}", filled(dtype, rank))
+            self.register_buffer(f"scalar_{name}", filled(dtype, rank, 1)[0], persistent=False)
+            if not dtype.is_complex and dtype is not torch.float64 and "int4" not in name:  # which torch cannot copy
+                self.register_parameter(f"frozen_{name}", nn.Parameter(filled(dtype, rank), requires_grad=False))
+        self.register_buffer("conjugate", filled(torch.complex64, rank).conj())
+        self.register_buffer("apart", filled(torch.uint16, rank).view(2, 3).t())
+
+    def forward(self, x):
+        return self.linear(x).sum()
+
+
+def start_and_step(rank, world, settings):
+    """What every rank has of the odd ones, as bytes and dtypes; two steps are taken in between."""
+    engine, *_ = deepzero.initialize(model=Odd(rank), config=settings)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16)))
+        engine.step()
+    frozen = {n: p for n, p in engine.module.named_parameters() if n.startswith("frozen")}
+    with deepzero.zero.GatheredParameters(frozen.values(), modifier_rank=world - 1):
+        found = {n: p.detach().clone() for n, p in frozen.items()}
+    tensors = {**found, **dict(engine.module.named_buffers())}
+    return {name: (str(t.dtype), t.contiguous().view(-1).view(torch.uint8).tolist()) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_odd_dtypes(ranks, stage):
+    settings = config(stage=stage, precision="bf16", zero={"stage3_param_persistence_threshold": 4})
+    first, second = ranks.run(start_and_step, settings, world_size=2)
+    assert first == second
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        assert first[f"buffer_{name}"] == (str(dtype), filled(dtype, 0).view(torch.uint8).tolist())
+    for name in ("uint16", "int16", "bits8", "float4_e2m1fn_x2"):
+        assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0).view(torch.uint8).tolist()
+
+
+def sparse(rank, world):
+    model = nn.Linear(4, 4)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    with pytest.raises(ConfigError, match=r"buffer 'graph' is torch.sparse_coo"):
+        deepzero.initialize(model=model, config=config(stage=2))
+
+
+def test_a_sparse_buffer(ranks):
+    ranks.run(sparse, world_size=2)

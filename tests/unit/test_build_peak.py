@@ -1,0 +1,103 @@
+"""What building takes of a device at the most: never more than training, or than the model that it was given there.
+
+Nothing here has memory: the device is torch's meta device, and this process pretends to be one of W ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from deepzero.comm.pretended import Pretended, pretend
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.offload.arena import HostArena
+from deepzero.planning.work import WorkMeter
+from deepzero.runtime import build
+from deepzero.runtime.engine import Engine
+from deepzero.runtime.optimizers import build_optimizer
+from deepzero.runtime.zero import partitioned_group
+from tests.distributed.training import config
+
+WIDTH, LAYERS = 256, 8
+LAYER, TABLE = WIDTH * WIDTH, 2 * WIDTH * WIDTH
+BUCKET = LAYER + 2 * WIDTH
+
+
+class Stack(nn.Module):
+    """The first ``frozen`` layers are not trained."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.embed = nn.Embedding(2 * WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        for layer in self.layers[:frozen]:
+            layer.requires_grad_(False)
+
+
+class DeviceMeter(WorkMeter):
+    """Live bytes of the device; the host's look like the device's here, and do not count."""
+
+    def on_host(self, make):
+        def without_counting(*args):
+            alive, peak = self.alive_bytes, self.peak_bytes
+            made = make(*args)
+            self.alive_bytes, self.peak_bytes = alive, peak
+            return made
+
+        return without_counting
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+CASES = {
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "stage 2, optimizer on the host": {"stage": 2, "zero": HOST},
+    "stage 3, optimizer on the host": {"stage": 3, "zero": HOST},
+    "stage 3, all on the host": {"stage": 3, "zero": {**HOST, "offload_param": {"device": "cpu"}}},
+    "stage 2, fp32": {"stage": 2, "precision": "fp32"},
+    "stage 3, fp32": {"stage": 3, "precision": "fp32"},
+    "stage 2, no moments": {"stage": 2, "optimizer": SGD},
+    "stage 3, no moments": {"stage": 3, "optimizer": SGD},
+}
+
+
+def peak_of(settings, world, given_on_device, frozen, monkeypatch):
+    """In bytes, of the device: the most while it builds, what training holds there, what the given model took."""
+    meter = DeviceMeter()
+    with monkeypatch.context() as patched, pretend(Pretended(world - 1, world, "cuda", min(world, 8))):
+        patched.setattr(HostArena, "carve", meter.on_host(HostArena.carve))
+        on_host = settings.zero.offload_optimizer.device == "cpu"
+        if on_host:
+            patched.setattr(build, "allocate_state", meter.on_host(build.allocate_state))
+        if not given_on_device:
+            patched.setattr(partitioned_group, "lies_on", lambda params, device: False)
+        with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
+            model = Stack(frozen)
+        given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = build_optimizer(settings.optimizer, trained, on_host)
+        with meter:
+            meter.peak_bytes = meter.alive_bytes
+            engine = Engine(model, optimizer, settings)
+    training = sum(n for name, n in engine.ledger.predicted_memory.items() if not name.startswith("host_"))
+    if settings.zero.stage < 3:
+        training += frozen * LAYER * (2 if settings.precision.dtype == "bf16" else 4)  # whole, and no model state
+    engine.destroy()
+    return meter.peak_bytes, training, given
+
+
+@pytest.mark.parametrize("frozen", [0, LAYERS - 2])
+@pytest.mark.parametrize("given_on_device", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_the_peak_of_building(monkeypatch, case, given_on_device, frozen):
+    changes = {"precision": "bf16", "bucket": BUCKET, **CASES[case]}
+    changes["zero"] = {"stage3_param_persistence_threshold": 0, **changes.get("zero", {})}
+    settings = load_engine_config(config(**changes))
+    for world in (2, 64):
+        peak, training, given = peak_of(settings, world, given_on_device, frozen, monkeypatch)
+        most = max(given, training)
+        assert given <= peak <= 1.001 * most + 4 * TABLE, world
+        assert "host" in case or peak > most / 2
