@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero import zero
 from deepzero.utils import safe_get_full_grad
+from tests.distributed.test_stage3_models import Moe, batch
 from tests.distributed.training import SGD, config, make_batch, make_model, my_micro_batches, one_step, start
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -173,7 +175,8 @@ def saliency(rank, world, stage, precision):
                     probe = x.clone().requires_grad_()
                     (by_input,) = torch.autograd.grad(engine(probe), probe)
                     out = engine(probe)
-                    (by_weight,) = torch.autograd.grad(out * 2, engine.module.second.bias)
+                    with zero.GatheredParameters(engine.module.second.bias):  # as every use of a parameter itself
+                        (by_weight,) = torch.autograd.grad(out * 2, engine.module.second.bias)
                     assert float(by_input.abs().sum()) > 0 and float(by_weight) == 2.0
                     with pytest.raises(RuntimeError, match="not have been used"):
                         torch.autograd.grad(engine(probe), torch.ones(1, requires_grad=True))
@@ -196,6 +199,33 @@ def saliency(rank, world, stage, precision):
 def test_autograd_grad_is_no_backward_pass(ranks, stage, precision):
     for calm, disturbed in ranks.run(saliency, stage, precision, world_size=2):
         assert calm == disturbed
+
+
+def saliency_of_experts(rank, world):
+    """Through leaf modules of stage 3, which count themselves as complete by a gradient of their input."""
+    results = []
+    for disturb in (False, True):
+        torch.manual_seed(0)
+        model = Moe()
+        zero.set_z3_leaf_modules(model, ["Experts"])
+        engine = start(model, stage=3, bucket=700, zero=WHOLE, gradient_accumulation_steps=2)
+        for step in range(4):
+            choice = (torch.arange(6) + rank + step) % 3
+            x, probe = (batch(step, rank).requires_grad_() for _ in range(2))
+            loss = engine(x, choice)
+            if disturb:
+                torch.autograd.grad(loss, x, retain_graph=True)
+                torch.autograd.grad(engine(probe, choice), probe)
+            engine.backward(loss)
+            if disturb:  # between the last gradient and the step that takes it
+                torch.autograd.grad(engine(probe, choice), probe)
+            engine.step()
+        results.append((engine.last_step, engine.params_sha256()))
+    return results[0] == results[1]
+
+
+def test_autograd_grad_through_experts(ranks):
+    assert all(ranks.run(saliency_of_experts, world_size=2))
 
 
 def penalty(rank, world, stage):
