@@ -19,33 +19,30 @@ HOST = {"offload_optimizer": {"device": "cpu"}}
 
 # ---- zero_grad -------------------------------------------------------------------------------------------------------
 
-CLEAR = {
-    "never": lambda engine: None,
-    "engine": lambda engine: engine.zero_grad(),
-    "engine, zeros": lambda engine: engine.zero_grad(set_to_none=False),
-    "optimizer": lambda engine: engine.optimizer.zero_grad(),
-    "optimizer, zeros": lambda engine: engine.optimizer.zero_grad(set_to_none=False),
-    "model": lambda engine: engine.module.zero_grad(),
-    "model, zeros": lambda engine: engine.module.zero_grad(set_to_none=False),
-}
+
+def clear(engine):
+    """Whatever a program may clear gradients with."""
+    for owner in (engine, engine.optimizer, engine.module):
+        owner.zero_grad()
+        owner.zero_grad(set_to_none=False)
 
 
 def cleared(rank, world, stage, settings):
     """Two steps of two micro-batches, with ``zero_grad`` in every place where a program may have it."""
-    found = {}
-    for name, clear in CLEAR.items():
+    found = []
+    for maybe in (lambda engine: None, clear):
         engine = start(make_model(), stage=stage, bucket=800, gradient_accumulation_steps=2, **settings)
         norms = []
         for step in range(2):
             for ids, labels in my_micro_batches(step, rank, world, 2, 2):
-                clear(engine)
+                maybe(engine)
                 loss = engine(ids, labels)
-                clear(engine)
+                maybe(engine)
                 engine.backward(loss)
-                clear(engine)
+                maybe(engine)
                 engine.step()
             norms.append((engine.last_step.loss, engine.last_step.grad_norm))
-        found[name] = (norms, engine.params_sha256())
+        found.append((norms, engine.params_sha256()))
         engine.destroy()
     return found
 
@@ -64,8 +61,8 @@ def cleared(rank, world, stage, settings):
     ],
 )
 def test_zero_grad_is_harmless_at_any_time(ranks, stage, settings):
-    for found in ranks.run(cleared, stage, settings, world_size=2):
-        assert all(result == found["never"] for result in found.values()), found
+    for never, always in ranks.run(cleared, stage, settings, world_size=2):
+        assert never == always
 
 
 def dropped(rank, world, stage):
@@ -194,8 +191,9 @@ def saliency(rank, world, stage, precision):
     return results
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
+)
 def test_autograd_grad_is_no_backward_pass(ranks, stage, precision):
     for calm, disturbed in ranks.run(saliency, stage, precision, world_size=2):
         assert calm == disturbed
@@ -241,7 +239,7 @@ def penalty(rank, world, stage):
     return engine.last_step.loss, float(loss.detach()), engine.last_step.grad_norm
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_gradient_penalty(ranks, stage):
     torch.manual_seed(0)
     model, norms, losses = Energy(), [], []
