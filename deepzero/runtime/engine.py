@@ -247,7 +247,7 @@ class Engine(EngineCheckpoints):
                 "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
                 "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
             )
-        param.grad *= self._scaler.scale
+        param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was.
