@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 
@@ -11,6 +13,8 @@ from deepzero.data.loader import TokenSequences
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
 from deepzero.runtime.engine import Engine
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -40,7 +44,8 @@ def validate(engine: Engine, data: TokenSequences, batches: int) -> float:
 def sample(engine: Engine, model: GPT | HFModel, corpus: Corpus, settings: TrainConfig) -> str | None:
     """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
 
-    Partitioned parameters are gathered by all ranks together: in stage 3 all of them write the same text.
+    None, and a line that says why, where the model has nothing to say any more. Partitioned parameters are gathered by
+    all ranks together: in stage 3 all of them write the same text.
     """
     text = None
     if engine.global_rank == 0 or engine.zero_optimization_stage() == 3:
@@ -49,8 +54,12 @@ def sample(engine: Engine, model: GPT | HFModel, corpus: Corpus, settings: Train
         prompt = [separator] if new_file else corpus.val[:16].tolist()
         ids = torch.tensor([prompt], dtype=torch.int64, device=engine.device)
         generator = torch.Generator(engine.device).manual_seed(settings.seed)
-        with torch.no_grad():
-            ids = model.generate(ids, settings.sample_tokens, settings.sample_temperature, generator)
-        text = corpus.decode(ids[0, 1 if new_file else 0 :].tolist())
+        try:
+            with torch.no_grad():
+                ids = model.generate(ids, settings.sample_tokens, settings.sample_temperature, generator)
+            text = corpus.decode(ids[0, 1 if new_file else 0 :].tolist())
+        except FloatingPointError as error:  # the run's other results are to be written all the same
+            if engine.global_rank == 0:
+                log.warning("no sample after step %d: %s", engine.global_steps, error)
     engine.barrier()
     return text

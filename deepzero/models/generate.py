@@ -28,6 +28,7 @@ def generate(
 
     Raises:
         ValueError: a negative temperature or count.
+        FloatingPointError: the model's logits are not finite, so there is nothing to choose from.
     """
     if temperature < 0 or max_new_tokens < 0:
         raise ValueError(f"temperature={temperature} and max_new_tokens={max_new_tokens} must not be negative")
@@ -37,6 +38,8 @@ def generate(
         for _ in range(max_new_tokens):
             # Through __call__, not forward: whoever has put hooks on this module sees these passes too.
             logits = model(ids[:, -block_size:], last_only=True)[:, -1].float()
+            if not bool(torch.isfinite(logits).all()):
+                raise FloatingPointError("the model's logits are not finite, and no token can be chosen from them")
             ids = torch.cat((ids, _sample(logits, temperature, generator)), dim=1)
     finally:
         model.train(was_training)

@@ -5,8 +5,8 @@ configured with and which parameters it has; a difference is raised on *every* r
 rank.
 
 In each step they exchange one small message (:class:`StepAgreement`): the exact sum of squares of the gradients, from
-which all compute the same norm, and the losses, from which all compute the same mean. It travels as integers in a
-single all-reduce, which is exact and has no order.
+which all compute the same norm, the losses, from which all compute the same mean, and whether any rank cannot take the
+step, so that none does. It travels as integers in a single all-reduce, which is exact and has no order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ AGREEMENT = "agreement.all_reduce"
 
 PATH_WORDS = 2
 """Integers that show whether all ranks took the same path."""
-OWN_WORDS = 1 + PATH_WORDS
-"""Integers of the message besides the norm's and the losses: the wish to stop, and the path."""
+FLAG_WORDS = 3
+"""Integers that count ranks: asked to stop, in trouble, with a loss that is not finite."""
+OWN_WORDS = FLAG_WORDS + PATH_WORDS
+"""Integers of the message besides the norm's and the losses."""
 PATH_BITS = 1 << 20
 """Of the fingerprint; its square, summed over a million ranks, fits into an integer of 64 bits."""
 
@@ -157,6 +159,10 @@ class StepAgreement:
     """Mean over ranks of each rank's mean over its micro-batches; NaN when no loss was seen."""
     stop: bool = False
     """Some rank has been asked to stop."""
+    trouble: bool = False
+    """Some rank cannot take this step."""
+    bad_losses: tuple[tuple[int, float], ...] = ()
+    """Ranks that saw a loss which is not finite, and that loss."""
 
     @property
     def finite(self) -> bool:
@@ -164,14 +170,17 @@ class StepAgreement:
         return math.isfinite(self.norm)
 
 
-def agree(comm: Communicator, square_words: torch.Tensor, loss: float, stop: bool = False) -> StepAgreement:
+def agree(
+    comm: Communicator, square_words: torch.Tensor, loss: float | None, stop: bool = False, trouble: bool = False
+) -> StepAgreement:
     """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
     Args:
         comm: the ranks.
         square_words: from ``grad_norm.square_sum_words``, this rank's share.
-        loss: this rank's mean loss.
+        loss: this rank's mean loss; None: it has seen none.
         stop: whether this rank has been asked to stop.
+        trouble: whether this rank cannot take the step.
 
     Raises:
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
@@ -179,8 +188,9 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float, stop: boo
     """
     path = comm.fingerprint() & (PATH_BITS - 1)
     losses = torch.zeros(comm.world_size, dtype=torch.int64)
-    losses[comm.rank] = double_to_bits(loss)
-    own = torch.cat([losses, torch.tensor([int(stop), path, path * path])])
+    losses[comm.rank] = double_to_bits(math.nan if loss is None else loss)
+    flags = [stop, trouble, loss is not None and not math.isfinite(loss)]
+    own = torch.cat([losses, torch.tensor([*map(int, flags), path, path * path])])
     words = torch.cat([square_words, own.to(square_words.device)])
     comm.all_reduce(AGREEMENT, words).wait()
     if words.is_meta:  # a rehearsal, which has no values
@@ -194,10 +204,12 @@ def agree(comm: Communicator, square_words: torch.Tensor, loss: float, stop: boo
             "what they received may have been meant for something else, and nothing is updated. Let all ranks run the "
             "same modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
         )
-    for bits in numbers[WORDS : WORDS + comm.world_size]:
-        total += bits_to_double(bits)
-    stopping = numbers[-PATH_WORDS - 1] > 0
-    return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size, stopping)
+    everyone = [bits_to_double(bits) for bits in numbers[WORDS : WORDS + comm.world_size]]
+    for value in everyone:
+        total += value
+    stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-PATH_WORDS])
+    bad_losses = tuple((rank, value) for rank, value in enumerate(everyone) if bad and not math.isfinite(value))
+    return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size, stopping, troubled, bad_losses)
 
 
 def check_precision(dtype: str, device: torch.device) -> None:

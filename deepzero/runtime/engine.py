@@ -23,11 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -44,6 +43,7 @@ from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sh
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
+from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.world import open_communicator
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
@@ -52,8 +52,17 @@ from deepzero.runtime.zero.sharded_step import clip_divisor
 log = logging.getLogger(__name__)
 
 
+BAD_LOSSES = 5
+"""Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops.
+
+A smaller loss scale makes no difference to a forward pass. One bad batch is skipped, and so are a few; but a skipped
+step leaves the parameters as they are, so when five global batches in a row give no finite loss, the sixth will not.
+DeepSpeed halves its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
+"""
+
+
 class NonFiniteError(RuntimeError):
-    """A gradient is inf or NaN in a precision that has no loss scale to lower. Nothing was updated."""
+    """Gradients are inf or NaN, and there is no loss scale to lower, or that cannot help. Nothing was updated."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +126,8 @@ class Engine(EngineCheckpoints):
         self.stage = self._zero.stage
         self._sharded_step = build_step(self._zero, optimizer, config)
         trained = [param for group in self._zero.groups for param in group.params]
-        self._late_scaling = [param.register_hook(self._scale_late) for param in trained if self._scaled]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
+        self._trained = TrainedParameters(model, self._zero.groups)
         self._fragments = TensorFragments(
             model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now,
             self.finish_delayed_update,
@@ -127,8 +136,8 @@ class Engine(EngineCheckpoints):
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
         self.training_dataloader: DataLoader[Any] | None = None
-        # Backward passes that have ended since the last boundary.
-        self._backward_passes = 0
+        # Backward passes that have ended since the last boundary; skipped steps in a row for want of a finite loss.
+        self._backward_passes = self._bad_losses = 0
         self._boundary_override: bool | None = None
         self._inside_no_sync = self._step_applied = self._destroyed = False
         self._asked_to_stop = False
@@ -139,8 +148,8 @@ class Engine(EngineCheckpoints):
         # The loss of the backward pass under way: as given to us, or put together from the outputs it went through.
         self._given_loss: torch.Tensor | None = None
         self._seen_loss: torch.Tensor | None = None
-        # Whether the backward pass under way began at a loss that was multiplied by the loss scale.
-        self._loss_is_scaled = self._warned_unscaled = False
+        # Whether the backward pass under way is engine.backward's, and whether it carries the loss scale.
+        self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
         self.ledger.close_setup()
         self._bytes_at_build = used_bytes(self.device)
 
@@ -164,10 +173,11 @@ class Engine(EngineCheckpoints):
 
     def _refuse_broken_pass(self) -> None:
         self._refuse_half_loaded()
-        if self._hooks.broke_off:
+        if self._hooks.broke_off():
             raise RuntimeError(
-                "the last backward pass broke off before its end, and its gradients are incomplete; "
-                "call engine.zero_grad() on every rank to drop them, then go on with the next forward pass"
+                "the last backward pass broke off before its end, and its gradients are incomplete; call "
+                "engine.discard_gradients() on every rank, then begin the optimizer step again with its first "
+                "micro-batch"
             )
 
     def _cast_input(self, value: Any) -> Any:
@@ -188,22 +198,25 @@ class Engine(EngineCheckpoints):
         Returns:
             The loss divided by the number of micro-batches, as DeepSpeed returns it.
         """
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(f"backward needs a scalar loss that requires grad, got shape {tuple(loss.shape)}")
+        _check_loss("backward", loss)
+        self._refuse_broken_pass()
         steps = self.batch.accumulation
         self._given_loss = loss.detach() if scale_wrt_gas else loss.detach() * steps
+        self._inside_backward = True
         # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
         factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
         try:
             with ranges.span("backward"):
                 self._times(loss, factor).backward(retain_graph=retain_graph)
         finally:
-            self._loss_is_scaled = False
+            self._inside_backward = self._loss_is_scaled = False
+            self._given_loss = None
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
-        self._given_loss = loss.detach()
+        _check_loss("scale", loss)
+        loss.register_hook(partial(self._given_pass_begins, loss.detach()))
         return self._times(loss, self._scaler.scale)
 
     def _times(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
@@ -219,17 +232,22 @@ class Engine(EngineCheckpoints):
         self._hooks.arm()
         self._loss_is_scaled = True
 
-    def _scale_late(self, grad: torch.Tensor) -> torch.Tensor | None:
+    def _given_pass_begins(self, loss: torch.Tensor, _: torch.Tensor) -> None:
+        self._hooks.arm()
+        self._given_loss = loss
+
+    @torch.no_grad()
+    def _scale_late(self, param: nn.Parameter) -> None:
         """fp16, a plain ``loss.backward()``: the step will divide by the scale, so multiply here at the latest."""
-        if self._loss_is_scaled or self._scaler.scale == 1:
-            return None
+        if self._loss_is_scaled or self._scaler.scale == 1 or param.grad is None:
+            return
         if not self._warned_unscaled:
             self._warned_unscaled = True
             log.warning(
                 "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
                 "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
             )
-        return grad * self._scaler.scale
+        param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was.
@@ -244,15 +262,21 @@ class Engine(EngineCheckpoints):
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         self.ledger.note("gradient_ready")
+        if self._scaled:
+            self._scale_late(param)
         self.stage.gradient_ready(param, self._reduces_now())
 
-    def _backward_end(self) -> None:
-        self._backward_passes += 1
-        self._loss_is_scaled = False
+    def _backward_end(self, reached: bool) -> None:
+        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
         loss = self._given_loss if self._given_loss is not None else self._seen_loss
+        self._given_loss = self._seen_loss = None
+        self._loss_is_scaled = False
+        if not reached and not self._inside_backward:
+            self.stage.forget_pass()
+            return
+        self._backward_passes += 1
         if loss is not None:
             self._losses.append(loss)
-        self._given_loss = self._seen_loss = None
         self.stage.backward_end(self._reduces_now())
         self.ledger.note("backward_end")
 
@@ -268,8 +292,10 @@ class Engine(EngineCheckpoints):
             lr_kwargs: passed to the scheduler's ``step``.
 
         Raises:
-            NonFiniteError: inf or NaN gradients in bf16 or fp32, on all ranks; parameters and moments are untouched.
-            RuntimeError: no backward pass has run since the last boundary, or the last one broke off.
+            NonFiniteError: inf or NaN gradients in bf16 or fp32, or in fp16 for so long that no loss scale is to
+                blame; on all ranks. Parameters and moments are untouched.
+            RuntimeError: no backward pass has run since the last boundary, or the last one broke off; or, on all
+                ranks, other parameters train than when the engine was built.
         """
         if self._destroyed:
             raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
@@ -281,7 +307,8 @@ class Engine(EngineCheckpoints):
             raise RuntimeError(
                 f"engine.step(): no backward pass has run on rank {self.global_rank} since optimizer step "
                 f"{self.global_steps}; without gradients weight decay and momentum alone would change the weights. "
-                "Call engine.backward(loss) once for each engine.step()"
+                "Call engine.backward(loss) once for each engine.step(); another pass counts if it reaches a trained "
+                "parameter"
             )
         self._step_applied = False
         self.ledger.sample()
@@ -295,15 +322,18 @@ class Engine(EngineCheckpoints):
                 self._backward_passes = 0
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
-        self._sharded_step.before_step(self._zero.groups)
+        trouble = self._trouble()
         # 3 boundary: flush, wait.
         with ranges.span("boundary"):
             self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
         with ranges.span("agree"):
-            agreement = agree(self.comm, self.stage.gradients.square_words(), self._mean_loss(), self._asked_to_stop)
+            words, loss = self.stage.gradients.square_words(), self._mean_loss()
+            agreement = agree(self.comm, words, loss, self._asked_to_stop, trouble is not None)
         self.stopping = agreement.stop
+        if agreement.trouble:
+            self._raise_together(trouble)
         scale, mean_divisor = self._scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
         self._check_finite(agreement)
@@ -344,16 +374,49 @@ class Engine(EngineCheckpoints):
     def _scaled(self) -> bool:
         return self.config.precision.dtype == "fp16"
 
-    def _mean_loss(self) -> float:
-        losses, self._losses = self._losses, []
-        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else math.nan
+    def _trouble(self) -> RuntimeError | None:
+        """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""
+        try:
+            self._sharded_step.before_step(self._zero.groups)
+            self._trained.check()
+        except RuntimeError as error:
+            return error
+        return None
 
-    def _check_finite(self, agreement: StepAgreement) -> None:
-        """Outside fp16 there is no scale to lower: stop before anything is updated, and say where it began."""
-        if agreement.finite or self._scaled:
-            return
+    def _raise_together(self, mine: RuntimeError | None) -> NoReturn:
+        """Some rank is in trouble, and all know it: the others raise too, with its text. Nothing was updated."""
+        self._drop_step()
+        told = process_group.all_gather_object(None if mine is None else str(mine))
+        if mine is not None:
+            raise mine
+        rank = next(rank for rank, text in enumerate(told) if text is not None)
+        raise RuntimeError(f"rank {rank}: {told[rank]}")
+
+    def _drop_step(self) -> None:
         self._zero.forget_gradients()
         self.ledger.close_step()
+
+    def _mean_loss(self) -> float | None:
+        losses, self._losses = self._losses, []
+        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else None
+
+    def _check_finite(self, agreement: StepAgreement) -> None:
+        """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
+        hopeless = not agreement.finite and bool(agreement.bad_losses)
+        self._bad_losses = self._bad_losses + 1 if hopeless else 0
+        if self._bad_losses >= BAD_LOSSES:
+            self._drop_step()
+            losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
+            raise NonFiniteError(
+                f"step {self.global_steps + 1}: the loss is not finite ({losses}), in {self._bad_losses} optimizer "
+                "steps in a row. The forward pass gives it before the loss scale multiplies it, so no smaller scale "
+                f"helps. Parameters and optimizer state are those of step {self.global_steps + 1 - self._bad_losses}. "
+                "Look at the data and at the weights that the run began with, lower the learning rate, or train in "
+                "bf16, whose range activations do not leave"
+            )
+        if agreement.finite or self._scaled:
+            return
+        self._drop_step()
         where = find_bad_gradient(self.module, self._zero.groups, self._sharded_step.parts)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
@@ -376,9 +439,11 @@ class Engine(EngineCheckpoints):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As in DDP: no reduction inside. Stages 0 and 1 reduce at the boundary alone, so nothing changes for them."""
-        if self.config.zero.stage >= 2:
+        stage = self.config.zero.stage
+        if stage >= 2:
             raise RuntimeError(
-                "no_sync would keep whole gradients, which is what zero.stage=2 is there to avoid; use stage 1"
+                f"no_sync would keep whole gradients, which is what zero.stage={stage} is there to avoid. Without it "
+                "each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
             )
         if self._inside_no_sync:
             raise RuntimeError("no_sync is entered already")
@@ -389,11 +454,24 @@ class Engine(EngineCheckpoints):
             self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this optimizer step, also those already reduced or under way."""
+        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is: harmless at any time.
+
+        As in DeepSpeed, so that scripts which call it before every micro-batch accumulate all the same.
+        :meth:`discard_gradients` drops what has been accumulated.
+        """
+        self.module.zero_grad(set_to_none)
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients of this optimizer step, also those already reduced or under way. On every rank.
+
+        The step begins again with its first micro-batch.
+        """
         self._hooks.disarm()
         self._losses, self._loss_is_scaled = [], False
         self._given_loss = self._seen_loss = None
         self.stage.discard_gradients()
+        self._backward_passes = 0
+        self.micro_steps -= self.micro_steps % self.batch.accumulation
 
     # ---- what others ask ---------------------------------------------------------------------------------------------
 
@@ -421,7 +499,10 @@ class Engine(EngineCheckpoints):
         return gather_report(self.ledger, self.device, self._bytes_at_build)
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy."""
+        """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy.
+
+        Parameters that are tied in the model are one tensor in stage 3's copy too.
+        """
         return whole_state_dict(self.module) if self.config.zero.stage == 3 else self.module.state_dict()
 
     def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -440,10 +521,17 @@ class Engine(EngineCheckpoints):
             self.finish_delayed_update()
         self._destroyed = True
         self._hooks.remove()
-        for handle in self._late_scaling:
-            handle.remove()
         self._fragments.forget()
         self.stage.destroy()
         self._zero.close()
         if self._saver is not None:
             self._saver.close()
+
+
+def _check_loss(call: str, loss: torch.Tensor) -> None:
+    """Refuse what no backward pass can begin at."""
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise ValueError(
+            f"engine.{call} needs a scalar loss that requires grad, got shape {tuple(loss.shape)}, "
+            f"requires_grad={loss.requires_grad}"
+        )

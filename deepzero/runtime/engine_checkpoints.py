@@ -63,6 +63,11 @@ def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     agree(f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None)
 
 
+def _check_named(call: str, folder: str | Path) -> None:
+    """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
+    agree(None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one')
+
+
 class EngineCheckpoints(EngineOffload):
     """Saving and loading of an engine."""
 
@@ -79,6 +84,7 @@ class EngineCheckpoints(EngineOffload):
     _scaler: LossScaler
     _backward_passes: int
     _destroyed: bool
+    discard_gradients: Any
     _half_loaded: str | None = None
     """Set while model state is a mixture of two states, with the reason."""
 
@@ -116,6 +122,7 @@ class EngineCheckpoints(EngineOffload):
 
         Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
         """
+        _check_named("save_checkpoint", save_dir)
         self.finish_delayed_update()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         save_dir = Path(save_dir).expanduser().absolute()  # the program may change its folder while a thread writes
@@ -199,6 +206,7 @@ class EngineCheckpoints(EngineOffload):
 
         Source: ``save_16bit_model`` in DeepSpeed's ``runtime/engine.py``, which writes ``pytorch_model.bin``.
         """
+        _check_named("save_16bit_model", save_dir)
         self.finish_delayed_update()
         name = MODEL_FILE if save_filename is None else save_filename
         problem = None
@@ -275,6 +283,7 @@ class EngineCheckpoints(EngineOffload):
 
         Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
         """
+        _check_named("load_checkpoint", load_dir)
         self._refuse_away("load_checkpoint")
         self.wait_for_checkpoint()
         load_dir = Path(load_dir).expanduser()
@@ -333,9 +342,8 @@ class EngineCheckpoints(EngineOffload):
         """Values into tensors, and from masters into the parameters. The caller says when all is loaded."""
         self._sharded_step.forget()
         self.stage.before_writes()
-        self.zero_grad()
+        self.discard_gradients()
         self._zero.reducer.forget()
-        self._backward_passes = 0
         self._half_loaded = f"{loader.reader.path} was loaded in part only"
         with self.comm.ledger.aside(), torch.no_grad():
             loader.read()

@@ -208,9 +208,9 @@ class EngineOffload(EngineFacts):
             raise RuntimeError("offload_states after engine.destroy(): there is nothing to move")
         if in_backward():
             raise RuntimeError("offload_states inside a backward pass: call it between two passes")
-        if self._hooks.broke_off:
+        if self._hooks.broke_off():
             raise RuntimeError(
-                "offload_states: the last backward pass broke off before its end; call engine.zero_grad() first"
+                "offload_states: the last backward pass broke off before its end; call engine.discard_gradients() first"
             )
         self.finish_delayed_update()
         if self._saver is not None:
@@ -272,9 +272,8 @@ class EngineOffload(EngineFacts):
                 shares += [(t, True) for t in zero.partitioning.secondaries()]
             return shares + [(t, True) for t in self._plain_parameters()]
         if category == "lp_grads":
-            waiting = {id(p.grad) for p in self.module.parameters() if p.grad is not None}
             # Between two optimizer steps the sums are those of the last one, which nobody needs.
-            return [(t, gradients.present or id(t) in waiting) for t in gradients.held_gradients()]
+            return [(t, gradients.present) for t in gradients.held_gradients()]
         there = zero.offload.buffers_on_device() if zero.offload is not None else []
         return [*((t, True) for t in zero.reducer.kept()), *((t, False) for t in (*zero.reducer.buffers(), *there))]
 

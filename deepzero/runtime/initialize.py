@@ -20,7 +20,10 @@ from deepzero.runtime.agreement import agree_to_start, check_parameters, check_p
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
+from deepzero.runtime.zero.flat_group import check_unclaimed
 from deepzero.runtime.zero.init_context import Init
+from deepzero.runtime.zero.partition_parameters import ZeroParameter
+from deepzero.runtime.zero.partitioned_group import make_whole
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +117,23 @@ def _agreed(
         agree_to_start(error, {})
         raise
     agree_to_start(None, mine)
+    if settings.zero.stage < 3:
+        _gather(model, settings.zero.stage)
     return model, chosen
+
+
+def _gather(model: nn.Module, stage: int) -> None:
+    """Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again. A collective."""
+    cut = {name: param for name, param in model.named_parameters() if isinstance(param, ZeroParameter)}
+    check_unclaimed({param: name for name, param in cut.items()})
+    for param in cut.values():
+        make_whole(param)
+    if cut and process_group.rank() == 0:
+        log.warning(
+            "zero.Init has partitioned the model, and zero stage %d keeps its parameters whole: they are gathered on "
+            "every rank. Set zero_optimization.stage to 3, or leave zero.Init out (enabled=False)",
+            stage,
+        )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -29,12 +29,14 @@ def params_sha256(model: nn.Module) -> str:
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict with copies of the whole parameters, gathered one by one. A collective."""
-    state = model.state_dict()
+    """The model's state dict with a copy of each whole parameter, gathered one by one. A collective."""
+    state, copies = model.state_dict(), {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in state:
-            with GatheredParameters(param):
-                state[name] = param.detach().clone()
+            if param not in copies:  # else tied: one tensor under all its names
+                with GatheredParameters(param):
+                    copies[param] = param.detach().clone()
+            state[name] = copies[param]
     return state
 
 

@@ -128,7 +128,7 @@ def looks_and_writes(rank, world):
         param.add_(1)
     with pytest.raises(RuntimeError, match="written while a delayed update was on its way"):
         go(engine, rank, world, 4, 5)
-    engine.zero_grad()
+    engine.discard_gradients()
     engine.destroy()
 
     engine, model = made(late(3))
@@ -179,7 +179,7 @@ def in_the_middle(rank, world, stage):
     engine.finish_delayed_update()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|older values"):
         engine.backward(loss)
-    engine.zero_grad()
+    engine.discard_gradients()
     engine.destroy()
 
 
@@ -211,7 +211,7 @@ def goes_on_after_nan(rank, world):
     engine.backward(engine(ids, labels) * float("nan"))
     with pytest.raises(RuntimeError, match="is not finite"):
         engine.step()
-    engine.zero_grad()
+    engine.discard_gradients()
     for step in range(3, 7):
         ids, labels = my_micro_batches(step, rank, world, engine.batch.micro_batch, 1)[0]
         engine.backward(engine(ids, labels))

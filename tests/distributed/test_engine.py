@@ -299,7 +299,7 @@ def evaluation_and_dropped_gradients(rank, world, stage):
         if disturb:
             ids, labels = make_batch(50, 2)
             engine.backward(engine(ids, labels))
-            engine.zero_grad()
+            engine.discard_gradients()
         for step in range(3):
             for ids, labels in my_micro_batches(step, rank, world, 2, 2):
                 engine.backward(engine(ids, labels))
@@ -348,7 +348,7 @@ def broken_backward(rank, world, stage):
         engine.backward(engine(x))
     with pytest.raises(RuntimeError, match="broke off"):
         engine(x)
-    engine.zero_grad()
+    engine.discard_gradients()
     engine.module.broken = False
     engine.backward(engine(x))
     engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def direct_optimizer_step(rank, world):
     engine.backward(engine(*make_batch(0, 2)))
     with pytest.raises(RuntimeError, match=r"engine\.step"):
         engine.optimizer.step()
-    with pytest.raises(RuntimeError, match="use stage 1"), engine.no_sync():
+    with pytest.raises(RuntimeError, match=r"with zero\.stage=1 once"), engine.no_sync():
         pass
     with pytest.raises(ValueError, match="scalar loss"):
         engine.backward(torch.ones(3, requires_grad=True))
@@ -125,16 +126,73 @@ def taken_away(rank, world):
     engine = start(model, stage=2, precision="bf16")
     with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
         start(model, stage=2, precision="bf16")
-    model.float()
     engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
-    with pytest.raises(RuntimeError, match=r"has left ZeRO's flat buffer: it is now torch\.float32"):
+    if rank == 0:
+        model.norm.weight.data = model.norm.weight.data.float()
+    said = r"'norm.weight' has left ZeRO's flat buffer: it is now torch\.float32"
+    with pytest.raises(RuntimeError, match=said if rank == 0 else f"rank 0: parameter {said}"):
         engine.step()
     engine.destroy()
+    model.float()
     one_step(start(model, stage=1), rank, world)
 
 
 def test_model_moved_or_wrapped_twice(ranks):
     ranks.run(taken_away, world_size=2)
+
+
+MOVES = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "to": lambda module: module.to("meta"),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "share_memory": lambda module: module.share_memory(),
+}
+
+
+def moved(rank, world, stage, zero):
+    """Whatever would move or cast a parameter is refused where it is called; what would not goes on."""
+    model = make_model()
+    model.register_buffer("plain", torch.ones(3, dtype=torch.float64))
+    engine = start(model, stage=stage, precision="bf16", zero=zero)
+    before, messages = engine.params_sha256(), set()
+    for name, move in MOVES.items():
+        for part in (engine, model, model.blocks[1]):
+            with pytest.raises(RuntimeError, match=r"belongs to an engine: model.to\(\), .half\(\)") as error:
+                move(part)
+            messages.add((name, str(error.value)))
+    # Where parameters are already; the buffer follows, the parameters stay.
+    assert model.to("cpu") is model and engine.bfloat16() is engine and model.plain.dtype == torch.bfloat16
+    assert engine.params_sha256() == before
+    for module in (engine, nn.Linear(2, 2).half()):
+        module.to("cpu")
+    one_step(engine, rank, world)
+    engine.destroy()
+    assert model.float().norm.weight.dtype == torch.float32
+    return messages
+
+
+def test_to_half_and_their_like_are_refused_in_all_stages(ranks):
+    found = [
+        ranks.run(moved, stage, zero, world_size=2)
+        for stage, zero in [(0, {}), (2, {}), (3, {}), (3, {"stage3_param_persistence_threshold": 0})]
+    ]
+    assert all(messages == found[0][0] and len(messages) == 15 for results in found for messages in results)
+
+
+def no_folder(rank, world):
+    """An empty name on one rank is refused on all; nothing is written into the current folder."""
+    engine = start(make_model(), stage=1)
+    before = sorted(Path().iterdir())
+    for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
+        for folder in ("", " "):
+            with pytest.raises(deepzero.CheckpointError, match=rf"{call.__name__}\('{folder}'\): no folder is named"):
+                call(folder if rank == 1 else "somewhere")
+    return sorted(Path().iterdir()) == before
+
+
+def test_a_checkpoint_without_a_folder(ranks):
+    assert all(ranks.run(no_folder, world_size=2))
 
 
 def progress(rank, world):

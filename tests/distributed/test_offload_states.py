@@ -354,7 +354,7 @@ def dropped(rank, world, stage, away):
     engine.backward(engine(*batch(rank, world)))
     if away:
         engine.offload_states()
-    engine.zero_grad()
+    engine.discard_gradients()
     if away:
         engine.reload_states()
     one_step(engine, rank, world, 1)

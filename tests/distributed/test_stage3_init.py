@@ -201,6 +201,88 @@ def test_an_operation_that_raises_leaves_nothing_gathered(ranks):
     assert all(ranks.run(failing_write, world_size=2))
 
 
+def for_another_stage(rank, world, stage):
+    """A model of ``zero.Init`` in a stage that keeps parameters whole: they are gathered, and rank 0 says so."""
+    hashes, lines = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("deepzero").addHandler(handler)
+    for how in ("init", "plain"):
+        torch.manual_seed(5)
+        with Init(enabled=how == "init"):
+            model = PostInit()
+        engine = start(model, stage=stage, precision="bf16", bucket=1500)
+        assert all(type(param) is nn.Parameter for param in model.parameters())
+        one_step(engine, rank, world)
+        hashes.append(engine.params_sha256())
+    logging.getLogger("deepzero").removeHandler(handler)
+    assert hashes[0] == hashes[1]
+    whole = start(make_model(), stage=3, zero=WHOLE)
+    with pytest.raises(deepzero.ConfigError, match=r"'embed\.weight' belongs to another engine"):
+        start(whole.module, stage=stage)
+    return [line for line in lines if f"zero stage {stage} keeps its parameters whole" in line]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_of_init_in_other_stages(ranks, stage):
+    assert [len(lines) for lines in ranks.run(for_another_stage, stage, world_size=2)] == [1, 0]
+
+
+def skipped(rank, world):
+    """``skip_init`` gives memory to a module that was made on ``meta``: it is cut then."""
+    to_empty = nn.Module.to_empty
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.utils.skip_init(nn.Linear, 6, 4)
+            nn.init.constant_(self.child.weight, 2.0)
+
+    with Init():
+        layers = [nn.utils.skip_init(nn.Linear, 6, 4), Parent().child]
+        with torch.device("meta"):
+            large = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5))
+        layers += list(large.to_empty(device="cpu"))
+        for layer in layers:
+            assert all(p.ds_status is ZeroParamStatus.NOT_AVAILABLE for p in layer.parameters())
+            nn.init.ones_(layer.bias)
+    assert nn.Module.to_empty is to_empty
+    after = nn.utils.skip_init(nn.Linear, 6, 4)
+    assert type(after.weight) is nn.Parameter
+    values = values_of(layers[1])
+    return bool((values["weight"] == 2).all() and (values["bias"] == 1).all())
+
+
+def test_skip_init(ranks):
+    assert all(ranks.run(skipped, world_size=2))
+
+
+def whole_ones(rank, world):
+    """What DeepSpeed's scripts ask of a parameter is answered for those that stay whole, frozen ones too."""
+    model = make_model()
+    model.blocks[0][1].weight.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+    engine = start(model, stage=3, zero={"stage3_param_persistence_threshold": 100})
+    assert len({param.ds_id for param in model.parameters()}) == len(list(model.parameters()))
+    frozen, cut = model.norm.bias, model.blocks[0][1].weight
+    assert frozen.ds_persist and frozen.ds_status is ZeroParamStatus.AVAILABLE and not cut.ds_persist
+    assert frozen.ds_shape == (24,) and frozen.ds_numel == 24 and torch.equal(frozen.ds_tensor, frozen)
+    for some in ([cut, None], (None,), None):  # a layer without bias
+        with GatheredParameters(some):
+            assert cut.ds_status is (ZeroParamStatus.AVAILABLE if some and cut is some[0] else ZeroParamStatus(1))
+    with pytest.raises(TypeError, match="got a str"):
+        GatheredParameters([cut, "bias"])
+    state = engine.module_state_dict()
+    assert state["head.weight"] is state["embed.weight"] and state["norm.bias"].shape == (24,)
+    one_step(engine, rank, world)
+    engine.destroy()
+    return all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_parameters_that_stay_whole(ranks):
+    assert all(ranks.run(whole_ones, world_size=2))
+
+
 def odd_settings(rank, world):
     with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
         Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})

@@ -333,13 +333,13 @@ def refused(rank, world):
     loss = engine(x)
     with pytest.raises(RuntimeError, match="double backward"):
         loss.backward(create_graph=True)
-    engine.zero_grad()
+    engine.discard_gradients()
     old = engine(x)
     engine.backward(engine(x))
     engine.step()
     with pytest.raises(RuntimeError, match=r"saw older values of .*engine.step"):
         old.backward()
-    engine.zero_grad()
+    engine.discard_gradients()
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         engine(x[:, :5])
     engine.backward(engine(x))

@@ -366,9 +366,9 @@ def untimely(rank, world, stage):
     assert (utils.safe_get_full_grad(other) - bias).count_nonzero() > 0
     total = [utils.safe_get_full_grad(p) for p in engine.module.parameters()]
     engine.step()
-    engine.zero_grad()
+    engine.discard_gradients()
     backward(engine, rank, world, 1)
-    engine.zero_grad()
+    engine.discard_gradients()
     assert utils.safe_get_full_grad(param) is None
     return messages, total, engine.last_step.grad_norm
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deepzero.config.run import ModelConfig
+from deepzero.evaluation import sample
 from deepzero.models.gpt import GPT
 
 GPT2 = ModelConfig(name="tiny-gpt2", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_embd=16)
@@ -73,3 +75,20 @@ def test_negative_numbers_are_refused() -> None:
         model.generate(prompt, 1, -1)
     with pytest.raises(ValueError, match="max_new_tokens=-3"):
         model.generate(prompt, -3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_broken_gives_one_line_and_no_sample(temperature, caplog) -> None:
+    model = GPT(GPT2)
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        model.generate(torch.tensor([[3, 1, 4]]), 2, temperature)
+    engine = SimpleNamespace(
+        global_rank=0, global_steps=7, zero_optimization_stage=lambda: 1, device=torch.device("cpu"),
+        barrier=lambda: None,
+    )  # fmt: skip
+    corpus = SimpleNamespace(separator=None, val=torch.arange(16), train=torch.arange(16), decode=str)
+    settings = SimpleNamespace(seed=0, sample_tokens=3, sample_temperature=temperature)
+    assert sample(engine, model, corpus, settings) is None
+    said = "no sample after step 7: the model's logits are not finite, and no token can be chosen from them"
+    assert [record.getMessage() for record in caplog.records] == [said]

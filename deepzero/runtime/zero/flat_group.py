@@ -48,6 +48,46 @@ _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictio
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
 
 
+STAY = (
+    "Device and dtype of a model's parameters are settled by deepzero.initialize (precision, the rank's device): move "
+    "or cast the model before it, or after engine.destroy()"
+)
+_APPLY = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """In place of ``nn.Module._apply``, which is ``to``, ``half``, ``cuda`` and their like, of every module.
+
+    An engine's parameters stay where they are. What leaves them alone (``to`` the device where they are) goes on with
+    everything else; what would move or cast one is refused, in every stage, before anything is changed.
+
+    Raises:
+        RuntimeError: names the first parameter.
+    """
+    staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for key, param in part._parameters.items():
+            if param is not None and id(param) in _OWNED:
+                staying.append((part._parameters, key, param))
+                probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
+                shared = probe.is_shared()
+                moved = fn(probe)
+                if moved is not probe or probe.is_shared() != shared:
+                    name = f"{prefix}.{key}" if prefix else key
+                    raise RuntimeError(
+                        f"parameter {name!r}, {param.dtype} on {param.device}, belongs to an engine: model.to(), "
+                        f".half() and their like would make it {moved.dtype} on {moved.device}, outside of ZeRO's "
+                        f"buffers. {STAY}"
+                    )
+    try:
+        for params, key, _ in staying:
+            params[key] = None
+        return _APPLY(module, fn, recurse)
+    finally:
+        for params, key, param in staying:
+            params[key] = param
+
+
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise a :class:`ConfigError` when any of these parameters belongs to an engine; before anything is changed."""
     for param, name in names.items():
@@ -64,6 +104,7 @@ def claim(param: nn.Parameter, name: str) -> None:
     if id(param) in _OWNED:
         raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
     _OWNED[id(param)] = param
+    nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -201,14 +242,13 @@ class FlatGroup:
         leaves no trace in the parameter's version and cannot be seen.
 
         Raises:
-            RuntimeError: a parameter no longer lies in the flat buffer, for example after ``model.to(...)``.
+            RuntimeError: a parameter no longer lies in the flat buffer.
         """
         for index, param in enumerate(self.params):
             if place_of(param) != self._places[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
-                    f"{param.device}. Do not call model.to(), .half() or .bfloat16(), or assign param.data, after "
-                    "deepzero.initialize"
+                    f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version

@@ -33,7 +33,8 @@ class GatheredParameters:
     """Gather on entry, partition on exit. May be nested.
 
     Args:
-        params: one parameter, or any iterable of them; those that are not partitioned are allowed.
+        params: one parameter, or any iterable of them; those that are not partitioned are allowed, and None (the bias
+            of a layer without) is passed over.
         modifier_rank: the rank whose writes count; None for reading.
         fwd_module: register the parameters with this module, which will use them in its forward pass.
         enabled: False does nothing.
@@ -46,7 +47,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | Iterable[nn.Parameter],
+        params: nn.Parameter | Iterable[nn.Parameter | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -56,11 +57,11 @@ class GatheredParameters:
             return
         if isinstance(params, nn.Module):
             raise TypeError("GatheredParameters takes parameters, got a module; pass module.parameters()")
-        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        listed = [params] if params is None or isinstance(params, torch.Tensor) else list(params)
         for param in listed:
-            if not isinstance(param, nn.Parameter):
+            if param is not None and not isinstance(param, nn.Parameter):
                 raise TypeError(f"GatheredParameters takes parameters, got a {type(param).__name__}")
-        self.params = list(dict.fromkeys(listed))
+        self.params = list(dict.fromkeys(param for param in listed if param is not None))
         world = process_group.world_size()
         if modifier_rank is not None and not 0 <= modifier_rank < world:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")

@@ -1,4 +1,4 @@
-"""Reduced gradients, partitioned: from ``param.grad`` to this rank's ``grad_S``. Shared by stages 1, 2 and 3, composed.
+"""Reduced gradients, partitioned: from autograd to this rank's ``grad_S``. Shared by stages 1, 2 and 3, composed.
 
 Steps 2 and 3 of a training step. Gradients leave interval by interval, in one order on all ranks, each as soon as it is
 complete and next; what no gradient has completed when the backward pass ends counts as zeros.
@@ -143,10 +143,11 @@ class GradientPartition:
         for position, entry in enumerate(self.order):
             if self._completions.get(position, 0) > 1 or self.source.waiting(entry):
                 self._reduce(entry, boundary, again=True)
-        self._end_of_pass()
+        self.forget_pass()
         self.reduced = True
 
-    def _end_of_pass(self) -> None:
+    def forget_pass(self) -> None:
+        """The next gradient belongs to another backward pass."""
         self._cursor = 0
         self._pass_began = False
         self._completions.clear()
@@ -281,7 +282,7 @@ class GradientPartition:
         if self._host is not None:
             self._host.discard()
         self.source.discard()
-        self._end_of_pass()
+        self.forget_pass()
         self._measured.clear()
         self.present = self.reduced = False
 

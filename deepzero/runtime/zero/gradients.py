@@ -4,7 +4,8 @@ Three small parts, used by all stages:
 
 :class:`GradientHooks`   tells a stage that a parameter's gradient is complete, and that the backward pass has ended,
                          for ``engine.backward(loss)`` and for a plain ``loss.backward()`` alike.
-:class:`GradientSource`  what waits in ``param.grad``, or, while micro-batches are accumulated in a wider dtype than the
+:class:`GradientSource`  what waits to be sent: taken out of ``param.grad`` as it comes, so that no ``zero_grad`` of the
+                         program's reaches it; while micro-batches are accumulated in a wider dtype than the
                          parameters', in a flat buffer over the layout.
 :func:`schedule`         the one order in which all ranks launch intervals.
 """
@@ -107,25 +108,31 @@ def schedule(groups: Sequence[ParameterGroup], arrival: dict[nn.Parameter, int])
 
 
 class GradientHooks:
-    """Calls ``ready(param)`` for each completed gradient and ``end()`` once at the end of each backward pass.
+    """Calls ``ready(param)`` for each completed gradient, and ``end(reached)`` once at the end of each backward pass.
 
     The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
     pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the
     hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them
     only when nothing else has.
+
+    ``torch.autograd.grad`` runs the same hooks of outputs, and accumulates nothing: ``reached`` says whether any
+    parameter got a gradient.
     """
 
     def __init__(
-        self, params: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None], end: Callable[[], None]
+        self, params: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None], end: Callable[[bool], None]
     ) -> None:
         self._ready, self._end = ready, end
-        self._armed = False
+        self._armed = self._reached = False
         self._handles = [param.register_post_accumulate_grad_hook(self._on_gradient) for param in params]
 
-    @property
     def broke_off(self) -> bool:
-        """Whether a backward pass began, never ended, and is not under way now."""
-        return self._armed and torch._C._current_graph_task_id() == -1
+        """Whether a backward pass has reached parameters, never ended, and is not under way now."""
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        if not self._reached:
+            self._armed = False  # one that broke off before it reached a parameter has left nothing behind
+        return self._reached
 
     def arm(self) -> None:
         """Ask to be called at the end of the backward pass that is under way."""
@@ -135,7 +142,7 @@ class GradientHooks:
 
     def disarm(self) -> None:
         """Forget a backward pass that broke off with an exception."""
-        self._armed = False
+        self._armed = self._reached = False
 
     def remove(self) -> None:
         """Leave the parameters as they were."""
@@ -145,20 +152,22 @@ class GradientHooks:
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         self.arm()
+        self._reached = True
         self._ready(param)
 
     def _on_end(self) -> None:
-        self._armed = False
-        self._end()
+        reached = self._reached
+        self.disarm()
+        self._end(reached)
 
 
 class GradientSource:
-    """The unreduced gradients of all groups: in ``param.grad``, or summed over micro-batches in a wider flat buffer.
+    """The unreduced gradients of all groups: as autograd made them, or summed over micro-batches in a flat buffer.
 
     Args:
         groups: all groups.
-        accumulate_dtype: dtype in which micro-batches are summed before they are reduced; None leaves them in
-            ``param.grad``, where autograd adds in the parameters' dtype.
+        accumulate_dtype: dtype in which micro-batches are summed before they are reduced; None sums them in the
+            parameters' dtype, as autograd does in ``param.grad``.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], accumulate_dtype: torch.dtype | None) -> None:
@@ -173,6 +182,8 @@ class GradientSource:
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
+        # What waits: autograd's own tensors, or which parameters' places in the flat buffers are filled.
+        self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[nn.Parameter] = set()
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         for g, group in enumerate(self.groups):
@@ -180,24 +191,26 @@ class GradientSource:
                 self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
 
     def held(self) -> list[torch.Tensor]:
-        """Tensors counted as gradients: those in ``param.grad`` now, and the flat buffers."""
-        waiting = [param.grad for group in self.groups for param in group.params if param.grad is not None]
-        return [*waiting, *(flat for flat in self.flat if flat is not None)]
+        """Tensors counted as gradients: those that wait now, and the flat buffers."""
+        return [*self._grads.values(), *(flat for flat in self.flat if flat is not None)]
 
     @torch.no_grad()
     def accumulate(self, param: nn.Parameter) -> None:
-        """Move one micro-batch's gradient into the wider buffer, if there is one; the narrow one is freed."""
-        g, slot = self._place[param]
-        flat = self.flat[g]
-        if flat is None or param.grad is None:
+        """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one."""
+        if param.grad is None:
             return
-        view = flat[slot.offset : slot.end]
-        if param in self._arrived:
-            view.add_(_dense(param.grad))
+        grad, param.grad = param.grad.detach(), None  # with create_graph=True it would keep its graph alive
+        g, slot = self._place[param]
+        flat, before = self.flat[g], self._grads.get(param)
+        if flat is None:
+            # In autograd's order and dtype: a sum with a sparse part is as dense as the other one.
+            sparse = before is not None and before.is_sparse and not grad.is_sparse
+            self._grads[param] = grad if before is None else grad + before if sparse else before.add_(grad)
+        elif param in self._arrived:
+            flat[slot.offset : slot.end].add_(_dense(grad))
         else:
-            view.copy_(_dense(param.grad))
+            flat[slot.offset : slot.end].copy_(_dense(grad))
             self._arrived.add(param)
-        param.grad = None
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent of one parameter, or None."""
@@ -205,12 +218,12 @@ class GradientSource:
         flat = self.flat[g]
         if flat is not None:
             return flat[slot.offset : slot.end] if param in self._arrived else None
-        return _dense(param.grad) if param.grad is not None else None
+        return _dense(self._grads[param]) if param in self._grads else None
 
     def waiting(self, entry: Scheduled) -> bool:
         """Whether any gradient of an interval waits to be sent."""
         params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
-        return any(param.grad is not None or param in self._arrived for param in params)
+        return any(param in self._grads or param in self._arrived for param in params)
 
     @torch.no_grad()
     def fill(self, entry: Scheduled, bucket: torch.Tensor, name_unused: bool = True) -> None:
@@ -231,6 +244,7 @@ class GradientSource:
             if waiting is not None:
                 place.copy_(waiting)
                 self._arrived.discard(param)
+                self._grads.pop(param, None)
             else:
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
@@ -238,7 +252,6 @@ class GradientSource:
             self._filled.add((entry.group, interval.index))
             if len(self._filled) == len(self._gaps):
                 self._name_unused()
-        free_grad_in_param_list([group.params[slot.index] for slot in interval.slots])
 
     def _name_unused(self) -> None:
         """One line of rank 0's for all that were not named before. Another rank's may differ: it is a notice."""
@@ -251,6 +264,7 @@ class GradientSource:
 
     def discard(self) -> None:
         """Drop everything that waits."""
+        self._grads.clear()
         self._arrived.clear()
         self._unused, self._filled = [], set()
         for group in self.groups:

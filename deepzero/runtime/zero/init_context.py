@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 TRIM_BYTES = 64 << 20
 """Freed parameters, between two calls of :func:`return_freed_memory`."""
 
+_TO_EMPTY = nn.Module.to_empty
+
 _ACTIVE: list[Init] = []
 """The contexts entered and not left, the innermost last."""
 
@@ -148,6 +150,8 @@ class Init:
                 self._wrap(cls)
             hook: Any = classmethod(functools.partial(_new_subclass, self))
             nn.Module.__init_subclass__ = hook  # type: ignore[method-assign]
+            given_memory: Any = _to_empty
+            nn.Module.to_empty = given_memory  # type: ignore[method-assign]
         _ACTIVE.append(self)
         return self
 
@@ -158,6 +162,7 @@ class Init:
         torch.set_default_dtype(self._default_dtype)
         if not _ACTIVE:
             del nn.Module.__init_subclass__
+            nn.Module.to_empty = _TO_EMPTY  # type: ignore[method-assign]
             for cls, original in reversed(self._wrapped):
                 cls.__init__ = original
             self._wrapped = []
@@ -250,6 +255,15 @@ def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
                 seen.add(child)
                 stack.append(child)
                 yield child
+
+
+@functools.wraps(_TO_EMPTY)
+def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
+    made = _TO_EMPTY(module, *args, **kwargs)
+    for part in made.modules():
+        _ACTIVE[-1]._partition_own(part)
+    return made
 
 
 def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:

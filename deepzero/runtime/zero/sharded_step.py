@@ -153,7 +153,8 @@ class ShardedStep:
             )
 
     def before_step(self, groups: Sequence[ParameterGroup]) -> None:
-        """What was written into parameters since the last step is taken over into the masters."""
+        """Before anything of a step: the masters are the optimizer's, and have what was written into parameters."""
+        self._check_masters()
         for group in groups:
             group.take_over_writes()
 
@@ -176,12 +177,11 @@ class ShardedStep:
         Args:
             divisor: the number by which the reduced sums are divided; see the module's text.
         """
-        self.check_masters()
         for group in self.on_device:
             self.step_sub_group(group, divisor, None)
         self.step_on_host(divisor)
 
-    def check_masters(self) -> None:
+    def _check_masters(self) -> None:
         """Raise when the optimizer's parameters are no longer the masters."""
         held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
         if len(held) != len(self._masters) or not self._masters.issuperset(held):

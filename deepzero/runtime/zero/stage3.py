@@ -19,6 +19,7 @@ Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stag
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -61,13 +62,31 @@ class PersistentHome:
         return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
 
 
-def keep_whole(group: FlatGroup) -> None:
-    """Give persistent parameters what DeepSpeed's users look at: ``ds_id``, ``ds_status`` and the like."""
-    home = PersistentHome(group)
-    for name, param, slot in zip(group.names, group.params, group.layout.slots, strict=True):
+class UntrainedHome:
+    """Where a parameter lies that is whole and that no optimizer updates: by itself, whole on every rank."""
+
+    status = ZeroParamStatus.AVAILABLE
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """1-D: all of it."""
+        param = self._param()
+        return torch.zeros(0) if param is None else param.detach().reshape(-1)
+
+
+def keep_whole(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+    """Give parameters that stay whole what DeepSpeed's users look at: ``ds_id``, ``ds_status`` and the like."""
+    places: dict[nn.Parameter, tuple[PersistentHome, Slot]] = {}
+    for group in groups:
+        home = PersistentHome(group)
+        places |= {param: (home, slot) for param, slot in zip(group.params, group.layout.slots, strict=True)}
+    for name, param in model.named_parameters():
         if type(param) is nn.Parameter:
             record = ParamRecord(param, name)
-            record.home, record.slot = home, slot
+            whole = UntrainedHome(param), Slot(0, 0, param.numel())
+            record.home, record.slot = places.get(param, whole)
             param.__class__ = PersistentParameter
             param._zero = record  # type: ignore[attr-defined]
 
@@ -123,8 +142,8 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        for persistent in self.persistent:
-            keep_whole(persistent)
+        keep_whole(model, self.persistent)
+        self._model = model
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
         self.gradients.together = self.hooks.leaf_params
@@ -153,6 +172,11 @@ class ZeroStage3:
         """The end of a backward pass."""
         self.hooks.end_of_backward()
         self.gradients.backward_end(boundary)
+
+    def forget_pass(self) -> None:
+        """The end of a pass that left no gradient; one through a leaf module may have counted it as complete."""
+        self.hooks.end_of_backward()
+        self.gradients.forget_pass()
 
     # ---- 5: boundary -------------------------------------------------------------------------------------------------
 
@@ -204,9 +228,9 @@ class ZeroStage3:
         self.hooks.remove()
         for group in self.persistent:
             group.release()
-            for param in group.params:
-                if isinstance(param, PersistentParameter):
-                    del param._zero
-                    param.__class__ = nn.Parameter  # type: ignore[assignment]
+        for param in self._model.parameters():
+            if isinstance(param, PersistentParameter):
+                del param._zero
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
         for partitioned in (*self.partitioned, *self.frozen):
             partitioned.release()

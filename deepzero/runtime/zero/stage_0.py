@@ -99,6 +99,9 @@ class ZeroStage0:
         if self.reduced:
             self._reduce()
 
+    def forget_pass(self) -> None:
+        """The end of a pass that left no gradient."""
+
     def finish_gradients(self) -> None:
         """3 boundary: all-reduce every bucket."""
         self.reduce_now()

@@ -89,6 +89,9 @@ class ZeroStage1And2:
         """The end of a backward pass."""
         self.gradients.backward_end(boundary)
 
+    def forget_pass(self) -> None:
+        """The end of a pass that left no gradient."""
+
     def finish_gradients(self) -> None:
         """3 boundary."""
         self.gradients.finish_gradients()

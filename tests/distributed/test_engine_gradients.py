@@ -1,0 +1,313 @@
+"""What a program may do with gradients between two steps: nothing of a step is lost, or counted twice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from deepzero import zero
+from deepzero.utils import safe_get_full_grad
+from tests.distributed.test_stage3_models import Moe, batch
+from tests.distributed.training import SGD, config, make_batch, make_model, my_micro_batches, one_step, start
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+# ---- zero_grad -------------------------------------------------------------------------------------------------------
+
+
+def clear(engine):
+    """Whatever a program may clear gradients with."""
+    for owner in (engine, engine.optimizer, engine.module):
+        owner.zero_grad()
+        owner.zero_grad(set_to_none=False)
+
+
+def cleared(rank, world, stage, settings):
+    """Two steps of two micro-batches, with ``zero_grad`` in every place where a program may have it."""
+    found = []
+    for maybe in (lambda engine: None, clear):
+        engine = start(make_model(), stage=stage, bucket=800, gradient_accumulation_steps=2, **settings)
+        norms = []
+        for step in range(2):
+            for ids, labels in my_micro_batches(step, rank, world, 2, 2):
+                maybe(engine)
+                loss = engine(ids, labels)
+                maybe(engine)
+                engine.backward(loss)
+                maybe(engine)
+                engine.step()
+            norms.append((engine.last_step.loss, engine.last_step.grad_norm))
+        found.append((norms, engine.params_sha256()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (0, {}),
+        (1, {}),
+        (1, {"overlap": True, "precision": "bf16"}),
+        (1, {"zero": HOST, "precision": "bf16"}),
+        (2, {}),
+        (2, {"zero": HOST}),
+        (3, {"zero": WHOLE}),
+        (3, {"zero": {**WHOLE, **HOST}, "precision": "bf16"}),
+    ],
+)
+def test_zero_grad_is_harmless_at_any_time(ranks, stage, settings):
+    for never, always in ranks.run(cleared, stage, settings, world_size=2):
+        assert never == always
+
+
+def dropped(rank, world, stage):
+    """``discard_gradients`` in the middle of a step: it begins again with its first micro-batch."""
+    results = []
+    for disturb in (False, True):
+        engine = start(
+            make_model(), stage=stage, bucket=800, zero=WHOLE if stage == 3 else {}, gradient_accumulation_steps=3
+        )
+        if disturb:
+            for _ in range(2):
+                engine.backward(engine(*make_batch(50, 2)))
+                engine.step()
+            engine.discard_gradients()
+            assert safe_get_full_grad(engine.module.norm.weight) is None
+            with pytest.raises(RuntimeError, match="no backward pass has run"):
+                engine.step()
+        one_step(engine, rank, world)
+        results.append((engine.last_step, engine.micro_steps, engine.params_sha256()))
+    return results[0] == results[1] and results[0][1] == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_discarded_gradients_leave_nothing(ranks, stage):
+    assert all(ranks.run(dropped, stage, world_size=2))
+
+
+def assigned(rank, world, stage):
+    engine = start(make_model(), stage=stage, optimizer=SGD)
+    before = engine.params_sha256()
+    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+    if rank == 1:
+        engine.module.norm.weight.grad = torch.ones_like(engine.module.norm.weight)
+    with pytest.raises(RuntimeError, match=r"'norm.weight' has a .grad that was assigned by hand"):
+        engine.step()
+    engine.zero_grad()
+    unchanged = engine.params_sha256() == before
+    one_step(engine, rank, world)
+    return unchanged
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_gradient_that_is_assigned_by_hand_is_refused(ranks, stage):
+    assert all(ranks.run(assigned, stage, world_size=2))
+
+
+class SparseTwice(nn.Module):
+    """An embedding with sparse gradients, to which a dense one may come."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, ids, dense):
+        """The sum of squares of some rows, or of all."""
+        return (self.embed.weight if dense else self.embed(ids)).square().sum()
+
+
+def sparse(rank, world, dense):
+    torch.manual_seed(0)
+    engine = start(SparseTwice(), stage=1, optimizer=SGD, gradient_accumulation_steps=len(dense), gradient_clipping=0)
+    expected = engine.module.embed.weight.detach().clone().requires_grad_()
+    ids = torch.tensor([1, 5, 5])
+    for some in dense:
+        engine.backward(engine(ids, some))
+        engine.step()
+        (expected if some else expected[ids]).square().sum().backward()
+    return torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * expected.grad / len(dense))
+
+
+def test_sparse_and_dense_gradients_add_up(ranks):
+    for dense in ([False, False], [False, True], [True, False]):
+        assert ranks.run(sparse, dense, world_size=1) == [True]
+
+
+# ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
+
+
+class Energy(nn.Module):
+    """A scalar of its input, of which programs take derivatives."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 1)
+
+    def forward(self, x):
+        """The mean of a small network."""
+        return self.second(torch.tanh(self.first(x))).mean()
+
+
+def saliency(rank, world, stage, precision):
+    """Derivatives by the input, by a parameter, in training and in evaluation: no backward pass of training's."""
+    results = []
+    for disturb in (False, True):
+        torch.manual_seed(0)
+        fp16 = {"fp16": {"loss_scale": 64}} if precision == "fp16" else {}
+        engine = start(
+            Energy(), stage=stage, precision=precision, gradient_accumulation_steps=2,
+            zero=WHOLE if stage == 3 else {}, **fp16,
+        )  # fmt: skip
+        dtype = engine.module.first.weight.dtype
+        for step in range(4):
+            x = torch.full((3, 6), 0.1 * (step + rank + 1), dtype=dtype)
+            if disturb:
+                for training in (True, False):
+                    engine.train(training)
+                    probe = x.clone().requires_grad_()
+                    (by_input,) = torch.autograd.grad(engine(probe), probe)
+                    out = engine(probe)
+                    with zero.GatheredParameters(engine.module.second.bias):  # as every use of a parameter itself
+                        (by_weight,) = torch.autograd.grad(out * 2, engine.module.second.bias)
+                    assert float(by_input.abs().sum()) > 0 and float(by_weight) == 2.0
+                    with pytest.raises(RuntimeError, match="not have been used"):
+                        torch.autograd.grad(engine(probe), torch.ones(1, requires_grad=True))
+                engine.train()
+                if step == 0:
+                    with pytest.raises(RuntimeError, match="no backward pass has run"):
+                        engine.step()
+            loss = engine(x)
+            scaled = engine.scale(loss) if step % 2 else None
+            if disturb:
+                torch.autograd.grad(engine(probe), probe)
+            engine.backward(loss) if scaled is None else scaled.backward()
+            engine.step()
+        results.append((engine.last_step, engine.micro_steps, engine.params_sha256()))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
+)
+def test_autograd_grad_is_no_backward_pass(ranks, stage, precision):
+    for calm, disturbed in ranks.run(saliency, stage, precision, world_size=2):
+        assert calm == disturbed
+
+
+def saliency_of_experts(rank, world):
+    """Through leaf modules of stage 3, which count themselves as complete by a gradient of their input."""
+    results = []
+    for disturb in (False, True):
+        torch.manual_seed(0)
+        model = Moe()
+        zero.set_z3_leaf_modules(model, ["Experts"])
+        engine = start(model, stage=3, bucket=700, zero=WHOLE, gradient_accumulation_steps=2)
+        for step in range(4):
+            choice = (torch.arange(6) + rank + step) % 3
+            x, probe = (batch(step, rank).requires_grad_() for _ in range(2))
+            loss = engine(x, choice)
+            if disturb:
+                torch.autograd.grad(loss, x, retain_graph=True)
+                torch.autograd.grad(engine(probe, choice), probe)
+            engine.backward(loss)
+            if disturb:  # between the last gradient and the step that takes it
+                torch.autograd.grad(engine(probe, choice), probe)
+            engine.step()
+        results.append((engine.last_step, engine.params_sha256()))
+    return results[0] == results[1]
+
+
+def test_autograd_grad_through_experts(ranks):
+    assert all(ranks.run(saliency_of_experts, world_size=2))
+
+
+def penalty(rank, world, stage):
+    """A gradient penalty (``create_graph=True``): one backward pass, whose loss is the whole one."""
+    torch.manual_seed(0)
+    engine = start(Energy(), stage=stage, optimizer=SGD, gradient_clipping=0)
+    x = torch.full((3, 6), 0.5 + rank, requires_grad=True)
+    out = engine(x)
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    loss = out + slope.square().sum()
+    engine.backward(loss)
+    engine.step()
+    return engine.last_step.loss, float(loss.detach()), engine.last_step.grad_norm
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradient_penalty(ranks, stage):
+    torch.manual_seed(0)
+    model, norms, losses = Energy(), [], []
+    for rank in range(2):
+        x = torch.full((3, 6), 0.5 + rank, requires_grad=True)
+        out = model(x)
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        loss = out + slope.square().sum()
+        (loss / 2).backward()
+        losses.append(float(loss.detach()))
+    norms = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    for seen, own, norm in ranks.run(penalty, stage, world_size=2):
+        assert seen == pytest.approx(sum(losses) / 2) and own in losses and norm == pytest.approx(norms)
+
+
+# ---- losses that are not finite --------------------------------------------------------------------------------------
+
+
+def nan_loss(rank, world, stage, scale):
+    settings = {"fp16": {"loss_scale": scale, "initial_scale_power": 10}}
+    engine = start(make_model(), stage=stage, precision="fp16", zero=WHOLE if stage == 3 else {}, **settings)
+    one_step(engine, rank, world)
+    kept = engine.params_sha256()
+    for step in range(1, 20):
+        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
+        # Four bad steps and a good one in between are an accident; five in a row are not.
+        bad = rank == 1 and step != 5
+        try:
+            engine.backward(engine(ids, labels) * (math.nan if bad else 1.0))
+            engine.step()
+        except deepzero.NonFiniteError as error:
+            return step, str(error), engine.params_sha256() != kept, engine.skipped_steps
+    return None
+
+
+@pytest.mark.parametrize(("stage", "scale"), [(1, 0), (3, 64)])
+def test_a_nan_loss_is_no_overflow_for_ever(ranks, stage, scale):
+    for step, text, trained, skipped in ranks.run(nan_loss, stage, scale, world_size=2):
+        assert (step, trained, skipped) == (10, True, 8)
+        assert text.startswith("step 11: the loss is not finite (nan on rank 1), in 5 optimizer steps in a row")
+        assert "those of step 6" in text
+
+
+def always_overflows(rank, world):
+    settings = {"initial_scale_power": 2, "hysteresis": 1}
+    engine = start(make_model(), stage=2, precision="fp16", fp16=settings)
+    engine.module.norm.weight.register_hook(lambda grad: grad * math.inf)
+    with pytest.raises(RuntimeError, match="although the loss scale is at its minimum, 1, after 3 optimizer steps"):
+        for step in range(9):
+            one_step(engine, rank, world, step)
+    return engine.skipped_steps
+
+
+def test_gradients_that_overflow_at_the_smallest_scale_raise(ranks):
+    assert ranks.run(always_overflows, world_size=2) == [2, 2]
+
+
+def plain_settings(rank, world):
+    engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=3))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match=r"engine.scale needs a scalar loss that requires grad, got shape \(3,\)"):
+        engine.scale(x * 2)
+    with pytest.raises(ValueError, match="requires_grad=False"):
+        engine.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"zero.stage=3 is there to avoid"), engine.no_sync():
+        pass
+    return True
+
+
+def test_what_cannot_be_scaled_or_left_unsynchronized(ranks):
+    assert ranks.run(plain_settings, world_size=1) == [True]
