@@ -39,6 +39,7 @@ from deepzero.checkpoint.format import CheckpointError, Row, ShardInfo, reason, 
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import process_group, watchdog
 from deepzero.comm.side_channel import SideChannel
+from deepzero.comm.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +111,8 @@ class Saver:
         try:
             plan, ready = self._snapshot(collected.plan)
             job.collected = Collected(plan, collected.manifest, collected.total_bytes)
-            thread = threading.Thread(target=job.run_behind, args=(ready,), name="deepzero-save", daemon=True)
             job.begin_beating()  # here: a program that is about to end may start no more threads
-            thread.start()
+            thread = start_thread(job.run_behind, "deepzero-save", ready)
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
             raise
@@ -249,8 +249,7 @@ class _Job:
 
         if self.saver.world_size > 1:
             self.channel.post(f"{self.saver.rank}/beat", "begun")
-            self.heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
-            self.heart.start()
+            self.heart = start_thread(beat, "deepzero-save-beat")
 
     def _end_beating(self) -> None:
         self.over.set()

@@ -29,6 +29,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from typing import Any
 from deepzero.comm.elastic import RESTART_VARIABLE
 from deepzero.comm.process_group import JOINED, LAUNCH_FOLDER_VARIABLE
 from deepzero.comm.rank_process import Report, read_reports, root_cause
+from deepzero.comm.threads import start_thread
 from deepzero.config.parse import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
@@ -246,9 +248,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         if len(received) == 1:
-            timer = threading.Timer(KILL_AFTER_SECONDS, kill_ranks, [folder])
-            timer.daemon = True
-            timer.start()
+            start_thread(_kill_later, "deepzero-kill", folder)
             raise SignalException("interrupted", sigval=signal.SIGHUP)
         kill_ranks(folder)  # asked twice: no more waiting
 
@@ -260,6 +260,11 @@ def _signals(folder: Path) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _kill_later(folder: Path) -> None:
+    time.sleep(KILL_AFTER_SECONDS)
+    kill_ranks(folder)
 
 
 def kill_ranks(folder: Path) -> None:

@@ -223,7 +223,8 @@ class HostArena:
 def _unlock(address: int, device: torch.device) -> None:
     """Whoever waited for a copy did so in a stream, at most: wait for the device before its copies lose their pages."""
     torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with torch.cuda.device(device):  # garbage is collected by whichever thread comes along
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

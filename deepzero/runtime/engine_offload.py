@@ -102,12 +102,18 @@ class EngineOffload(EngineFacts):
         """
         if not self._sharded_step.unsent:
             return
-        self.stage.before_writes()  # what is gathered is about to be old
+        self._before_writes()
         self._sharded_step.finish()
         with self.comm.ledger.aside():
             self.stage.publish()
         for group in self._zero.groups:
             group.has_new_values()
+
+    def _before_writes(self) -> None:
+        """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
+        self.stage.before_writes()
+        if self._zero.offload is not None:
+            self._zero.offload.side.wire.finish_reads()
 
     # ---- offload_states and reload_states ----------------------------------------------------------------------------
 

@@ -1,0 +1,116 @@
+"""The code for a GPU, on one that is not there: what it would refuse, and what could be read too early, raises."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+
+import pytest
+import torch
+
+import deepzero
+from deepzero.comm import process_group
+from deepzero.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
+from tests.distributed.null_gpu import GPU, null_gpu
+from tests.distributed.test_offload import settings
+from tests.distributed.test_stage3_bits import KINDS
+from tests.distributed.training import my_micro_batches
+
+HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
+
+
+def train(engine, rank, world, first, last):
+    for step in range(first, last):
+        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
+            engine.backward(engine(ids.to(GPU), labels.to(GPU)))
+            engine.step()
+    return engine.last_step.loss, engine.last_step.grad_norm
+
+
+def tour(rank, world, given, kind):
+    """Everything that an engine can do, one after the other; what it had locked is given back."""
+    torch.manual_seed(0)
+    model = KINDS[kind]()
+    with null_gpu() as machine:
+        seen = _tour(rank, world, model, given)
+        gc.collect()
+        assert not machine.locked
+    return seen
+
+
+def _tour(rank, world, model, given):
+    engine, *_ = deepzero.initialize(model=model, config=given)
+    seen = [train(engine, rank, world, 0, 2)]
+    ids, labels = (t.to(GPU) for t in my_micro_batches(9, rank, world, 2, 1)[0])
+    with torch.no_grad():  # evaluation
+        seen.append(float(engine(ids, labels)))
+    seen += [train(engine, rank, world, 2, 3), engine.params_sha256()]
+    params = dict(model.named_parameters())
+    weight, norm = (next(p for n, p in params.items() if n.endswith(end)) for end in ("1.weight", "norm.weight"))
+    with deepzero.zero.GatheredParameters(list(params.values())):
+        seen.append(float(weight.detach().float().sum()))
+    with deepzero.zero.GatheredParameters([weight, norm], modifier_rank=0), torch.no_grad():
+        weight.mul_(0.5)
+        norm.add_(0.25)
+    master = safe_get_full_fp32_param(weight)
+    safe_set_full_fp32_param(weight, master.cpu() + 0.125)
+    safe_get_local_fp32_param(weight)
+    safe_get_full_optimizer_state(weight, "exp_avg")
+    for ids, labels in my_micro_batches(4, rank, world, 2, engine.batch.accumulation):
+        engine.backward(engine(ids.to(GPU), labels.to(GPU)))
+        if engine.is_gradient_accumulation_boundary():
+            safe_set_full_grad(weight, safe_get_full_grad(weight) * 0.5)
+        engine.step()
+    engine.offload_states(pin_memory=rank == 0)
+    engine.reload_states()
+    engine.offload_states(include=["optim_states", "lp_grads"], non_blocking=True)
+    engine.reload_states(non_blocking=True)
+    state = engine.module_state_dict()
+    seen += [train(engine, rank, world, 5, 6), {k: v.sum().item() for k, v in state.items()}]
+    engine.load_module_state_dict({k: v + 0.25 for k, v in state.items()})
+    with tempfile.TemporaryDirectory() as own:
+        folder = process_group.broadcast_object(own)
+        engine.save_checkpoint(folder, asynchronous=True)
+        ways = [train(engine, rank, world, 6, 8)]
+        engine.load_checkpoint(folder)
+        ways.append(train(engine, rank, world, 6, 8))
+        engine.save_checkpoint(folder)
+        process_group.barrier()
+    assert ways[0] == ways[1]
+    seen += [ways[0], engine.params_sha256()]
+    engine.report(), engine.offload_report()
+    engine.destroy()
+    return seen
+
+
+def tours(rank, world, cases):
+    return [tour(rank, world, *case) for case in cases]
+
+
+def places(stage):
+    """None, optimizer, both, and a part of both."""
+    yield {}
+    yield {"ratio": 1.0}
+    yield {"ratio": 0.5}
+    if stage == 3:
+        yield {"ratio": 1.0, "param": True}
+        yield {"ratio": 0.5, "param": True}
+        yield {"ratio": 1.0, "param": {"max_in_cpu": 900}}
+
+
+def cases_of(stage):
+    for place in places(stage):
+        yield settings(stage, **place, precision="bf16", gradient_accumulation_steps=2), "checkpoint"
+        yield settings(stage, **place, chaos=3, activation_checkpointing=HOST), "plain"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tour(ranks, stage):
+    ranks.run(tours, list(cases_of(stage)), world_size=2, timeout=300)
