@@ -358,7 +358,9 @@ class EngineOffload(EngineFacts):
         if self._activations is None:
             ledger = self.comm.ledger
             wire = Wire(self.device, ledger, self.comm.chaos, PipelineMeter())
-            self._activations = HostActivations(wire, self._lasting, settings.cpu_checkpointing_min_bytes)
+            self._activations = HostActivations(
+                wire, self._lasting, settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
+            )
             ledger.watch(HOST_ACTIVATIONS, self._activations.buffers.tensors)
         return self._activations.watching()
 

@@ -7,9 +7,15 @@ import tempfile
 
 import pytest
 import torch
+from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.offload.activations import HostActivations
+from deepzero.offload.wire import PipelineMeter, Wire
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -114,3 +120,41 @@ def cases_of(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_tour(ranks, stage):
     ranks.run(tours, list(cases_of(stage)), world_size=2, timeout=300)
+
+
+# ---- activations, without ranks --------------------------------------------------------------------------------------
+
+
+def activations(steps=4, pin=True, chaos=False, refuses_to_lock=False):
+    """Forward and backward passes that nobody stands still for; what was locked meanwhile."""
+    with null_gpu() as machine:
+        machine.refuses_to_lock = refuses_to_lock
+        made = nn.Linear(32, 32).to(GPU)
+        wire = Wire(GPU, Ledger(), Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0), 0), PipelineMeter())
+        host = HostActivations(wire, lambda: list(made.parameters()), 1, pin)
+        for _ in range(steps):
+            x = torch.randn(8, 32, device=GPU, requires_grad=True)
+            expected = 2 * made(x).tanh().detach()
+            with host.watching():
+                y = made(x).tanh()
+                loss = y.square().sum()
+            (found,) = torch.autograd.grad(loss, y)
+            assert torch.equal(found, expected)
+            del y, loss
+        locked = len(machine.locked)
+        del host
+        gc.collect()
+        assert not machine.locked
+    return locked
+
+
+def test_poisoning_a_host_buffer_is_no_race():
+    """The CPU writes it at once, and the last copy from it may be under way."""
+    assert activations(chaos=True) > 0
+
+
+def test_activations_without_page_locking(caplog):
+    assert activations(pin=False) == 0 and not caplog.records
+    assert activations(refuses_to_lock=True) == 0
+    (said,) = caplog.records
+    assert "refuses to lock pages" in said.message and "cpu_checkpointing_pin_memory=false" in said.message
