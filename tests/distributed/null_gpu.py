@@ -12,7 +12,8 @@ operation is looked at (:class:`_Operations`, a ``TorchDispatchMode``):
   that is left out is found without a GPU, whatever the timing.
 
 Collectives behave as NCCL's do: launched behind the current stream, on a stream of their own; ``wait`` orders the
-current stream. What they carry is carried at once. Memory that is freed and given to somebody else is not modelled, nor
+current stream. What they carry is carried at once. With ``mirrors``, this process is rank 0 of so many, alone: the
+others send what it would have sent them. Memory that is freed and given to somebody else is not modelled, nor
 are threads of the program, which all count as one.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import warnings
 from unittest import mock
@@ -27,11 +29,12 @@ from unittest import mock
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.pretended import Pretended, pretend
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -131,14 +134,14 @@ class Machine:
         lo = tensor.storage_offset() * tensor.itemsize
         hi = lo + (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
         earlier, kept = self._touched.get(self.key(tensor), []), []
-        at, place = agent.steps(), _place()
+        at, place = agent.steps(), _line()
         for entry in earlier:
             begin, end, wrote, who, when, did, where = entry
             apart = end <= lo or hi <= begin
             if not apart and (writes or wrote) and who is not agent and agent.clock.get(who, 0) < when:
                 raise Race(
-                    f"{agent.name} {'writes' if writes else 'reads'} ({what}, {place}) what {who.name} "
-                    f"{'writes' if wrote else 'reads'} ({did}, {where}), and nothing orders the two"
+                    f"{agent.name} {'writes' if writes else 'reads'} ({what}, {_place()}) what {who.name} "
+                    f"{'writes' if wrote else 'reads'} ({did}, {_words(where)}), and nothing orders the two"
                 )
             covered = lo <= begin and end <= hi
             if not (covered and (writes or (who is agent and not wrote))):
@@ -170,16 +173,29 @@ class Machine:
         return name, "device" if on_device else "host"
 
 
-def _place():
-    """The innermost lines of the package that lead here."""
-    frame, found = sys._getframe(2), []
-    while frame is not None and len(found) < 2:
-        if "/deepzero/deepzero/" in frame.f_code.co_filename or frame.f_globals.get("__name__", "").startswith(
-            "deepzero."
-        ):
-            found.append(f"{frame.f_globals['__name__'].rsplit('.', 1)[1]}.{frame.f_code.co_name}:{frame.f_lineno}")
+def _frames():
+    """Those of the package, from here outwards."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("deepzero."):
+            yield frame
         frame = frame.f_back
-    return " < ".join(found) or "outside of the package"
+
+
+def _line():
+    """The innermost line of the package, as cheaply as can be: it is asked for at every operation."""
+    frame = next(_frames(), None)
+    return None if frame is None else (frame.f_globals["__name__"], frame.f_code.co_name, frame.f_lineno)
+
+
+def _words(line):
+    return "outside of the package" if line is None else "{}.{}:{}".format(line[0].rpartition(".")[2], *line[1:])
+
+
+def _place():
+    """The two innermost ones, in words."""
+    found = [(f.f_globals["__name__"], f.f_code.co_name, f.f_lineno) for f in itertools.islice(_frames(), 2)]
+    return " < ".join(_words(line) for line in found or [None])
 
 
 class _Operations(TorchDispatchMode):
@@ -347,18 +363,22 @@ class _Work:
         self.machine.current.knows(self.clock)
 
 
-def _nccl(machine, method, uses):
+def _nccl(machine, method, uses, mirrored):
     """A collective of the communicator, on the network's stream."""
 
     def collective(self, kind, *args, **kwargs):
         self._pairwise = True  # how the bytes really travel
         machine.network.knows(machine.launch().clock)
-        for tensor, writes in uses(self, *args, **kwargs):
+        touched = uses(self, *args, **kwargs)
+        for tensor, writes in touched:
             machine.touch(machine.network, tensor, writes, kind)
         pending = method(self, kind, *args, **kwargs)
-        if pending._works:
-            for work in pending._works:
-                work.wait()
+        for work in pending._works:
+            work.wait()
+        if self._pretends:
+            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+                mirrored(self, *args, **kwargs)
+        if touched:
             pending._works = [_Work(machine, dict(machine.network.clock))]
         return pending
 
@@ -371,6 +391,28 @@ def _exchanged(comm, send, recv, padding=0, where="", group=None, numel=None):
         *((send[q], False) for q in among.peers if send[q].numel()),
         *((recv[q], True) for q in among.peers if recv[q].numel()),
     ]
+
+
+def _mirror_exchange(comm, send, recv, padding=0, where="", group=None, numel=None):
+    for q in (group or comm.everybody).peers:
+        if recv[q].numel() == send[q].numel():
+            recv[q].copy_(send[q])
+
+
+def _mirror_reduce_scatter(comm, output, whole, *_, **__):
+    torch.mul(whole[: output.numel()], comm.world_size, out=output)
+
+
+def _mirror_all_reduce(comm, tensor, *_, **__):
+    tensor.mul_(comm.world_size)
+
+
+MIRRORS = {
+    "exchange": _mirror_exchange,
+    "reduce_scatter": _mirror_reduce_scatter,
+    "all_reduce": _mirror_all_reduce,
+}
+"""What a collective of the communicator does among ranks that all have what this one has."""
 
 
 class _Cudart:
@@ -446,7 +488,7 @@ def _collectives(machine):
     }
     return {
         "all_gather": all_gather,
-        **{name: _nccl(machine, getattr(Communicator, name), used) for name, used in uses.items()},
+        **{name: _nccl(machine, getattr(Communicator, name), used, MIRRORS[name]) for name, used in uses.items()},
     }
 
 
@@ -478,7 +520,7 @@ def _hooks(faces):
 
 
 @contextlib.contextmanager
-def null_gpu():
+def null_gpu(mirrors=0):
     """Inside, this rank computes on ``cuda:0``; yields the machine."""
     machine = Machine()
     machine.compute = _stream_class(machine)(name="the compute stream")
@@ -494,6 +536,8 @@ def null_gpu():
     with contextlib.ExitStack() as stack:
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
+        if mirrors:
+            stack.enter_context(pretend(Pretended(0, mirrors, "cuda", mirrors)))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
         stack.enter_context(_Operations(machine))

@@ -24,7 +24,7 @@ from deepzero.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
-from tests.distributed.null_gpu import GPU, null_gpu
+from tests.distributed.null_gpu import CPU, GPU, MixedSides, Race, null_gpu
 from tests.distributed.test_offload import settings
 from tests.distributed.test_stage3_bits import KINDS
 from tests.distributed.training import my_micro_batches
@@ -117,9 +117,17 @@ def cases_of(stage):
         yield settings(stage, **place, chaos=3, activation_checkpointing=HOST), "plain"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_tour(ranks, stage):
-    ranks.run(tours, list(cases_of(stage)), world_size=2, timeout=300)
+def test_tours(ranks, stage):
+    for case in cases_of(stage):
+        ranks.run(tours, [case], world_size=2, timeout=110)
+
+
+def test_a_tour(ranks):
+    """Everything on the host, in the dtype that masters are sent in and in another."""
+    both = [settings(3, 1.0, True, precision="bf16", gradient_accumulation_steps=2), "checkpoint"]
+    ranks.run(tours, [both, (settings(2, 1.0, chaos=3, activation_checkpointing=HOST), "plain")], timeout=110)
 
 
 # ---- activations, without ranks --------------------------------------------------------------------------------------
@@ -158,3 +166,76 @@ def test_activations_without_page_locking(caplog):
     assert activations(refuses_to_lock=True) == 0
     (said,) = caplog.records
     assert "refuses to lock pages" in said.message and "cpu_checkpointing_pin_memory=false" in said.message
+
+
+# ---- zero.Init, and what the checker itself finds --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_init_keeps_parts_on_the_host(world):
+    with null_gpu(mirrors=world):
+        torch.manual_seed(0)
+        with deepzero.zero.Init(remote_device="cpu"):
+            model = KINDS["plain"]()
+        weight = model.blocks[0][1].weight
+        with deepzero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+            assert weight.device == GPU
+            weight.mul_(2)
+        with deepzero.zero.GatheredParameters(weight):
+            doubled = float(weight.detach().sum())
+        engine, *_ = deepzero.initialize(model=model, config=settings(3, 1.0, param=True, precision="bf16"))
+        with deepzero.zero.GatheredParameters(weight):
+            assert float(weight.detach().float().sum()) == pytest.approx(doubled, abs=0.1)
+        ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, world, 2, 1)[0])
+        engine.backward(engine(ids, labels))
+        engine.step()
+        engine.destroy()
+        del engine
+        gc.collect()
+
+
+def wired():
+    return Wire(GPU, Ledger(), Chaos(ChaosConfig(), 0), PipelineMeter())
+
+
+def test_planted_faults():
+    with null_gpu() as machine:
+        host, device = torch.zeros(4), torch.zeros(4, device=GPU)
+        assert (host.device, device.device, (device + 1).device, device.cpu().device) == (CPU, GPU, GPU, CPU)
+        for wrong in (lambda: host + device, lambda: torch.equal(device, host), lambda: torch.cat([host, device])):
+            with pytest.raises(MixedSides, match=r"host \(4,\)"):
+                wrong()
+        with pytest.raises(TypeError, match="numpy"):
+            device.numpy()
+        assert (device * torch.tensor(2.0)).device == GPU  # a number may come from anywhere
+        wire, other = wired(), torch.cuda.Stream(GPU)
+        copy = wire.to_host("down", host, device)
+        with pytest.raises(Race, match="the program reads"):
+            host.sum()
+        with pytest.raises(Race, match="the compute stream writes"):
+            device.fill_(1)
+        copy.wait()
+        device.fill_(1)
+        with pytest.raises(Race, match="the program reads"):
+            host.sum()
+        copy.finish()
+        host.sum()
+        wire.to_device("up", device, host)
+        with pytest.raises(Race, match="the compute stream reads"):
+            device.sum()
+        with pytest.raises(Race, match="the program writes"):
+            host.add_(1)
+        wire.finish_reads()
+        host.add_(1)
+        device.add_(1)
+        with torch.cuda.stream(other), pytest.raises(Race, match="a side stream reads"):
+            device.sum()
+        other.wait_event(_recorded(machine))
+        with torch.cuda.stream(other):
+            device.sum()
+
+
+def _recorded(machine):
+    event = torch.cuda.Event()
+    event.record(machine.compute)
+    return event
