@@ -83,6 +83,9 @@ RESERVED: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 """(module, the only places that import it, why)."""
 
+THREADS = ("Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread")
+"""Called, or inherited from, in ``deepzero/comm/threads.py`` alone."""
+
 LATE = ("wandb", "tensorboard", "torch.utils.tensorboard", "torch_tb_profiler", "matplotlib", "deepspeed")
 """In the package and in train.py these are imported inside the functions that need them."""
 
@@ -336,6 +339,23 @@ def check_asserts(house: House) -> Iterator[Violation]:
                 yield Violation(file.path, node.lineno, "assert", "a bare assert: raise an error that names the value")
 
 
+def check_threads(house: House) -> Iterator[Violation]:
+    """A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything."""
+    for file in house.files:
+        if file.path.startswith("tests/") or file.path == "deepzero/comm/threads.py":
+            continue
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Call):
+                names = [_called(node)]
+            elif isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            else:
+                continue
+            for name in set(names).intersection(THREADS):
+                text = f"{name}: start threads with start_thread or thread_pool of deepzero/comm/threads.py"
+                yield Violation(file.path, node.lineno, "threads", text)
+
+
 def check_docstrings(house: House) -> Iterator[Violation]:
     """Every module, public class, public function and public method of the package is documented."""
     for file in house.modules().values():
@@ -399,6 +419,7 @@ RULES: tuple[Callable[[House], Iterator[Violation]], ...] = (
     check_late,
     check_star_imports,
     check_asserts,
+    check_threads,
     check_docstrings,
 )
 

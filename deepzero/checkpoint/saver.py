@@ -44,6 +44,7 @@ from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import process_group, watchdog
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.side_channel import SideChannel
+from deepzero.comm.threads import start_thread
 from deepzero.durable import flush_parents
 from deepzero.offload.arena import HostArena, Region
 
@@ -120,8 +121,7 @@ class Saver:
         try:
             plan, ready = self._snapshot(collected.plan)
             copied = dataclasses.replace(collected, plan=plan)
-            thread = threading.Thread(target=job.run_behind, args=(copied, ready), name="deepzero-save", daemon=True)
-            thread.start()
+            thread = start_thread(job.run_behind, "deepzero-save", copied, ready)
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
             raise
@@ -279,8 +279,7 @@ class _Job:
 
         if self.saver.world_size > 1:
             self.channel.post(f"{self.saver.rank}/beat", "begun")
-            self.heart = threading.Thread(target=beat, name="deepzero-save-beat", daemon=True)
-            self.heart.start()
+            self.heart = start_thread(beat, "deepzero-save-beat")
 
     def end_beating(self) -> None:
         """There is nothing more that others wait for."""

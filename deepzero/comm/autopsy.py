@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from deepzero.comm.threads import start_thread
 from deepzero.comm.trail import Board, Gone, Launch, State, Trail, user_line
 
 ROLL_CALL_SECONDS = 3.0
@@ -286,7 +287,5 @@ def within(seconds: float, ask: Callable[[], T]) -> T | None:
         with contextlib.suppress(Exception):
             answers.append(ask())
 
-    thread = threading.Thread(target=run, name="deepzero-autopsy", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread(run, "deepzero-autopsy").join(seconds)
     return answers[0] if answers else None

@@ -8,8 +8,9 @@ skips :mod:`atexit`. A module of its own for the reason of :mod:`deepzero.comm.s
 from __future__ import annotations
 
 import atexit
-import threading
 from collections.abc import Callable
+
+from deepzero.comm.threads import start_thread
 
 _FINISHERS: list[Callable[[], None]] = []
 
@@ -29,6 +30,4 @@ def finish() -> None:
 
 def finish_within(seconds: float) -> None:
     """The same for a program that ends with an error: others wait for its end, so not for long."""
-    thread = threading.Thread(target=finish, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread(finish, "deepzero-ending").join(seconds)

@@ -28,7 +28,6 @@ import re
 import select
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -38,6 +37,7 @@ from typing import Any, NoReturn
 
 from deepzero.comm.ending import finish, finish_within
 from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, registered
+from deepzero.comm.threads import start_thread
 from deepzero.config.parse import ConfigError
 
 CONFIG_ERROR_EXIT = 2
@@ -162,7 +162,7 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
             elif not ready and parent is not None and os.getppid() != parent:
                 _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 
-    threading.Thread(target=wait_for_the_end, name="deepzero-watch", daemon=True).start()
+    start_thread(wait_for_the_end, "deepzero-watch")
 
 
 def _die_with_parent() -> None:

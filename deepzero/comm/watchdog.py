@@ -49,6 +49,7 @@ from deepzero.comm.autopsy import (
     failure_of,
     within,
 )
+from deepzero.comm.threads import start_thread
 from deepzero.comm.trail import Board, Gone, Launch, State, Trail, user_line
 
 DIVERGENCE_SECONDS = 3.0
@@ -174,9 +175,9 @@ class Watchdog:
         self._stop = threading.Event()
         self._roll_call = RollCall(self._board, self.trail, self._trainer) if self._board is not None else None
         target = self._run if self._board is not None else self._run_beside
-        self._thread = threading.Thread(target=target, name="deepzero-divergence", daemon=True)
+        self._thread: threading.Thread | None = None
         if self._board is not None or standstill is not None:
-            self._thread.start()
+            self._thread = start_thread(target, "deepzero-divergence")
 
     @property
     def of_current_group(self) -> bool:
@@ -259,7 +260,7 @@ class Watchdog:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(2 * TICK_SECONDS)
         self._say_gone(reason)
 

@@ -113,6 +113,9 @@ class ActivationCheckpointingConfig:
     """Smaller ones stay on the device: a copy costs ten microseconds, whatever its size, in which a GPU moves a quarter
     of a megabyte."""
 
+    cpu_checkpointing_pin_memory: bool = True
+    """Lock the pages, without which no copy runs in the background."""
+
     def __post_init__(self) -> None:
         require(
             self.cpu_checkpointing_min_bytes >= 0,

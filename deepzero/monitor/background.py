@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from deepzero.comm.threads import start_thread
+
 ROOM = 10_000
 """Entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms."""
 
@@ -84,8 +86,7 @@ class Background:
         self._failed, self._left_out = False, 0
         self._ready, self._hurry = threading.Event(), threading.Event()
         """The sink is built, or has failed; no pauses."""
-        self._thread = threading.Thread(target=self._work, args=(make,), name=f"deepzero-{name}", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._work, f"deepzero-{name}", make)
 
     # ---- the loop's side ---------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -36,8 +37,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.arena import HostArena, PageLockError, Region
 from deepzero.offload.wire import Copy, Wire, bytes_of_storage
+
+log = logging.getLogger(__name__)
 
 ACTIVATIONS_TO_HOST, ACTIVATIONS_TO_DEVICE = "offload.activations_to_host", "offload.activations_to_device"
 HOST_ACTIVATIONS = "host_activations"
@@ -58,26 +61,44 @@ class HostBuffers:
 
     Args:
         device: whose copies they are locked for.
-        pin: lock the pages.
+        pin: lock the pages; where the system refuses, one line says so and nothing is locked from then on.
         poison: overwrite a buffer before it is used again.
     """
 
     def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
         self.device, self.pin, self.poison = device, pin, poison
-        self._free: dict[int, list[torch.Tensor]] = {}
+        # By size: buffers, each with the copies that it was used for last.
+        self._free: dict[int, list[tuple[torch.Tensor, list[Copy]]]] = {}
         self._arenas: dict[int, HostArena] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
         """1-D bytes, that many exactly; contents are whatever was there."""
         free = self._free.get(nbytes)
         if free:
-            buffer = free.pop()
-            return buffer.fill_(0xFF) if self.poison else buffer  # NaN in every dtype
+            buffer, copies = free.pop()
+            if self.poison:
+                # The next copy comes after these in the streams' order; what the CPU writes does not.
+                for copy in copies:
+                    copy.finish()
+                buffer.fill_(0xFF)  # NaN in every dtype
+            return buffer
         self._make_room()
-        arena = HostArena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)], self.device, self.pin)
+        arena = self._arena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)])
         made = arena.carve(HOST_ACTIVATIONS, nbytes, torch.uint8)
         self._arenas[made.data_ptr()] = arena
         return made
+
+    def _arena(self, regions: list[Region]) -> HostArena:
+        try:
+            return HostArena(regions, self.device, self.pin)
+        except PageLockError:
+            self.pin = False
+            log.warning(
+                "the system refuses to lock pages for activations in host memory: from here on their copies are slower "
+                "and never in the background (said once). Raise the limit of locked memory (ulimit -l); "
+                "activation_checkpointing.cpu_checkpointing_pin_memory=false does without"
+            )
+            return HostArena(regions, self.device, False)
 
     def _make_room(self) -> None:
         """Sequences of ever other lengths need ever other sizes: give up the free ones when they outweigh the used."""
@@ -85,13 +106,13 @@ class HostBuffers:
         used = sum(arena.nbytes for arena in self._arenas.values()) - free
         if free > max(used, SPARE_BYTES):
             for some in self._free.values():
-                for buffer in some:
+                for buffer, _ in some:
                     self._arenas.pop(buffer.data_ptr()).close()
             self._free.clear()
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """Nobody needs what is in it. Copies of it are done, or come before the next one in the streams' order."""
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+    def give(self, buffer: torch.Tensor, copies: list[Copy]) -> None:
+        """Nobody needs what is in it. ``copies`` are done, or come before the next one in the streams' order."""
+        self._free.setdefault(buffer.numel(), []).append((buffer, copies))
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them, for the ledger."""
@@ -115,7 +136,9 @@ class Parked:
         """The same, kept until another one is used: what two functions saved, one after the other, is fetched once."""
         self.asked_by = -1
         """The backward pass that has used it, or for which it has been fetched ahead."""
-        weakref.finalize(self, buffers.give, self.host).atexit = False
+        self.copies: list[Copy] = []
+        """Down, and up."""
+        weakref.finalize(self, buffers.give, self.host, self.copies).atexit = False
 
 
 class Saved:
@@ -139,7 +162,7 @@ class HostActivations:
         wire: between device and host, of its own.
         parameters: asked at every forward pass: what stays on the device.
         min_bytes: smaller storages stay there too.
-        pin: lock the pages of host buffers.
+        pin: lock the pages of host buffers, where the system lets them be locked.
     """
 
     def __init__(
@@ -199,6 +222,7 @@ class HostActivations:
             self._parked[key] = parked
             self._last = weakref.ref(parked)
             copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
+            parked.copies.append(copy)
             # The tensor lives until its copy has left; the buffer belongs to the copy as long.
             self._leaving.append((tensor, parked, copy))
             self._settle(LEAVING)
@@ -256,7 +280,8 @@ class HostActivations:
 
     def _launch(self, parked: Parked) -> tuple[torch.Tensor, Copy]:
         flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
-        return flat, self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host)
+        parked.copies.append(self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host))
+        return flat, parked.copies[-1]
 
 
 @torch.no_grad()

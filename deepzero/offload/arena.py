@@ -59,6 +59,10 @@ class HostMemoryError(RuntimeError):
     """The host cannot hold what offloading needs. Nothing was allocated."""
 
 
+class PageLockError(HostMemoryError):
+    """The memory is there, and the system refuses to lock its pages."""
+
+
 def required_bytes(regions: Iterable[Region]) -> int:
     """The exact size of an arena.
 
@@ -143,7 +147,8 @@ class HostArena:
         pin: lock the pages.
 
     Raises:
-        HostMemoryError: the system refuses the memory, or refuses to lock it.
+        HostMemoryError: the system refuses the memory.
+        PageLockError: or refuses to lock it.
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
@@ -210,9 +215,10 @@ class HostArena:
         with torch.cuda.device(device):
             result = torch.cuda.cudart().cudaHostRegister(self._address, self.nbytes, 0)
         if int(result) != 0:
-            raise HostMemoryError(
+            raise PageLockError(
                 f"the system refuses to lock {describe_bytes(self.regions)} of host memory (CUDA error {int(result)}); "
-                "raise the limit of locked memory (ulimit -l), or set zero.offload_optimizer.pin_memory=false"
+                "raise the limit of locked memory (ulimit -l), or set pin_memory=false in zero.offload_optimizer and "
+                "zero.offload_param"
             )
         self.pinned = True
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
@@ -223,7 +229,8 @@ class HostArena:
 def _unlock(address: int, device: torch.device) -> None:
     """Whoever waited for a copy did so in a stream, at most: wait for the device before its copies lose their pages."""
     torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with torch.cuda.device(device):  # garbage is collected by whichever thread comes along
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def zeros_on_large_pages(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

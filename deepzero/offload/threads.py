@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from deepzero.comm.threads import thread_pool
+
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _making = threading.Lock()
 
@@ -70,7 +72,7 @@ def _start(count: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)
         met.wait()
 
-    pool = ThreadPoolExecutor(count, thread_name_prefix="deepzero-offload")
+    pool = thread_pool(count, "deepzero-offload")
     for future in [pool.submit(begin) for _ in range(count)]:
         future.result()
     # A thread's number of threads is its own, but torch also gives the last one that was set to threads yet to come.

@@ -161,6 +161,10 @@ class Copy:
             self._timing.blocked_seconds += time.perf_counter() - began
         self._catch_up()
 
+    def is_over(self) -> bool:
+        """Whether nothing is left to do, as far as the program knows."""
+        return self._put_off is None and (self._timing is None or self._timing.end.query())
+
     def _catch_up(self) -> None:
         if self._put_off is None:
             return
@@ -186,6 +190,8 @@ class Wire:
         streams = device.type == "cuda"
         self._down = torch.cuda.Stream(device) if streams else None
         self._up = torch.cuda.Stream(device) if streams else None
+        # From host memory, in the order of their launches; none that is over is before one that is not.
+        self._reading: deque[Copy] = deque()
 
     def to_host(self, kind: str, host: torch.Tensor, source: torch.Tensor, padding: int = 0, where: str = "") -> Copy:
         """Launch ``host.copy_(source)``: when the current stream is done with ``source``, on the stream downwards.
@@ -201,7 +207,15 @@ class Wire:
 
     def to_device(self, kind: str, target: torch.Tensor, host: torch.Tensor, padding: int = 0, where: str = "") -> Copy:
         """Launch ``target.copy_(host)``, when the current stream is done with ``target``; as :meth:`to_host`."""
-        return self._launch("H2D", kind, target, host, self._up, padding, where)
+        while self._reading and self._reading[0].is_over():
+            self._reading.popleft()
+        self._reading.append(self._launch("H2D", kind, target, host, self._up, padding, where))
+        return self._reading[-1]
+
+    def finish_reads(self) -> None:
+        """Before the program writes to host memory out of turn: no copy reads any of it."""
+        while self._reading:
+            self._reading.popleft().finish()
 
     def _launch(
         self,

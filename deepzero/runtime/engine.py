@@ -509,7 +509,7 @@ class Engine(EngineCheckpoints):
         """Load values into the model on every rank; the masters follow before the next step."""
         self._refuse_away("load_module_state_dict")
         self.finish_delayed_update()
-        self.stage.before_writes()
+        self._before_writes()
         self.module.load_state_dict(state_dict, strict=strict)
 
     def destroy(self) -> None:

@@ -341,7 +341,7 @@ class EngineCheckpoints(EngineOffload):
     def _fill(self, loader: Loader) -> None:
         """Values into tensors, and from masters into the parameters. The caller says when all is loaded."""
         self._sharded_step.forget()
-        self.stage.before_writes()
+        self._before_writes()
         self.discard_gradients()
         self._zero.reducer.forget()
         self._half_loaded = f"{loader.reader.path} was loaded in part only"

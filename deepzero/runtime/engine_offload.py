@@ -102,12 +102,18 @@ class EngineOffload(EngineFacts):
         """
         if not self._sharded_step.unsent:
             return
-        self.stage.before_writes()  # what is gathered is about to be old
+        self._before_writes()
         self._sharded_step.finish()
         with self.comm.ledger.aside():
             self.stage.publish()
         for group in self._zero.groups:
             group.has_new_values()
+
+    def _before_writes(self) -> None:
+        """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
+        self.stage.before_writes()
+        if self._zero.offload is not None:
+            self._zero.offload.side.wire.finish_reads()
 
     # ---- offload_states and reload_states ----------------------------------------------------------------------------
 
@@ -351,7 +357,9 @@ class EngineOffload(EngineFacts):
         if self._activations is None:
             ledger = self.comm.ledger
             wire = Wire(self.device, ledger, self.comm.chaos, PipelineMeter())
-            self._activations = HostActivations(wire, self._lasting, settings.cpu_checkpointing_min_bytes)
+            self._activations = HostActivations(
+                wire, self._lasting, settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
+            )
             ledger.watch(HOST_ACTIVATIONS, self._activations.buffers.tensors)
         return self._activations.watching()
 

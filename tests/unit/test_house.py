@@ -158,6 +158,19 @@ PLANTED = {
     "deepspeed at module level": ({"deepzero/layout.py": DOC + "import deepspeed\n"}, "deepzero/layout.py:2 late"),
     "a star": ({"tests/x.py": "from os.path import *\n"}, "tests/x.py:1 star-import"),
     "a bare assert": ({"deepzero/layout.py": DOC + "def _f(x):\n    assert x\n"}, "deepzero/layout.py:3 assert"),
+    "a thread that chooses no device": (
+        {"deepzero/layout.py": DOC + "import threading\nthreading.Thread(target=print).start()\n"},
+        "deepzero/layout.py:3 threads",
+    ),
+    "a timer": ({"tools/x.py": "from threading import Timer\nTimer(1, print)\n"}, "tools/x.py:2 threads"),
+    "a pool of threads": (
+        {"train.py": "import concurrent.futures as c\nc.ThreadPoolExecutor(2)\n"},
+        "train.py:2 threads",
+    ),
+    "a kind of thread": (
+        {"deepzero/layout.py": DOC + "import threading\nclass _T(threading.Thread):\n    pass\n"},
+        "deepzero/layout.py:3 threads",
+    ),
     "a module without docstring": ({"deepzero/layout.py": "x = 1\n"}, "deepzero/layout.py:1 docstring"),
     "an empty package": ({"deepzero/data/__init__.py": ""}, "deepzero/data/__init__.py:1 docstring"),
     "a function without docstring": ({"deepzero/layout.py": DOC + "def f(): ...\n"}, "deepzero/layout.py:2 docstring"),

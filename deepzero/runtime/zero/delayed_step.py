@@ -24,11 +24,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from deepzero.comm import process_group, ranges
+from deepzero.comm.threads import start_thread
 from deepzero.config.parse import ConfigError
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.wire import ADAM
@@ -71,7 +73,7 @@ class DelayedStep:
         self._seconds = 0.0
         self._bytes = 0
         for group in groups:
-            group.before_write = self._refuse_write
+            group.before_write = partial(self._refuse_write, group.before_write)
 
     # ---- step 4 ------------------------------------------------------------------------------------------------------
 
@@ -93,11 +95,9 @@ class DelayedStep:
         # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
         work = [(group, [part.grad.detach() for part in group.parts]) for group in self.inner.on_host]
         self.gradients.swap_host_sums(self.parts)
-        self._thread = threading.Thread(
-            target=self._run, args=(twin, work, divisor), name="deepzero-delayed-update"
-        )  # no daemon: a program that ends meanwhile waits for it
         self.unsent = True
-        self._thread.start()
+        # No daemon: a program that ends meanwhile waits for it.
+        self._thread = start_thread(self._run, "deepzero-delayed-update", twin, work, divisor, daemon=False)
 
     def _twin(self) -> CPUAdam:
         """The optimizer's settings of now over its state."""
@@ -191,9 +191,11 @@ class DelayedStep:
         """The run goes on from a checkpoint, after so many applied steps."""
         self.steps = steps
 
-    def _refuse_write(self) -> None:
+    def _refuse_write(self, before_write: Callable[[], None] | None) -> None:
         if self.unsent:
             raise RuntimeError(
                 "a delayed update is on its way to the parameters, and what is written now would be lost; call "
                 "engine.finish_delayed_update() on all ranks first"
             )
+        if before_write is not None:
+            before_write()

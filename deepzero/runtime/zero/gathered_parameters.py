@@ -115,7 +115,8 @@ class GatheredParameters:
         for param in self.partitioned:
             home, slot = param._zero.placed()
             start, stop, _ = home.range_of(slot)
-            if not _same_bits(home.value(slot).reshape(-1)[start:stop], home.part_of(slot)):
+            mine = home.value(slot).reshape(-1)[start:stop]
+            if not _same_bits(mine, home.part_of(slot).to(mine.device)):  # an offloaded part is in host memory
                 raise PartitionedUseError(
                     f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
                     "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"

@@ -218,7 +218,8 @@ class Init:
         interval = layout.intervals[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device, 0))
         shard = torch.zeros(interval.part_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
-        home = PartitionedInterval(-1 - made._zero.id, interval, [made], shard, comm, pool)
+        on_host = self._home.type != comm.device.type
+        home = PartitionedInterval(-1 - made._zero.id, interval, [made], shard, comm, pool, shard_on_host=on_host)
         home.write(made, values)
         self._freed_bytes += values.nbytes
         del values

@@ -131,6 +131,7 @@ class Offload:
         self.ways = []
         turn = 0
         for g, group in enumerate(groups):
+            group.before_write = self.side.wire.finish_reads
             for interval in (i for i in group.layout.intervals if group.placement.steps_on_host(i)):
                 self.ways.append(WayBack(g, group, interval, rank, self.side.wire, staging, turn, arrived))
                 turn += not group.placement.keeps_on_host(interval)

@@ -83,7 +83,7 @@ class PartitionedGroup:
     ) -> None:
         self.names, self.layout, self.dtype = list(names), layout, dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, optimizer_group
-        self.before_write: Callable[[], None] | None = None
+        self.before_write: Callable[[], None] | None = offload.wire.finish_reads if offload is not None else None
         own, trained = dtype == torch.float32, optimizer_group is not None
         self.placement = placement or Placement.on_device(layout, own, trained)
         cut = self.placement.parameter_numel

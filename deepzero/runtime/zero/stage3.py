@@ -219,8 +219,6 @@ class ZeroStage3:
     def before_writes(self) -> None:
         """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's part."""
         self.coordinator.release_all()
-        for interval in self.coordinator.intervals:
-            interval.finish_fetches()
 
     def destroy(self) -> None:
         """Whole, plain parameters again; no hooks. A collective."""

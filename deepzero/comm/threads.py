@@ -1,0 +1,55 @@
+"""Threads that work on the device of the thread that starts them. Every thread of deepzero is started here.
+
+CUDA's current device belongs to a thread, and is GPU 0 in a new one. Whatever asks CUDA anything there, waiting for an
+event included, then makes a context on GPU 0: half a gigabyte for each other rank of the machine.
+
+Nothing here imports torch: a process that has not imported it yet has no device to choose.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+
+def start_thread(target: Callable[..., None], name: str, *args: Any, daemon: bool = True) -> threading.Thread:
+    """A thread that runs ``target(*args)`` on this thread's device, started.
+
+    Args:
+        target: what it does.
+        name: says whose it is, in a debugger and in ``py-spy``: ``deepzero-…``.
+        args: of ``target``.
+        daemon: False: a program that ends meanwhile waits for it.
+
+    Example:
+        >>> seen = []
+        >>> start_thread(seen.append, "deepzero-example", 1).join()
+        >>> seen
+        [1]
+    """
+    choose = _choice()
+
+    def run() -> None:
+        choose()
+        target(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
+
+
+def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """So many threads for ``submit``, on this thread's device."""
+    return ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_choice())
+
+
+def _choice() -> Callable[[], None]:
+    """What a new thread does first."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():  # to ask would make a context
+        return lambda: None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)
