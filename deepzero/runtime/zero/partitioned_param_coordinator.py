@@ -69,12 +69,12 @@ class InflightParamRegistry:
         interval.launch(kind, exact=False, keep=kind != EVALUATION)
         self._intervals[interval.key] = interval
 
-    def wait(self, key: int) -> None:
-        """Wait for one, if it is under way."""
+    def wait(self, key: int, show: bool = False) -> None:
+        """Wait for one, if it is under way; with ``show``, let its parameters show their values."""
         interval = self._intervals.pop(key, None)
         # GatheredParameters may have waited for it in between.
         if interval is not None and interval.status is ZeroParamStatus.INFLIGHT:
-            interval.wait()
+            interval.wait(show)
 
     def wait_all(self) -> None:
         """Wait for all."""
@@ -215,7 +215,9 @@ class PartitionedParameterCoordinator:
             self._trace = trace
             self._current = frozenset()
 
-    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
+    def fetch_sub_module(
+        self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True
+    ) -> None:
         """1 pre-forward, 3 pre-backward: release, launch mine, launch the prefetch, wait for mine.
 
         Args:
@@ -223,11 +225,14 @@ class PartitionedParameterCoordinator:
                 weight that the backward pass asks for.
             where: the module or parameter, for events and messages.
             on_demand: noticed only because the interval was not there; it need not be noticed every time.
+            show: the parameters are used themselves, and not only views of the intervals.
         """
         if on_demand:
             # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
+            for key in keys if show else ():
+                self.intervals[key].show()
             return
         backward = in_backward()
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -246,7 +251,9 @@ class PartitionedParameterCoordinator:
             self._current = frozenset(keys)
         with ranges.standing_at(where):
             for key in keys:
-                self.inflight.wait(key)
+                self.inflight.wait(key, show)
+                if show:
+                    self.intervals[key].show()  # it may have been here
                 self._live.pop(key, None)
                 self._live[key] = None
 
@@ -293,6 +300,12 @@ class PartitionedParameterCoordinator:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
+
+    def hide_all(self) -> None:
+        """No module is under way any more: what is gathered stays, but parameters do not show it."""
+        for key in self._live:
+            if self.intervals[key].shown:
+                self.intervals[key].hide()
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
