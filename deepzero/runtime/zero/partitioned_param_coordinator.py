@@ -215,9 +215,7 @@ class PartitionedParameterCoordinator:
             self._trace = trace
             self._current = frozenset()
 
-    def fetch_sub_module(
-        self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True
-    ) -> None:
+    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
         """1 pre-forward, 3 pre-backward: release, launch mine, launch the prefetch, wait for mine.
 
         Args:
