@@ -38,13 +38,11 @@ from torch import nn
 
 from deepzero.comm.pretended import stands_for
 from deepzero.runtime.outputs import output_tensors
-from deepzero.runtime.zero.partition_parameters import ZeroParameter, unseen
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 
 log = logging.getLogger(__name__)
-
-_Pack = Callable[[torch.Tensor], Any]
 
 _LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
@@ -84,8 +82,8 @@ class ModuleHooks:
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
-        # What is under way, outermost first; an operation outside of all modules is None. And the hooks pushed for it.
-        self._stack: list[tuple[nn.Module | None, _Pack | None]] = []
+        # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
+        self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
         self.leaf_params: set[nn.Parameter] = set()
         """All parameters of leaf modules, persistent ones too."""
@@ -151,12 +149,12 @@ class ModuleHooks:
             self.coordinator.end_forward()
 
     def _enter(self, module: nn.Module | None) -> None:
-        self._stack.append((module, self._push_saved_tensor_hooks()))
+        self._stack.append((module, self._become_innermost()))
 
     def _leave(self) -> None:
         """**Parameters show their values inside modules only**: outside, no hooks of ours see who keeps one."""
         _, pushed = self._stack.pop()
-        if pushed is not None:
+        if pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         if not self._stack:
             self.coordinator.hide_all()
@@ -166,7 +164,7 @@ class ModuleHooks:
         self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
             return None
-        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self._pack:
+        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
             return None  # non-reentrant checkpointing runs it again: the first run has been counted
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
@@ -200,48 +198,43 @@ class ModuleHooks:
 
     # ---- what autograd saves -----------------------------------------------------------------------------------------
 
-    def _push_saved_tensor_hooks(self) -> _Pack | None:
-        """Ours become the innermost, if they are not: what autograd saves has to pass here."""
-        if not torch.is_grad_enabled():
-            return None
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        ours = next((pack for _, pack in reversed(self._stack) if pack is not None), None)
-        if outer is not None and (outer[0] is ours or outer[0].__qualname__.startswith("_checkpoint_hook")):
-            return None  # non-reentrant checkpointing keeps nothing in the forward pass
+    def _become_innermost(self) -> bool:
+        """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None and not torch.is_grad_enabled():
+            return False
+        owner = getattr(outer[0], "__self__", None) if outer is not None else None
+        if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
+            return False
+        if outer is not None and outer[0].__qualname__.startswith("_checkpoint_hook"):
+            return False  # non-reentrant checkpointing keeps nothing in the forward pass
         if not self._warned_autocast and torch.is_autocast_enabled(stands_for(self.coordinator.device)):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "
                 "every rank; use precision=bf16 instead (said once)"
             )
-        pack, unpack = self._pack, self._unpack
-        if outer is not None:
-            pack, unpack = self._chained(*outer)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        return pack
+        if outer is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            return True
+        # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
+        # function of the user's runs so, and saves what it was given when it is over.
+        keeps = in_backward() or outer[0].__qualname__.startswith("_recomputation_hook")
+        chain = _Chain(self, *outer, keeps)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
+        return False
 
-    def _chained(self, outer_pack: _Pack, outer_unpack: Callable[[Any], torch.Tensor]) -> Any:
-        """Somebody's own hooks (``save_on_cpu``) go on working for everything that is not a parameter.
-
-        In a backward pass they are those of non-reentrant checkpointing, which count what is saved while a block runs
-        again, and keep it until the block's backward pass: in place of a parameter, whose values come and go, they are
-        given a view, behind which the values stay.
-        """
-        if in_backward() or outer_pack.__qualname__.startswith("_recomputation_hook"):
-            return lambda tensor: outer_pack(_view_of(tensor)), outer_unpack
-
-        def pack(tensor: torch.Tensor) -> Any:
-            packed = self._pack(tensor)
-            return (packed,) if isinstance(packed, SavedWeight) else outer_pack(_view_of(packed))
-
-        def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
-                return self._unpack(packed[0])
-            return outer_unpack(packed)
-
-        return pack, unpack
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd: in place of a weight, or of a view of one, where to find it."""
+        if isinstance(tensor, PartitionedParameter):
+            # Given to a function of the user's, which nobody intercepts.
+            record = tensor._zero
+            home, slot = record.placed()
+            if not self.coordinator.has(home):
+                return tensor
+            start = slot.offset - home.interval.offset
+            return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
         interval = self.coordinator.owner_of(tensor)
         if interval is None:
             return tensor
@@ -254,7 +247,18 @@ class ModuleHooks:
             int(tensor.storage_offset()),
         )
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
+        if isinstance(tensor, PartitionedParameter):
+            home, slot = tensor._zero.placed()
+            if not self.coordinator.has(home):
+                return tensor
+            with self._one_operation([home], f"kept view of {tensor._zero.name}"), unseen():
+                view: torch.Tensor = home.value(slot)
+                return view
+        return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
         """3 pre-backward: fetch_sub_module, which prefetches backwards."""
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
@@ -299,9 +303,33 @@ class ModuleHooks:
                 self._leave()
 
 
-def _view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """In place of a parameter's object, what it shows now."""
-    return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
+class _Chain:
+    """Saved-tensor hooks of somebody else's, with ours before them.
+
+    Args:
+        ours: knows the parameters.
+        pack: theirs.
+        unpack: theirs.
+        keeps: they are non-reentrant checkpointing's, which count what a block saves while it is run again and keep it
+            until the block's backward pass. They are given views: a parameter's object shows its values for a while.
+            Others (``save_on_cpu``) go on working for everything that is not a parameter.
+    """
+
+    def __init__(
+        self, ours: ModuleHooks, pack: Callable[..., Any], unpack: Callable[..., torch.Tensor], keeps: bool
+    ) -> None:
+        self.ours, self._pack, self._unpack, self._keeps = ours, pack, unpack, keeps
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd."""
+        packed = tensor if self._keeps else self.ours.pack(tensor)
+        return (packed,) if isinstance(packed, SavedWeight) else self._pack(self.ours.view_of(packed))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The inverse."""
+        if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
+            return self.ours.unpack(packed[0])
+        return self._unpack(packed)
 
 
 def is_compiled(module: nn.Module) -> bool:

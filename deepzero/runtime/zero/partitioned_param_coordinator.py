@@ -318,6 +318,10 @@ class PartitionedParameterCoordinator:
         if refused is not None:
             raise refused
 
+    def has(self, interval: PartitionedInterval) -> bool:
+        """Whether the interval is one of mine."""
+        return 0 <= interval.key < len(self.intervals) and self.intervals[interval.key] is interval
+
     def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
         """The interval whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
