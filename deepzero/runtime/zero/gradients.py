@@ -174,6 +174,7 @@ class GradientSource:
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
         self._arrived: set[nn.Parameter] = set()
+        self._first: dict[nn.Parameter, torch.Tensor] = {}
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         for g, group in enumerate(self.groups):
             if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
@@ -182,7 +183,7 @@ class GradientSource:
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those in ``param.grad`` now, and the flat buffers."""
         waiting = [param.grad for group in self.groups for param in group.params if param.grad is not None]
-        return [*waiting, *(flat for flat in self.flat if flat is not None)]
+        return [*waiting, *self._first.values(), *(flat for flat in self.flat if flat is not None)]
 
     @torch.no_grad()
     def accumulate(self, param: nn.Parameter) -> None:
@@ -199,18 +200,31 @@ class GradientSource:
             self._arrived.add(param)
         param.grad = None
 
+    def set_apart(self, param: nn.Parameter) -> None:
+        """What has come waits apart: what autograd adds later in the same pass is sent later, whenever this leaves."""
+        if param.grad is not None:
+            self._first[param], param.grad = param.grad, None
+
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent of one parameter, or None."""
         g, slot = self._place[param]
         flat = self.flat[g]
-        if flat is not None:
-            return flat[slot.offset : slot.end] if param in self._arrived else None
-        return _dense(param.grad) if param.grad is not None else None
+        if flat is not None and param in self._arrived:
+            return flat[slot.offset : slot.end]
+        grad = self._first.get(param, param.grad)
+        return _dense(grad) if grad is not None else None
+
+    def _sent(self, param: nn.Parameter) -> None:
+        """What :meth:`waiting_of` gave has been laid into a bucket."""
+        if param in self._arrived:
+            self._arrived.discard(param)
+        elif self._first.pop(param, None) is None:
+            param.grad = None
 
     def waiting(self, entry: Scheduled) -> bool:
         """Whether any gradient of an interval waits to be sent."""
         params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
-        return any(param.grad is not None or param in self._arrived for param in params)
+        return any(self.waiting_of(param) is not None for param in params)
 
     @torch.no_grad()
     def fill(self, entry: Scheduled, bucket: torch.Tensor, name_unused: bool = True) -> None:
@@ -230,7 +244,7 @@ class GradientSource:
             waiting = self.waiting_of(param)
             if waiting is not None:
                 place.copy_(waiting)
-                self._arrived.discard(param)
+                self._sent(param)
             else:
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
@@ -238,7 +252,6 @@ class GradientSource:
             self._filled.add((entry.group, interval.index))
             if len(self._filled) == len(self._gaps):
                 self._name_unused()
-        free_grad_in_param_list([group.params[slot.index] for slot in interval.slots])
 
     def _name_unused(self) -> None:
         """One line of rank 0's for all that were not named before. Another rank's may differ: it is a notice."""
@@ -252,6 +265,7 @@ class GradientSource:
     def discard(self) -> None:
         """Drop everything that waits."""
         self._arrived.clear()
+        self._first.clear()
         self._unused, self._filled = [], set()
         for group in self.groups:
             free_grad_in_param_list(group.params)

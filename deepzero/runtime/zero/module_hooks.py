@@ -220,7 +220,7 @@ class ModuleHooks:
         # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
         # function of the user's runs so, and saves what it was given when it is over.
         keeps = in_backward() or outer[0].__qualname__.startswith("_recomputation_hook")
-        chain = _Chain(self, *outer, keeps)
+        chain = _Chain(self, outer[0], outer[1], keeps)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
         return False
