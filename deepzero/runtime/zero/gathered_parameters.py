@@ -82,9 +82,11 @@ class GatheredParameters:
             if interval.status is ZeroParamStatus.NOT_AVAILABLE:
                 interval.launch(ON_REQUEST)
                 interval.only_pinned = True
+        self._hidden = [interval for interval in self.intervals if not interval.shown]
         for interval in self.intervals:
             if interval.status is ZeroParamStatus.INFLIGHT:
                 interval.wait()
+            interval.show()
             interval.refine(ON_REQUEST)
 
     @torch.no_grad()
@@ -107,6 +109,8 @@ class GatheredParameters:
                     interval.release() if complete else interval.discard()
                 elif interval.pins == 0 and complete:
                     interval.coarsen(ON_REQUEST)
+                    if interval in self._hidden:
+                        interval.hide()
 
     def _refuse_other_writes(self) -> None:
         """A write that nobody has taken over: without ``modifier_rank``, or to a neighbour in the same interval."""

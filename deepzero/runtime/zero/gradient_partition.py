@@ -97,8 +97,9 @@ class GradientPartition:
             param: its ``.grad`` is complete.
             boundary: this is the last micro-batch of the optimizer step.
         """
-        self.source.accumulate(param)
-        if not self._leaves_now(boundary):
+        leaves = self._leaves_now(boundary)
+        self.source.accumulate(param, again=leaves and param in self._arrived)
+        if not leaves:
             return
         self._pass_began = True
         if param not in self.together:
@@ -137,8 +138,9 @@ class GradientPartition:
             return
         for entry in self.order[self._cursor :]:
             self._reduce(entry, boundary)
-        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass, and
-        # the second may come after its bucket left. It is sent after the first and added to it.
+        # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
+        # second is sent after the first and added to it, also where the first's bucket was still here when it came:
+        # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
         for position, entry in enumerate(self.order):
             if self._completions.get(position, 0) > 1 or self.source.waiting(entry):

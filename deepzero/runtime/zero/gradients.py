@@ -185,6 +185,7 @@ class GradientSource:
         # What waits: autograd's own tensors, or which parameters' places in the flat buffers are filled.
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[nn.Parameter] = set()
+        self._later: dict[nn.Parameter, torch.Tensor] = {}
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         for g, group in enumerate(self.groups):
             if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
@@ -192,20 +193,28 @@ class GradientSource:
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
-        return [*self._grads.values(), *(flat for flat in self.flat if flat is not None)]
+        return [*self._grads.values(), *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
     @torch.no_grad()
-    def accumulate(self, param: nn.Parameter) -> None:
-        """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one."""
+    def accumulate(self, param: nn.Parameter, again: bool = False) -> None:
+        """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
+
+        Args:
+            param: its ``.grad`` is complete.
+            again: it is the parameter's second one in a pass whose gradients leave as they come. It waits apart and is
+                sent after the first, also where the first is still here: the sum's bits do not depend on the buckets.
+        """
         if param.grad is None:
             return
         grad, param.grad = param.grad.detach(), None  # with create_graph=True it would keep its graph alive
         g, slot = self._place[param]
-        flat, before = self.flat[g], self._grads.get(param)
-        if flat is None:
+        flat = self.flat[g]
+        if flat is None or again:
+            waiting = self._later if again else self._grads
+            before = waiting.get(param)
             # In autograd's order and dtype: a sum with a sparse part is as dense as the other one.
             sparse = before is not None and before.is_sparse and not grad.is_sparse
-            self._grads[param] = grad if before is None else grad + before if sparse else before.add_(grad)
+            waiting[param] = grad if before is None else grad + before if sparse else before.add_(grad)
         elif param in self._arrived:
             flat[slot.offset : slot.end].add_(_dense(grad))
         else:
@@ -213,17 +222,25 @@ class GradientSource:
             self._arrived.add(param)
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """1-D: what waits to be sent of one parameter, or None."""
+        """1-D: what waits to be sent next of one parameter, or None."""
         g, slot = self._place[param]
         flat = self.flat[g]
-        if flat is not None:
-            return flat[slot.offset : slot.end] if param in self._arrived else None
-        return _dense(self._grads[param]) if param in self._grads else None
+        if flat is not None and param in self._arrived:
+            return flat[slot.offset : slot.end]
+        grad = self._grads.get(param, self._later.get(param))
+        return _dense(grad) if grad is not None else None
+
+    def _sent(self, param: nn.Parameter) -> None:
+        """What :meth:`waiting_of` gave has been laid into a bucket."""
+        if param in self._arrived:
+            self._arrived.discard(param)
+        elif self._grads.pop(param, None) is None:
+            del self._later[param]
 
     def waiting(self, entry: Scheduled) -> bool:
         """Whether any gradient of an interval waits to be sent."""
         params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
-        return any(param in self._grads or param in self._arrived for param in params)
+        return any(param in waiting for param in params for waiting in (self._grads, self._arrived, self._later))
 
     @torch.no_grad()
     def fill(self, entry: Scheduled, bucket: torch.Tensor, name_unused: bool = True) -> None:
@@ -243,8 +260,7 @@ class GradientSource:
             waiting = self.waiting_of(param)
             if waiting is not None:
                 place.copy_(waiting)
-                self._arrived.discard(param)
-                self._grads.pop(param, None)
+                self._sent(param)
             else:
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
@@ -266,6 +282,7 @@ class GradientSource:
         """Drop everything that waits."""
         self._grads.clear()
         self._arrived.clear()
+        self._later.clear()
         self._unused, self._filled = [], set()
         for group in self.groups:
             free_grad_in_param_list(group.params)

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch import nn
 
 from deepzero.comm.pretended import stands_for
 from deepzero.runtime.outputs import output_tensors
-from deepzero.runtime.zero.partition_parameters import ZeroParameter
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
 from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 
@@ -81,8 +82,8 @@ class ModuleHooks:
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
         self._warned_autocast = False
-        self._stack: list[nn.Module] = []
-        self._pushed: list[bool] = []
+        # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
+        self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
         self.leaf_params: set[nn.Parameter] = set()
         """All parameters of leaf modules, persistent ones too."""
@@ -124,8 +125,7 @@ class ModuleHooks:
         """1 pre-forward: fetch_sub_module."""
         if not self._stack:
             self.coordinator.begin_forward()
-            self._pushed.append(self._push_saved_tensor_hooks())
-        self._stack.append(module)
+        self._enter(module)
         keys = self._keys_of(module, params)
         if keys:
             self.coordinator.fetch_sub_module(keys, self._names[module])
@@ -141,21 +141,30 @@ class ModuleHooks:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """2 post-forward: release_sub_module; also when the module has raised."""
-        if not self._stack or self._stack[-1] is not module:
+        if not self._stack or self._stack[-1][0] is not module:
             return  # its pre-hook did not run: another one raised before it
-        self._stack.pop()
         self.coordinator.release_sub_module(self._names[module])
+        self._leave()
         if not self._stack:
-            if self._pushed.pop():
-                torch._C._autograd._pop_saved_tensors_default_hooks()
             self.coordinator.end_forward()
+
+    def _enter(self, module: nn.Module | None) -> None:
+        self._stack.append((module, self._become_innermost()))
+
+    def _leave(self) -> None:
+        """**Parameters show their values inside modules only**: outside, no hooks of ours see who keeps one."""
+        _, pushed = self._stack.pop()
+        if pushed:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        if not self._stack:
+            self.coordinator.hide_all()
 
     def _before_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
         self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
             return None
-        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
             return None  # non-reentrant checkpointing runs it again: the first run has been counted
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
@@ -184,47 +193,48 @@ class ModuleHooks:
 
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
-        while self._pushed:
-            if self._pushed.pop():
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._stack = []
+        while self._stack:
+            self._leave()
 
     # ---- what autograd saves -----------------------------------------------------------------------------------------
 
-    def _push_saved_tensor_hooks(self) -> bool:
-        if not torch.is_grad_enabled():
+    def _become_innermost(self) -> bool:
+        """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
+        outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is None and not torch.is_grad_enabled():
             return False
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if outer is not None and (in_backward() or outer[0].__qualname__.startswith("_checkpoint_hook")):
-            return False  # non-reentrant checkpointing counts what is saved, with hooks of its own
+        owner = getattr(outer[0], "__self__", None) if outer is not None else None
+        if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
+            return False
+        if outer is not None and outer[0].__qualname__.startswith("_checkpoint_hook"):
+            return False  # non-reentrant checkpointing keeps nothing in the forward pass
         if not self._warned_autocast and torch.is_autocast_enabled(stands_for(self.coordinator.device)):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "
                 "every rank; use precision=bf16 instead (said once)"
             )
-        pack, unpack = self._pack, self._unpack
-        if outer is not None:
-            pack, unpack = self._chained(*outer)
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        return True
+        if outer is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
+            return True
+        # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
+        # function of the user's runs so, and saves what it was given when it is over.
+        keeps = in_backward() or outer[0].__qualname__.startswith("_recomputation_hook")
+        chain = _Chain(self, outer[0], outer[1], keeps)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
+        return False
 
-    def _chained(self, outer_pack: Callable[..., Any], outer_unpack: Callable[..., Any]) -> Any:
-        """The user's own hooks (``save_on_cpu``) go on working for everything that is not a parameter."""
-
-        def pack(tensor: torch.Tensor) -> Any:
-            packed = self._pack(tensor)
-            return (packed,) if isinstance(packed, SavedWeight) else outer_pack(packed)
-
-        def unpack(packed: Any) -> torch.Tensor:
-            if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
-                return self._unpack(packed[0])
-            value: torch.Tensor = outer_unpack(packed)
-            return value
-
-        return pack, unpack
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd: in place of a weight, or of a view of one, where to find it."""
+        if isinstance(tensor, PartitionedParameter):
+            # Given to a function of the user's, which nobody intercepts.
+            record = tensor._zero
+            home, slot = record.placed()
+            if not self.coordinator.has(home):
+                return tensor
+            start = slot.offset - home.interval.offset
+            return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
         interval = self.coordinator.owner_of(tensor)
         if interval is None:
             return tensor
@@ -237,7 +247,18 @@ class ModuleHooks:
             int(tensor.storage_offset()),
         )
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
+        if isinstance(tensor, PartitionedParameter):
+            home, slot = tensor._zero.placed()
+            if not self.coordinator.has(home):
+                return tensor
+            with self._one_operation([home], f"kept view of {tensor._zero.name}"), unseen():
+                view: torch.Tensor = home.value(slot)
+                return view
+        return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
+
+    def unpack(self, packed: Any) -> torch.Tensor:
         """3 pre-backward: fetch_sub_module, which prefetches backwards."""
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
@@ -253,7 +274,7 @@ class ModuleHooks:
                 f"this backward pass goes through a forward pass that saw older values of {interval.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
-        self.coordinator.fetch_sub_module((packed.key,), interval.params[0]._zero.name)
+        self.coordinator.fetch_sub_module((packed.key,), interval.params[0]._zero.name, show=False)
         flat = interval.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
@@ -261,14 +282,54 @@ class ModuleHooks:
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def _on_demand(self, intervals: list[PartitionedInterval], what: str) -> bool:
-        """A use outside the parameter's module: permitted inside a forward or backward pass."""
-        if not self._stack and not in_backward():
-            return False
-        where = self._names.get(self._stack[-1], "?") if self._stack else "backward"
+    def _on_demand(self, intervals: list[PartitionedInterval], what: str) -> AbstractContextManager[None] | None:
+        """A use outside the parameter's module: permitted inside a forward or backward pass, for one operation."""
+        return self._one_operation(intervals, what) if self._stack or in_backward() else None
+
+    @contextmanager
+    def _one_operation(self, intervals: list[PartitionedInterval], what: str) -> Iterator[None]:
+        module = self._stack[-1][0] if self._stack else None
+        where = self._names.get(module, "?") if module is not None else "backward"
         keys = tuple(interval.key for interval in intervals)
-        self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand=True)
-        return True
+        # Outside of all modules nothing is shown, and so every use is noticed, every time.
+        on_demand = bool(self._stack)
+        self._enter(module)
+        try:
+            with unseen():
+                self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand)
+            yield
+        finally:
+            with unseen():
+                self._leave()
+
+
+class _Chain:
+    """Saved-tensor hooks of somebody else's, with ours before them.
+
+    Args:
+        ours: knows the parameters.
+        pack: theirs.
+        unpack: theirs.
+        keeps: they are non-reentrant checkpointing's, which count what a block saves while it is run again and keep it
+            until the block's backward pass. They are given views: a parameter's object shows its values for a while.
+            Others (``save_on_cpu``) go on working for everything that is not a parameter.
+    """
+
+    def __init__(
+        self, ours: ModuleHooks, pack: Callable[..., Any], unpack: Callable[..., torch.Tensor], keeps: bool
+    ) -> None:
+        self.ours, self._pack, self._unpack, self._keeps = ours, pack, unpack, keeps
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """For autograd."""
+        packed = tensor if self._keeps else self.ours.pack(tensor)
+        return (packed,) if isinstance(packed, SavedWeight) else self._pack(self.ours.view_of(packed))
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The inverse."""
+        if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
+            return self.ours.unpack(packed[0])
+        return self._unpack(packed)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -281,7 +342,8 @@ def _hook(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
 
     @torch.compiler.disable
     def hook(module: nn.Module, *rest: Any) -> Any:
-        return method(*given, module, *rest)
+        with unseen():
+            return method(*given, module, *rest)
 
     return hook
 

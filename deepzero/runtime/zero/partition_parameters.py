@@ -29,12 +29,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepzero.layout import Slot
 from deepzero.runtime.zero.metadata import METADATA, READS_WITHOUT_VALUES
@@ -67,7 +70,7 @@ class Home(Protocol):
     status: ZeroParamStatus
     shard: torch.Tensor
     on_demand: Any
-    """Asked, with a list of intervals and a text, when values are used: gathers and returns True, or returns False."""
+    """Asked, with a list of intervals and a text, when values are used: a context that gathers them, or None."""
 
     def part_of(self, slot: Slot) -> torch.Tensor:
         """1-D: what this rank keeps of one parameter."""
@@ -173,10 +176,10 @@ class PartitionedParameter(ZeroParameter):
         if partitioned_in(kwargs.get("out")):
             raise PartitionedUseError(_advice(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})"))
         # torch.nn.init passes its tensor by name.
-        demand(parameters_in((args, kwargs)), name, first=args[0] if args else kwargs.get("tensor"))
-        # Parameters have become whole where they are; what was detached from them earlier is replaced.
-        args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
-        return func(*args, **kwargs)
+        with demand(parameters_in((args, kwargs)), name, first=args[0] if args else kwargs.get("tensor")):
+            # Parameters have become whole where they are; what was detached from them earlier is replaced.
+            args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
+            return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the logical shape and what this rank holds."""
@@ -229,13 +232,16 @@ def parameters_in(value: Any) -> list[ZeroParameter]:
     return list(found.values())
 
 
-def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> None:
+def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
     """Called for a use of values by torch's function ``name``: gather all of them together, or raise.
 
     Args:
         params: those that the function is given; what is whole already must stay while the rest is fetched.
         name: the function.
         first: its first argument, which operations in place write to.
+
+    Returns:
+        A context: the values are there until it ends.
 
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
@@ -245,10 +251,14 @@ def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> None:
         raise PartitionedUseError(_advice(written[0]._zero, f"written ({name})"))
     homes: dict[int, Home] = {home.number: home for home in (param._zero.placed()[0] for param in params)}
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
-    for on_demand in {home.on_demand for home in homes.values()}:
-        asked = [home for _, home in sorted(homes.items()) if home.on_demand == on_demand]
-        if on_demand is None or not on_demand(asked, f"{name} of {missing._zero.name}"):
-            raise PartitionedUseError(_advice(missing._zero, f"used ({name})"))
+    with ExitStack() as uses:
+        for on_demand in {home.on_demand for home in homes.values()}:
+            asked = [home for _, home in sorted(homes.items()) if home.on_demand == on_demand]
+            use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
+            if use is None:
+                raise PartitionedUseError(_advice(missing._zero, f"used ({name})"))
+            uses.enter_context(use)
+        return uses.pop_all()
 
 
 def _writes(name: str) -> bool:
@@ -258,7 +268,19 @@ def _writes(name: str) -> bool:
 
 def _whole_of_alias(alias: PartitionedParameter) -> torch.Tensor:
     home, slot = alias._zero.placed()
-    return home.value(slot)
+    with unseen():
+        return home.value(slot)
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """For operations of our own inside a model: selective checkpointing does not see them.
+
+    It numbers the operations of a block, to find their results when the block runs again; what we fetch differs then.
+    """
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+    if any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
+        return _disable_current_modes()
+    return nullcontext()
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -78,11 +79,13 @@ class PartitionedInterval:
         """Set while this rank's part has no memory (``offload_states``), with the reason."""
         self.only_pinned = False
         """Nobody but those contexts needs the values: the last one to end releases them."""
-        self.on_demand: Callable[[list[PartitionedInterval], str], bool] | None = None
-        """Asked when values are used that are not here: gathers these intervals and returns True, or returns False."""
+        self.on_demand: Callable[[list[PartitionedInterval], str], AbstractContextManager[None] | None] | None = None
+        """Asked when values are used that are not here: a context in which these intervals are, or None."""
         self.before_write: Callable[[], None] | None = None
         """Raises while the values must not be written."""
         self.on_write: Callable[[PartitionedInterval, ZeroParameter], None] | None = None
+        self.shown = False
+        """AVAILABLE, and the parameters are views of the buffer."""
         self._whole: torch.Tensor | None = None
         self._versions: list[int] = []
         self._samples: torch.Tensor | None = None
@@ -199,18 +202,40 @@ class PartitionedInterval:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def wait(self) -> None:
-        """INFLIGHT → AVAILABLE: the parameters become views of the buffer."""
+    def wait(self, show: bool = True) -> None:
+        """INFLIGHT → AVAILABLE: the values are here; with ``show`` the parameters become views of them."""
         if self.status is not ZeroParamStatus.INFLIGHT or self._whole is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name}: there is nothing to wait for")
         self.gather.finish()
-        first = self.interval.offset
+        self.permit_writes()
+        self.status = ZeroParamStatus.AVAILABLE
+        if show:
+            self.show()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def show(self) -> None:
+        """AVAILABLE: the parameters become views of the buffer, if they are not."""
+        if self.shown:
+            return
+        whole, first = self.whole, self.interval.offset
         for param, slot in zip(self.params, self.interval.slots, strict=True):
             record = param._zero
             param.__class__ = ZeroParameter
-            param.data = self._whole.as_strided(record.shape, record.stride, slot.offset - first)
-        self.permit_writes()
-        self.status = ZeroParamStatus.AVAILABLE
+            param.data = whole.as_strided(record.shape, record.stride, slot.offset - first)
+        self.shown = True
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def hide(self) -> None:
+        """AVAILABLE still, but the parameters become placeholders. A write that is lost is left to :meth:`release`."""
+        if self.shown and not self.pins and self.written() is None:
+            self._set_placeholders()
+
+    def _set_placeholders(self) -> None:
+        for param in self.params:
+            set_placeholder(param, self._shard.dtype, self.comm.device)
+        self.shown = False
 
     def permit_writes(self) -> None:
         """What was written so far has been taken over."""
@@ -234,7 +259,8 @@ class PartitionedInterval:
         start = place_of(self.whole)
         for param, slot, version in zip(self.params, self.interval.slots, self._versions, strict=True):
             inside = (slot.offset - self.interval.offset) * self.whole.itemsize
-            if param._version != version or (slot.numel and place_of(param) != start + inside):
+            moved = self.shown and slot.numel and place_of(param) != start + inside
+            if param._version != version or moved:
                 return param
         if self.whole.device.type == "cpu" and self.status is ZeroParamStatus.AVAILABLE:
             mine, step = self._mine(), self._sampling
@@ -268,7 +294,7 @@ class PartitionedInterval:
     def release(self) -> None:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool."""
         if self.status is ZeroParamStatus.INFLIGHT:
-            self.wait()  # a prefetch that nobody used
+            self.wait(show=False)  # a prefetch that nobody used
         if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be released")
         written = self.written()
@@ -281,7 +307,7 @@ class PartitionedInterval:
     def discard(self) -> None:
         """Release without a look at what was written: an exception has ended a write in the middle."""
         if self.status is ZeroParamStatus.INFLIGHT:
-            self.wait()  # until then the buffer is the all-gather's
+            self.wait(show=False)  # until then the buffer is the all-gather's
         if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
             raise RuntimeError(f"interval {self.key} is {self.status.name} and cannot be discarded")
         # A view that is kept shows what was written, which is no parameter's value.
@@ -289,8 +315,8 @@ class PartitionedInterval:
         self._let_go(self.buffer)
 
     def _let_go(self, buffer: torch.Tensor) -> None:
-        for param in self.params:
-            set_placeholder(param, self._shard.dtype, self.comm.device)
+        if self.shown:
+            self._set_placeholders()
         self.buffer = self._whole = None
         self.status = ZeroParamStatus.NOT_AVAILABLE
         self._give_back(buffer)
@@ -300,7 +326,7 @@ class PartitionedInterval:
         if self.buffer is not None:
             self.pool.owners.pop(memory_of(self.buffer), None)
             self._give_back(self.buffer)
-        self.params, self.buffer, self._whole = [], None, None
+        self.params, self.buffer, self._whole, self.shown = [], None, None, False
         self.gather.drop_secondary()
         self.status = ZeroParamStatus.NOT_AVAILABLE
 

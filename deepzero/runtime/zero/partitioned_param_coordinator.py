@@ -70,12 +70,12 @@ class InflightParamRegistry:
         interval.launch(kind, exact=False, keep=kind != EVALUATION)
         self._intervals[interval.key] = interval
 
-    def wait(self, key: int) -> None:
-        """Wait for one, if it is under way."""
+    def wait(self, key: int, show: bool = False) -> None:
+        """Wait for one, if it is under way; with ``show``, let its parameters show their values."""
         interval = self._intervals.pop(key, None)
         # GatheredParameters may have waited for it in between.
         if interval is not None and interval.status is ZeroParamStatus.INFLIGHT:
-            interval.wait()
+            interval.wait(show)
 
     def wait_all(self) -> None:
         """Wait for all."""
@@ -233,7 +233,7 @@ class PartitionedParameterCoordinator:
             self._trace = trace
             self._current = frozenset()
 
-    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False) -> None:
+    def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
         """1 pre-forward, 3 pre-backward: release, launch mine, launch the prefetch, wait for mine.
 
         Args:
@@ -241,11 +241,14 @@ class PartitionedParameterCoordinator:
                 weight that the backward pass asks for.
             where: the module or parameter, for events and messages.
             on_demand: noticed only because the interval was not there; it need not be noticed every time.
+            show: the parameters are used themselves, and not only views of the intervals.
         """
         if on_demand:
             # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
+            for key in keys if show else ():
+                self.intervals[key].show()
             return
         backward = in_backward()
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -267,7 +270,9 @@ class PartitionedParameterCoordinator:
             self._current = frozenset(keys)
         with ranges.standing_at(where):
             for key in keys:
-                self.inflight.wait(key)
+                self.inflight.wait(key, show)
+                if show:
+                    self.intervals[key].show()  # it may have been here
                 self._live.pop(key, None)
                 self._live[key] = None
 
@@ -334,6 +339,12 @@ class PartitionedParameterCoordinator:
         self._run = self._runs = 0
         self._end_pass()
 
+    def hide_all(self) -> None:
+        """No module is under way any more: what is gathered stays, but parameters do not show it."""
+        for key in self._live:
+            if self.intervals[key].shown:
+                self.intervals[key].hide()
+
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
@@ -348,6 +359,10 @@ class PartitionedParameterCoordinator:
                 refused = error
         if refused is not None:
             raise refused
+
+    def has(self, interval: PartitionedInterval) -> bool:
+        """Whether the interval is one of mine."""
+        return 0 <= interval.key < len(self.intervals) and self.intervals[interval.key] is interval
 
     def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
         """The interval whose present values ``tensor`` shows, gathered now or a view of what was, if any."""

@@ -1,0 +1,113 @@
+"""Random models, each trained in two ways that must agree bit by bit. See ``random_models.py``.
+
+A failure names its kind and its seed. To run one again, alone::
+
+    DEEPZERO_FUZZ=stage3:17 pytest tests/distributed/test_fuzz_models.py -k again
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.distributed.random_models import (
+    Recipe,
+    lower_settings,
+    plain_settings,
+    recipe_of,
+    third_settings,
+    trained,
+)
+
+IN_ONE_CALL = 20
+NODES = {"reduce": "exact", "ranks_per_node": 2}
+
+
+def stage3(recipe: Recipe, rank: int) -> list[list]:
+    """Stage 3 in some way against stage 2."""
+    found = trained(recipe, third_settings(recipe), rank, init=recipe.choose.random() < 0.5)
+    return [trained(recipe, plain_settings(recipe, 2), rank), found]
+
+
+def stages(recipe: Recipe, rank: int) -> list[list]:
+    """Stages 0, 1 and 2."""
+    recipe.optimizer = recipe.choose.choice([recipe.optimizer, "CPUAdam"])
+    return [
+        trained(recipe, plain_settings(recipe, 0), rank),
+        *(trained(recipe, lower_settings(recipe, stage), rank) for stage in (0, 1, 2)),
+    ]
+
+
+def offload(recipe: Recipe, rank: int) -> list[list]:
+    """Offloaded stage 3 against stage 3."""
+    found = trained(recipe, third_settings(recipe, offload=True), rank, init=recipe.choose.random() < 0.5)
+    return [trained(recipe, plain_settings(recipe, 3), rank), found]
+
+
+def hpz(recipe: Recipe, rank: int) -> list[list]:
+    """Secondary partitions, on two pretended nodes, against stage 3."""
+    settings = third_settings(recipe, **{recipe.choose.choice(["zero_hpz_partition_size", "mics_shard_size"]): 2})
+    settings["comm"]["ranks_per_node"] = 2
+    found = trained(recipe, settings, rank, init=recipe.choose.random() < 0.5)
+    return [trained(recipe, plain_settings(recipe, 3), rank), found]
+
+
+KINDS = {"stage3": stage3, "stages": stages, "offload": offload, "hpz": hpz}
+
+
+def compared(rank: int, world: int, kind: str, seeds: list[int]) -> list[str]:
+    """The models that differ."""
+    different = []
+    for seed in seeds:
+        recipe = recipe_of(seed)
+        try:
+            outcomes = KINDS[kind](recipe, rank)
+        except Exception as error:
+            raise RuntimeError(f"DEEPZERO_FUZZ={kind}:{seed} raises {error!r}: {recipe}") from error
+        for outcome in outcomes[1:]:
+            if outcome != outcomes[0]:
+                different.append(f"DEEPZERO_FUZZ={kind}:{seed} {outcome} is not {outcomes[0]}: {recipe}")
+    return different
+
+
+def fuzz(ranks, kind: str, seeds: range, world: int = 2) -> None:
+    different: list[str] = []
+    for first in range(0, len(seeds), IN_ONE_CALL):
+        some = list(seeds[first : first + IN_ONE_CALL])
+        for per_rank in ranks.run(compared, kind, some, world_size=world, timeout=400):
+            different += per_rank
+    assert not different, "\n".join(different)
+
+
+@pytest.mark.parametrize(("kind", "count"), [("stage3", 60), ("stages", 20), ("offload", 20)])
+def test_some_random_models(ranks, kind, count):
+    fuzz(ranks, kind, range(count))
+
+
+@pytest.mark.slow
+def test_some_random_models_on_two_nodes(ranks):
+    fuzz(ranks, "hpz", range(20), world=4)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("hundred", range(10))
+def test_a_thousand_random_models(ranks, hundred):
+    fuzz(
+        ranks,
+        "stage3",
+        range(1000 + 100 * hundred, 1100 + 100 * hundred),
+        world=(2, 2, 2, 2, 1, 2, 2, 2, 3, 2)[hundred],
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "count", "world"), [("stages", 200, 2), ("offload", 200, 2), ("hpz", 100, 4)])
+def test_more_random_models(ranks, kind, count, world):
+    fuzz(ranks, kind, range(1000, 1000 + count), world=world)
+
+
+@pytest.mark.skipif("DEEPZERO_FUZZ" not in os.environ, reason="runs one model again: DEEPZERO_FUZZ=kind:seed")
+def test_one_again(ranks):
+    kind, _, seed = os.environ["DEEPZERO_FUZZ"].partition(":")
+    fuzz(ranks, kind, range(int(seed), int(seed) + 1), world=4 if kind == "hpz" else 2)

@@ -1,0 +1,100 @@
+"""Whatever keeps a weight of stage 3 until the backward pass sees its values: the bits of stage 2, under poison."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import deepzero
+from tests.distributed.training import config
+from tests.distributed.weight_uses import CHECKPOINTINGS, OPERATIONS, WIDTH, checkpointed
+
+FROZEN = ("frozen", "trained", "mixed")
+CASES = [
+    (*case, init)
+    for case, init in itertools.product(itertools.product(FROZEN, OPERATIONS, CHECKPOINTINGS), (False, True))
+]
+STEPS = 3
+
+
+class Blocks(nn.Module):
+    """Blocks with one operation; every second is checkpointed as a function, with no module's hooks around it."""
+
+    def __init__(self, operation: str, frozen: str, checkpointing: str) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.uses = nn.ModuleList(OPERATIONS[operation]() for _ in range(4))
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for number, param in enumerate(self.uses.parameters()):
+            param.requires_grad_(frozen == "trained" or (frozen == "mixed" and number % 2 == 1))
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, (use, after) in enumerate(zip(self.uses, self.after, strict=True)):
+            operation = use if number % 2 == 0 else use.forward
+            x = x + checkpointed(self.checkpointing, lambda y, f=operation, g=after: g(torch.tanh(f(y))), x)
+        return x.pow(2).mean()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def trained(rank: int, settings: dict, init: bool, model: tuple[str, ...]) -> list[object]:
+    """Loss, norm and hash of each step."""
+    torch.manual_seed(0)
+    with deepzero.zero.Init(enabled=init):
+        made = Blocks(*model)
+    engine, *_ = deepzero.initialize(model=made, config=settings)
+    seen: list[object] = []
+    for step in range(STEPS):
+        engine.backward(engine(batch(step, rank)))
+        engine.step()
+        seen.append((engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()))
+    engine.destroy()
+    return seen
+
+
+def compared(rank: int, world: int, cases: list[tuple]) -> list[str]:
+    """The cases in which stage 3 differs from stage 2."""
+    different = []
+    for frozen, operation, checkpointing, init in cases:
+        model = (operation, frozen, checkpointing)
+        expected = trained(rank, config(stage=2, bucket=300), False, model)
+        zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 200}
+        settings = config(stage=3, bucket=300, zero=zero, chaos=1)
+        settings["comm"]["chaos"]["max_delay_ms"] = 0.02
+        found = trained(rank, settings, init, model)
+        if found != expected:
+            different.append(f"{frozen} {operation} {checkpointing} init={init}: {found} is not {expected}")
+    return different
+
+
+def some_cases() -> list[tuple]:
+    """A tenth, with each value of each axis at least twice."""
+    shuffled = CASES.copy()
+    random.Random(0).shuffle(shuffled)
+    chosen = shuffled[: len(CASES) // 10]
+    for axis in range(4):
+        counts = {value: sum(case[axis] == value for case in chosen) for value in {case[axis] for case in CASES}}
+        for value in sorted(value for value, count in counts.items() if count < 1):
+            chosen.append(next(case for case in shuffled if case[axis] == value))
+    return chosen
+
+
+def test_some_ways_to_keep_a_weight(ranks):
+    for different in ranks.run(compared, some_cases(), world_size=2, timeout=300):
+        assert not different, "\n".join(different)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_all_ways_to_keep_a_weight(ranks, operation):
+    cases = [case for case in CASES if case[1] == operation]
+    for different in ranks.run(compared, cases, world_size=2, timeout=400):
+        assert not different, "\n".join(different)
