@@ -61,7 +61,7 @@ class TestTorchsMachinery:
         seen: list[Any] = []
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append((len(args), sorted(kwargs))))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without
             optimizer.step([torch.ones(5)], scale=2.0)
         scheduler.step()  # warns, and a warning is an error here, unless the optimizer's step was called
         assert seen == [(2, ["scale"]), "after"]
