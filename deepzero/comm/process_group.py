@@ -148,7 +148,8 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
     """Every rank's ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
     if _talks():
-        dist.broadcast(tensor, src=src)
+        with watchdog.current().blocking("broadcast_tensor"):
+            dist.broadcast(tensor, src=src)
 
 
 def all_gather_object(value: Any) -> list[Any]:
