@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import ast
 import builtins
+import contextlib
 import gc
 import hashlib
 import json
@@ -445,8 +446,15 @@ class Child:
     mutant: Mutant
     pid: int
     pipe: int
-    asked: int
     deadline: float
+
+    def end(self) -> None:
+        """Kill it and its ranks, if they are there still."""
+        for victim in (-self.pid, self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.pipe)
 
 
 @dataclass
@@ -479,17 +487,21 @@ class Runner:
         _fork_ranks()
         found, items = functions(), {item.nodeid: item for item in session.items}
         children: list[Child] = []
-        for number, mutant in enumerate(self.chosen):
-            while len(children) >= self.jobs:
+        try:
+            for number, mutant in enumerate(self.chosen):
+                while len(children) >= self.jobs:
+                    children = self._reap(children)
+                tests = [items[test] for test in self._tests(mutant) if test in items]
+                if tests:
+                    children.append(self._start(mutant, tests, found))
+                else:
+                    self._write(mutant, "not executed", 0)
+                print(f"{number + 1}/{len(self.chosen)} {mutant.name()}", file=sys.stderr, flush=True)
+            while children:
                 children = self._reap(children)
-            tests = [items[test] for test in self._tests(mutant) if test in items]
-            if tests:
-                children.append(self._start(mutant, tests, found))
-            else:
-                self._write(mutant, "not executed", 0)
-            print(f"{number + 1}/{len(self.chosen)} {mutant.name()}", file=sys.stderr, flush=True)
-        while children:
-            children = self._reap(children)
+        finally:  # Ctrl-C
+            for child in children:
+                child.end()
         return True
 
     def _tests(self, mutant: Mutant) -> list[str]:
@@ -512,7 +524,7 @@ class Runner:
             self._try(mutant, tests, found, theirs)
         os.close(theirs)
         seconds = 60 + 10 * sum(self.known["seconds"][item.nodeid] for item in tests)
-        return Child(mutant, pid, ours, len(tests), time.monotonic() + seconds)
+        return Child(mutant, pid, ours, time.monotonic() + seconds)
 
     def _try(
         self, mutant: Mutant, tests: list[pytest.Item], found: dict[str, list[types.FunctionType]], pipe: int
@@ -546,14 +558,7 @@ class Runner:
             for child in ended:
                 text = os.read(child.pipe, 65536).decode() if child.pipe in ready else '["killed", 0, "", "no end"]'
                 status, asked, *more = json.loads(text or '["killed", 0, "", "the process died"]')
-                with_ranks = -child.pid  # all of its session
-                for victim in (with_ranks, child.pid):
-                    try:
-                        os.kill(victim, signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
-                os.waitpid(child.pid, 0)
-                os.close(child.pipe)
+                child.end()
                 self._write(child.mutant, status, asked, *more)
             if ended:
                 return [child for child in children if child not in ended]
