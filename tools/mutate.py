@@ -421,6 +421,7 @@ def functions() -> dict[str, list[types.FunctionType]]:
     for candidate in gc.get_objects():
         if type(candidate) is types.FunctionType:  # some objects answer isinstance by a warning
             found.setdefault(candidate.__code__.co_filename, []).append(candidate)
+    gc.freeze()
     return found
 
 
