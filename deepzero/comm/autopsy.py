@@ -35,6 +35,8 @@ ROLL_CALL_SECONDS = 3.0
 ASKING_SECONDS = 5.0
 """A store that has not answered by then is gone too."""
 POLL_SECONDS = 0.1
+SHOWN = 8
+"""Ranks that one sentence names; the others are counted."""
 
 CONNECTION = "connection"
 TIMEOUT = "timeout"
@@ -186,8 +188,11 @@ def listed(ranks: Iterable[int]) -> str:
     Example:
         >>> listed([0, 2, 3])
         'rank 0, rank 2 and rank 3'
+        >>> listed(range(100))
+        'rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6 and 93 more'
     """
-    *most, last = [f"rank {rank}" for rank in ranks]
+    names = [f"rank {rank}" for rank in ranks]
+    *most, last = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
     return f"{', '.join(most)} and {last}" if most else last
 
 
@@ -206,17 +211,22 @@ def summary(states: Mapping[int, State], gone: Mapping[int, Gone], world_size: i
         world_size: of the others nothing is known.
         seconds: how long the collective has waited.
     """
+    waits = "; ".join(wait_texts(states, gone, world_size))
+    lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {waits}"]
+    for rank in range(world_size):
+        place = states[rank].text() if rank in states else gone[rank].reason if rank in gone else _NO_ANSWER
+        lines.append(f"  rank {rank}: {place}")
+    return "\n".join([*lines, _ADVICE])
+
+
+def wait_texts(states: Mapping[int, State], gone: Mapping[int, Gone], world_size: int) -> list[str]:
+    """A sentence for each collective that is waited for: who waits for whom. Arguments as for :func:`summary`."""
     waits: dict[Launch, list[int]] = {}
     for rank, state in sorted(states.items()):
         if state.waiting is not None:
             waits.setdefault(state.waiting, []).append(rank)
     silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
-    sentences = [_wait_text(launch, ranks, states, gone, silent) for launch, ranks in sorted(waits.items())]
-    lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {'; '.join(sentences)}"]
-    for rank in range(world_size):
-        place = states[rank].text() if rank in states else gone[rank].reason if rank in gone else _NO_ANSWER
-        lines.append(f"  rank {rank}: {place}")
-    return "\n".join([*lines, _ADVICE])
+    return [_wait_text(launch, ranks, states, gone, silent) for launch, ranks in sorted(waits.items())]
 
 
 def _wait_text(
@@ -235,6 +245,8 @@ def _wait_text(
         else:
             now = f"rank {rank} is {state.doing()}"
         culprits.append(f"rank {rank}, which {did} {launch.text()}: {now}")
+    if len(culprits) > SHOWN:
+        culprits[SHOWN - 1 :] = [f"{len(culprits) - SHOWN + 1} more"]
     verb = "waits" if len(ranks) == 1 else "wait"
     if not culprits:
         return f"{listed(ranks)} {verb} for {launch.text()}, which every rank has launched: its messages do not arrive"

@@ -384,6 +384,7 @@ class BucketReducer:
     def _finish(self, flight: Flight) -> None:
         """Wait for one reduction, add it up into its output, and free its bucket."""
         interval, comm = flight.interval, self.comm
+        comm.position = f"reduction of the interval of {flight.place}" if flight.place else comm.position
         with self._lane.running(), ranges.span("reduce", interval.index, flight.place, "sum"):
             flight.bucket.filled.wait()
             if flight.then is not None:

@@ -205,7 +205,8 @@ def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
     It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
     """
     if _talks():
-        dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
+        with watchdog.current().blocking("broadcast_tensor"):
+            dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
 def all_gather_object(value: Any) -> list[Any]:

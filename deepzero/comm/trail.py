@@ -73,7 +73,7 @@ class Trail:
 
     def place(self) -> str:
         """Step and position, as far as they are known: ``step 12, forward of blocks.3.mlp``."""
-        return ", ".join(filter(None, [f"step {self.step}" if self.step else "", self.position]))
+        return _place(self.step, self.position)
 
     def state(self, beat: int, line: str) -> State:
         """This rank as others may read it."""
@@ -98,6 +98,8 @@ class State:
     step: int = 0
     failure: str = ""
     """What its collective has raised, if any: ``timeout`` or ``connection``."""
+    seconds: float = 0.0
+    """Since when it stands there, as far as its watchdog has looked; 0 when nobody has."""
 
     def to_json(self) -> str:
         """The inverse of :meth:`from_json`."""
@@ -111,6 +113,10 @@ class State:
         waiting = values.pop("waiting")
         recent = {item.sequence: item for item in launches}
         return cls(**values, waiting=Launch(*waiting) if waiting else None, recent=recent)
+
+    def place(self) -> str:
+        """As :meth:`Trail.place`."""
+        return _place(self.step, self.position)
 
     def lacks(self, launch: Launch) -> bool:
         """Whether this rank has not launched what another waits for, or something else in its place."""
@@ -131,6 +137,10 @@ class State:
         step = f"step {self.step}" if self.step else ""
         places = [step, self.position and f"in {self.position}", self.line and f"at {self.line}"]
         return ", ".join([place for place in places if place] + [self.doing()])
+
+
+def _place(step: int, position: str) -> str:
+    return ", ".join(filter(None, [f"step {step}" if step else "", position]))
 
 
 class Gone(NamedTuple):
@@ -165,6 +175,10 @@ class Board:
     def set_first(self, key: str, value: str) -> None:
         """Write it unless another rank was faster: all raise the same text."""
         self._store.compare_set(self._key(key), "", value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, from 0, and return the count: no two ranks get the same."""
+        return self._store.add(self._key(key), amount)
 
     def get(self, key: str) -> str | None:
         """The value, or None: a plain ``get`` of a missing key would wait for it."""

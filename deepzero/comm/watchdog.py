@@ -18,6 +18,8 @@ them were in it at the one moment between.
 wait: gloo lets a receive that timed out fail every operation of the group (``ProcessGroup.abort`` does nothing in gloo,
 tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict.
 
+**No end.** While nothing is proved, :mod:`deepzero.comm.absence` says who waits for whom, from the same thread.
+
 **Other ends.** A rank that leaves says so, and who misses it raises :class:`RankLeftError` with its reason. Where a
 collective fails and nobody has said why, :mod:`deepzero.comm.autopsy` calls the roll; the thread answers for its rank.
 """
@@ -32,11 +34,13 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from deepzero.comm import pretended, ranges
+from deepzero.comm.absence import Absence
 from deepzero.comm.autopsy import (
     ASKING_SECONDS,
     CONNECTION,
@@ -56,7 +60,7 @@ DIVERGENCE_SECONDS = 3.0
 """A wait that has lasted longer is looked into."""
 TICK_SECONDS = 0.5
 ROLL_CALL_TICKS = 2
-"""Every so many ticks the thread looks whether the roll is called."""
+"""Every so many ticks the thread looks whether the roll is called, and who is absent."""
 SILENT_LOOKS = 4
 """A post that has not changed in so many looks is an old one."""
 
@@ -150,6 +154,7 @@ class Watchdog:
         name: of this group, the same on every rank and never used before in ``store``.
         seconds: a wait that has lasted longer is looked into; None: :data:`DIVERGENCE_SECONDS`.
         standstill: without a store: prints where this rank is before the backend ends it.
+        beside: without a store: one at which nothing is asked but who is absent.
     """
 
     def __init__(
@@ -160,6 +165,7 @@ class Watchdog:
         name: str,
         seconds: float | None = None,
         standstill: Standstill | None = None,
+        beside: dist.Store | None = None,
     ) -> None:
         self.trail = Trail()
         self._rank, self._world_size, self._seconds, self._standstill = rank, world_size, seconds, standstill
@@ -174,6 +180,8 @@ class Watchdog:
         self._trainer = threading.get_ident()
         self._stop = threading.Event()
         self._roll_call = RollCall(self._board, self.trail, self._trainer) if self._board is not None else None
+        board = Board(beside, rank, world_size, name) if beside is not None else self._board
+        self._absence = Absence(board, self.trail, self._trainer, beside is None) if board is not None else None
         target = self._run if self._board is not None else self._run_beside
         self._thread: threading.Thread | None = None
         if self._board is not None or standstill is not None:
@@ -288,16 +296,23 @@ class Watchdog:
                     self._break_waits()
                     return
                 looks += 1
-                if self._roll_call is not None and looks % ROLL_CALL_TICKS == 0:
+                if self._roll_call is not None and self._absence is not None and looks % ROLL_CALL_TICKS == 0:
                     self._roll_call.answer()
+                    self._absence.look(time.monotonic())
 
     def _run_beside(self) -> None:
         """The thread where gloo does not do the waiting: it prints, and touches nothing."""
-        standstill = self._standstill
+        standstill, looks = self._standstill, 0
         while standstill is not None and not self._stop.wait(TICK_SECONDS) and self.of_current_group:
             if standstill.look(self.trail, time.monotonic()):
                 text = standstill.text(self.trail, self._rank, user_line(self._trainer))
                 print(text, file=sys.stderr, flush=True)
+            looks += 1
+            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
+                look = partial(self._absence.look, time.monotonic())
+                # A store that is gone, or hangs, must not keep this thread from what it says by itself.
+                if within(ASKING_SECONDS, look) is None:
+                    self._absence = None
 
     def _look(self, waiting: Launch) -> bool:
         """Post this rank's state, read the others'; True when there is a verdict."""
@@ -370,11 +385,15 @@ def current() -> Watchdog:
         _groups += 1
         if dist.is_initialized():
             rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
+            store = dist.distributed_c10d._get_default_store()
             if _speaks_gloo():
-                _current = Watchdog(dist.distributed_c10d._get_default_store(), rank, world_size, name)
+                _current = Watchdog(store, rank, world_size, name)
+            elif world_size > 1:
+                # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
+                standstill, beside = Standstill(_timeout_seconds()), store.clone()  # type: ignore[attr-defined]
+                _current = Watchdog(None, rank, world_size, name, standstill=standstill, beside=beside)
             else:
-                standstill = Standstill(_timeout_seconds()) if world_size > 1 else None
-                _current = Watchdog(None, rank, world_size, name, standstill=standstill)
+                _current = Watchdog(None, rank, world_size, name)
         else:
             _current = Watchdog(None, 0, 1, "alone")
     return _current

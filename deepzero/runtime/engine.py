@@ -317,6 +317,7 @@ class Engine(EngineCheckpoints):
             if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
+            self.comm.position = ""  # the program's own code
             self.micro_steps += 1
             if boundary:
                 self._backward_passes = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 import deepzero
 from deepzero.config.parse import ConfigError
 from deepzero.ops import CPUAdam
+from deepzero.runtime.zero.delayed_step import DelayedStep
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.test_offload import CPU_ADAM, go, settings
 from tests.distributed.training import make_batch, make_model, my_micro_batches
@@ -86,6 +89,39 @@ def test_same_bits_in_all_stages(ranks, accumulation):
     ]
     results = ranks.run(by_engine, cases, 7, world_size=2)
     assert all(found == results[0][0] for per_rank in results for found in per_rank)
+
+
+def begins_late(rank, world, case):
+    """Losses and bits, where each delayed update begins after the backward pass that it runs beside."""
+    engine, _ = made(case)
+    run, gate, held, losses = DelayedStep._run, threading.Event(), [], []
+
+    def wait_and_run(self, *args):
+        held.append(gate.wait(60))
+        run(self, *args)
+
+    with mock.patch.object(DelayedStep, "_run", wait_and_run):
+        for step in range(6):
+            engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]))
+            engine.stage.gradients.drain()
+            gate.set()
+            engine._sharded_step.join()
+            gate.clear()
+            engine.step()
+            losses.append(engine.last_step.loss)
+        gate.set()
+        sha = engine.params_sha256()
+    engine.destroy()
+    return losses, sha, held
+
+
+def test_an_update_that_begins_late_reads_the_sums_of_its_step(ranks):
+    """The next step's gradients have arrived by then, and lie in the other copy."""
+    for stage in (2, 3):
+        expected = ranks.run(by_engine, [late(stage)], 6, world_size=2)[0][0]
+        for losses, sha, held in ranks.run(begins_late, late(stage), world_size=2):
+            assert (losses, sha) == expected
+            assert held == [True] * (6 - AFTER)
 
 
 def test_half_of_it(ranks):

@@ -180,6 +180,7 @@ def test_device_memory(ranks):
     """What is left on the device: 2 Psi and buffers in stages 1 and 2; with offload_param what is gathered."""
     for stage, param in ((1, False), (2, False), (3, False), (3, True)):
         results = ranks.run(many, [settings(stage, 1.0, param, precision="bf16")], 2, world_size=2)
+        check_account(results[0][0][1], (stage, param))
         memory = results[0][0][1]["memory"]
         assert memory["masters"]["measured"] == memory["moments"]["measured"] == memory["gradients"]["measured"] == 0
         whole = sum(p.numel() for p in make_model().parameters() if p.numel() <= 30) if stage == 3 else PSI

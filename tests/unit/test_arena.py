@@ -10,6 +10,7 @@ import torch
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
+from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepzero.offload import arena as arenas
 from deepzero.offload.arena import (
     HostArena,
@@ -20,7 +21,8 @@ from deepzero.offload.arena import (
     required_bytes,
     zeros_on_large_pages,
 )
-from deepzero.offload.wire import TO_DEVICE, TO_HOST, PipelineMeter, Wire
+from deepzero.offload.wire import TO_DEVICE, TO_HOST, Leg, PipelineMeter, Wire
+from deepzero.runtime.zero import offloading
 
 CPU = torch.device("cpu")
 PLAN = [
@@ -121,6 +123,7 @@ def test_copies_are_counted_and_timed() -> None:
     lane.meter.close_step()
     leg = lane.meter.last_step[TO_HOST].as_dict()
     assert leg["bytes"] == 40 and leg["seconds"] > 0 and leg["hidden"] == 0
+    assert Leg().as_dict() == {"bytes": 0, "seconds": 0.0, "gb_per_second": 0.0, "hidden": 0.0}
     with pytest.raises(RuntimeError, match=r"cannot copy 10 x torch.float32 to 10 x torch.bfloat16"):
         lane.to_host(TO_HOST, host.bfloat16(), device)
 
@@ -139,3 +142,20 @@ def test_chaos_puts_copies_off_until_somebody_waits() -> None:
         with lane.to_device(TO_DEVICE, device, torch.full((4,), 2.0)).afterwards():
             assert device.tolist() == [2, 2, 2, 2]
     assert set(early) == {0.0, 4.0}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "param", "locked"),
+    [
+        ({"device": "cpu"}, {}, True),
+        ({"device": "cpu", "pin_memory": False}, {}, False),
+        ({"device": "cpu", "pin_memory": False}, {"device": "cpu"}, True),
+        ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
+        ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
+    ],
+)
+def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(offloading, "HostArena", lambda regions, device, pin: asked.append(pin))
+    offloading._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
+    assert asked == [locked]

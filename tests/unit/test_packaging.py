@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,3 +52,13 @@ def test_version_and_licence() -> None:
     assert deepzero.__version__ == table["version"]
     assert table["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")[:200]
+
+
+@pytest.mark.parametrize("pair", ["oldest", "newest"])
+def test_the_versions_script_names_what_it_needs(pair: str) -> None:
+    """Before anything is installed."""
+    variable = f"{pair.upper()}_PYTHON"
+    environment = {**os.environ, variable: "/nowhere/python"}
+    script = subprocess.run([ROOT / ".ci" / "versions", pair], env=environment, capture_output=True, text=True)
+    assert (script.returncode, script.stdout) == (2, "")
+    assert "/nowhere/python does not run" in script.stderr and variable in script.stderr

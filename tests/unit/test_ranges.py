@@ -204,7 +204,7 @@ def test_our_events() -> None:
 
 def test_our_events_in_a_file_of_torch(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without
         torch.ones(3).sum()
     profiler.export_chrome_trace(str(path))
     before = json.loads(path.read_text(encoding="utf-8"))

@@ -1,0 +1,228 @@
+"""A rank that is alive but absent: one of those that wait for it says so, with its place, and says it again.
+
+Clocks are made up, and where ranks are real the absent one comes when it has been missed: nothing depends on speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepzero.comm import absence, process_group, watchdog
+from deepzero.comm.absence import Absence
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
+from deepzero.comm.side_channel import SideChannel
+from deepzero.comm.trail import Board, Trail
+from deepzero.config.engine import ChaosConfig, CommConfig
+from tests.distributed.test_divergence import one_exchange
+from tests.distributed.training import make_model, my_micro_batches, start
+
+
+class Ranks:
+    """Trails of ranks and what looks after them, without threads, at a clock of their own."""
+
+    def __init__(self, launches: list[str], host_waits: bool = True, silent: tuple[int, ...] = ()) -> None:
+        store, world = dist.HashStore(), len(launches)
+        self.boards = [Board(store, rank, world, "absence") for rank in range(world)]
+        self.trails = [Trail() for _ in launches]
+        self.looks = [Absence(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
+        self.now, self.silent, self.host_waits = 0.0, silent, host_waits
+        for rank, wheres in enumerate(launches):
+            for where in wheres:
+                self.launch(rank, where)
+
+    def launch(self, rank: int, where: str) -> None:
+        """A collective at which the rank's host stands still, if hosts do."""
+        trail = self.trails[rank]
+        trail.step, trail.position = 12, f"forward of {where}"
+        launch = trail.launch("gather", where)
+        trail.waiting = launch if self.host_waits else None
+
+    def run(self, rank: int) -> None:
+        """Its own code runs."""
+        self.trails[rank].waiting = None
+
+    def until(self, now: float, capsys: pytest.CaptureFixture[str]) -> list[tuple[float, str]]:
+        """What is printed, and when, while every thread looks once a second."""
+        said = []
+        while self.now < now:
+            self.now += 1
+            for rank, look in enumerate(self.looks):
+                if rank not in self.silent:
+                    look.look(self.now)
+            text = capsys.readouterr().err
+            said += [(self.now, text)] if text else []
+        return said
+
+
+def test_rank_0_says_who_is_missing_and_again_each_minute(capsys):
+    ranks = Ranks(["ab", "a", "ab"])
+    ranks.run(1)
+    said = ranks.until(200, capsys)
+    assert said[0][1] == (
+        "waiting for 31 s (step 12, forward of b): rank 0 and rank 2 wait for rank 1, which has not launched "
+        "collective 2, gather of b: rank 1's own code is running\n"
+        "  rank 1, for 30 s: step 12, in forward of a, its own code is running, after collective 1, gather of a\n"
+    )
+    assert [when for when, _ in said] == [32, 93, 154]
+    assert "waiting for 92 s" in said[1][1] and "rank 1, for 91 s" in said[1][1]
+    ranks.launch(1, "b")
+    for rank in range(3):
+        ranks.run(rank)
+    assert ranks.until(400, capsys) == []  # nobody waits any more
+    ranks.launch(0, "c")
+    [(when, text)] = ranks.until(450, capsys)
+    assert when == 432 and "rank 0 waits in" not in text and "rank 0 waits for rank 1, which has not launched" in text
+
+
+def test_another_says_it_when_rank_0_is_missing(capsys):
+    ranks = Ranks(["a", "ab", "ab"])
+    ranks.run(0)
+    said = ranks.until(100, capsys)
+    assert len(said) == 2
+    assert all(text.count("waiting for") == 1 and "rank 1 and rank 2 wait for rank 0, wh" in text for _, text in said)
+
+
+def test_short_waits_and_slow_networks(capsys):
+    ranks = Ranks(["", ""])
+    for second in range(300):  # rank 1 waits most of the time, never long
+        ranks.launch(1, "a")
+        if second % 29 == 0:
+            ranks.launch(0, "a")
+            ranks.run(0)
+            ranks.run(1)
+            ranks.until(ranks.now + 1, capsys)
+    assert ranks.until(ranks.now + 29, capsys) == []
+    both = Ranks(["a", "a"])
+    assert "which every rank has launched: its messages do not arrive" in both.until(40, capsys)[0][1]
+
+
+def test_a_rank_whose_thread_does_not_answer(capsys):
+    ranks = Ranks(["ab", "a", "ab"], silent=(1,))
+    [(when, text)] = ranks.until(60, capsys)
+    assert "wait in collective 2, gather of b, for rank 1, which does not answer: killed, stopped" in text
+    assert when == 31 + absence.ROLL_CALL_SECONDS and text.count("\n") == 1
+
+
+def test_a_rank_that_has_left(capsys):
+    ranks = Ranks(["ab", "a"], silent=(1,))
+    ranks.boards[1].leave(1, "has ended its program")
+    assert "rank 1, which has ended its program" in ranks.until(40, capsys)[0][1]
+
+
+def test_many_ranks_fit_on_the_screen(capsys):
+    ranks = Ranks(["ab", *["a"] * 30])
+    for rank in range(1, 31):
+        ranks.run(rank)
+    lines = ranks.until(40, capsys)[0][1].splitlines()
+    assert len(lines) == 1 + 8 and "23 more" in lines[0]
+    ranks = Ranks(["a", *["ab"] * 30])
+    ranks.run(0)
+    assert "rank 7 and 23 more wait for rank 0, which has" in ranks.until(40, capsys)[0][1]
+
+
+def test_where_waits_do_not_hold_up_the_host(capsys):
+    """As on NCCL: who has launched most waits for who has launched less."""
+    ranks = Ranks(["abc", "ab", "abc"], host_waits=False)
+    said = ranks.until(100, capsys)
+    assert len(said) == 2
+    assert "(step 12, forward of c): rank 0 and rank 2 wait for rank 1, which has not launched coll" in said[0][1]
+    assert "  rank 1, for 30 s: step 12, in forward of b, its own" in said[0][1]
+    ranks = Ranks(["ab", "abc", "abc"], host_waits=False)
+    [(_, text)] = ranks.until(60, capsys)
+    assert "rank 1 and rank 2 wait for rank 0, which has not" in text
+    assert Ranks(["ab", "ab"], host_waits=False).until(100, capsys) == []  # all validate, or one long kernel
+    assert Ranks(["", ""], host_waits=False).until(100, capsys) == []
+
+
+class Posts(io.StringIO):
+    """A stderr whose lines the other ranks can read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.channel = SideChannel(name)
+
+    def write(self, text: str) -> int:
+        """Post all that was written so far."""
+        written = super().write(text)
+        self.channel.post("said", self.getvalue())
+        return written
+
+
+@contextlib.contextmanager
+def impatient() -> Iterator[None]:
+    """A process group of this call's own, where a short wait is told, and told again."""
+    with (
+        mock.patch.multiple(absence, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
+        mock.patch.object(watchdog, "TICK_SECONDS", 0.02),
+    ):
+        process_group.init_distributed(backend="gloo", timeout_seconds=110)
+        try:
+            yield
+        finally:
+            process_group.shutdown()
+
+
+def come_when_missed(rank: int, world: int, missing: int) -> str:
+    """All that the ranks print: the missing one comes when it was missed twice."""
+    channels = [f"stderr of {peer}" for peer in range(world)]
+    with impatient():
+        engine = start(make_model(), stage=2)
+        batch = my_micro_batches(0, rank, world, 2, 1)[0]
+        posts = Posts(channels[rank])
+        with contextlib.redirect_stderr(posts):
+            for step in range(2):
+                loss = engine(*batch)
+                if rank == missing and step == 1:
+                    while sum((SideChannel(c).look("said") or "").count("waiting for") for c in channels) < 2:
+                        time.sleep(0.02)
+                engine.backward(loss)
+                engine.step()
+        return posts.getvalue()
+
+
+@pytest.mark.parametrize(("missing", "speaker"), [(1, 0), (0, 1)])
+def test_ranks_that_train(ranks, missing, speaker):
+    said = ranks.run(come_when_missed, missing, world_size=2, process_group=False)
+    assert said[missing] == ""
+    first, place, *_ = said[speaker].splitlines()
+    assert "(step 2, reduction of the interval of " in first
+    assert f"rank {speaker} waits for rank {missing}, which has not launched collective " in first
+    assert f": rank {missing}'s own code is running at test_absence.py:" in first
+    assert place.startswith(f"  rank {missing}, for ") and "step 2, at test_absence.py:" in place
+
+
+def beside(rank: int, world: int) -> str:
+    """What the thread beside NCCL prints, on ranks whose hosts do not wait."""
+    with mock.patch.object(watchdog, "_speaks_gloo", lambda: False), impatient():
+        posts = Posts("stderr of 0") if rank == 0 else io.StringIO()
+        comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
+        one_exchange(comm, "the first")
+        with contextlib.redirect_stderr(posts):
+            if rank == 0:
+                comm._watch.trail.launch("gather", "blocks.3")  # and the host goes on
+            while SideChannel("stderr of 0").look("said") is None:
+                time.sleep(0.02)
+            process_group.barrier()
+        return posts.getvalue()
+
+
+def test_ranks_beside_nccl(ranks):
+    said = ranks.run(beside, world_size=2, process_group=False)
+    assert said[1] == ""
+    assert "rank 0 waits for rank 1, which has not launched collective 2, gather of blocks.3: rank 1's own" in said[0]
+
+
+def test_the_intervals_are_far_apart():
+    assert absence.NOTICE_SECONDS == 30
+    assert absence.AGAIN_SECONDS == 60
+    assert CommConfig().timeout_seconds >= 10 * absence.NOTICE_SECONDS
