@@ -214,8 +214,9 @@ class Wire:
 
     def finish_reads(self) -> None:
         """Before the program writes to host memory out of turn: no copy reads any of it."""
-        while self._reading:
-            self._reading.popleft().finish()
+        for copy in self._reading:
+            copy.finish()
+        self._reading.clear()
 
     def _launch(
         self,

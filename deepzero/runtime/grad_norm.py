@@ -37,17 +37,18 @@ WORDS = EXPONENTS
 """Integers that ranks add up."""
 
 
-def block_norms(grad: torch.Tensor) -> torch.Tensor:
+def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The 2-norm of every aligned block of ``ALIGN`` elements.
 
     Args:
         grad: 1-D, a multiple of ``ALIGN`` elements, fp32.
+        device: where the model computes, if that is not where ``grad`` lies: the bits are those of there.
 
     Returns:
         fp32, ``grad.numel() // ALIGN`` elements; each depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
-    if stands_for(grad.device) == "cpu":
+    if stands_for(device or grad.device) == "cpu":
         return torch.linalg.vector_norm(blocks, dim=1)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     squares = blocks * blocks
@@ -91,15 +92,26 @@ class BlockNorms:
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.norms = torch.zeros(numel // ALIGN, dtype=torch.float32, device=device)
+        # Of sums in host memory: to take them must not wait for the device. A block is 0 here or there.
+        self._on_host: torch.Tensor | None = None
 
     def measure(self, start: int, chunk: torch.Tensor, lo: int) -> None:
         """Take the norms of ``chunk``, whose first element is number ``start + lo`` of the share; all of ``ALIGN``."""
         first = (start + lo) // ALIGN
-        self.norms[first : first + chunk.numel() // ALIGN].copy_(block_norms(chunk.to(torch.float32)))
+        blocks = slice(first, first + chunk.numel() // ALIGN)
+        here, there = self.norms, self._on_host
+        if chunk.device != self.norms.device:
+            if self._on_host is None:
+                self._on_host = torch.zeros(self.norms.numel(), dtype=torch.float32)
+            here, there = self._on_host, self.norms
+        here[blocks].copy_(block_norms(chunk.to(torch.float32), self.norms.device))
+        if there is not None:
+            there[blocks].zero_()
 
     def square_words(self) -> torch.Tensor:
         """int64 ``[WORDS]``, of everything measured."""
-        return exact_square_sum(self.norms)
+        words = exact_square_sum(self.norms)
+        return words if self._on_host is None else words + exact_square_sum(self._on_host).to(words.device)
 
     def squares(self, pieces: Sequence[Piece], count: int) -> torch.Tensor:
         """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's pieces.
@@ -109,6 +121,8 @@ class BlockNorms:
             count: parameters of the group.
         """
         blocks = self.norms.to(torch.float64).square().cpu()
+        if self._on_host is not None:
+            blocks += self._on_host.to(torch.float64).square()
         found = torch.zeros(count, dtype=torch.float64)
         for piece in pieces:
             first = piece.shard_start // ALIGN

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.pretended import Pretended, pretend
+from deepzero.offload import arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -425,10 +426,6 @@ class _Cudart:
         self.machine.locked.add(address)
         return 0
 
-    def cudaHostUnregister(self, address):
-        self.machine.locked.remove(address)
-        return 0
-
 
 def _inside(mode, function):
     @functools.wraps(function)
@@ -528,6 +525,8 @@ def null_gpu(mirrors=0):
     faces = _Faces(machine)
     replaced = [
         (process_group, "default_device", lambda: GPU),
+        # Also when garbage is collected after the end of this.
+        (arena, "_unlock", lambda address, device: machine.locked.remove(address)),
         *((torch.cuda, name, value) for name, value in _cuda(machine).items()),
         *((Communicator, name, value) for name, value in _collectives(machine).items()),
         *((torch, name, value) for name, value in _torch(machine).items()),

@@ -50,12 +50,12 @@ def calls_of(module, verbs):
 
 @contextlib.contextmanager
 def without(removal):
-    """Inside, the statement is skipped. Functions inside of functions are not reached."""
+    """Inside, the statement is skipped."""
     module = importlib.import_module(removal.module)
     tree = ast.parse(inspect.getsource(module))
     body = tree
     for name in removal.function.split("."):
-        body = next(node for node in body.body if getattr(node, "name", None) == name)
+        body = next(node for node in ast.walk(body) if getattr(node, "name", None) == name and node is not body)
     equal = [n for n in ast.walk(body) if isinstance(n, ast.Expr) and ast.unparse(n) == removal.statement]
     chosen = sorted(equal, key=lambda node: node.lineno)[removal.number]
 
@@ -67,10 +67,13 @@ def without(removal):
     code = compile(ast.fix_missing_locations(Skip().visit(tree)), module.__file__, "exec", dont_inherit=True)
     holder = module
     for name in removal.function.split("."):
+        if isinstance(holder, types.FunctionType):
+            break  # what is inside of a function is made anew by its code
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
         holder = inspect.getattr_static(holder, name)
         holder = getattr(holder, "__func__", holder)  # a class method
-        holder = holder.fget if isinstance(holder, property) else inspect.unwrap(holder)
+        if not isinstance(holder, type):
+            holder = holder.fget if isinstance(holder, property) else inspect.unwrap(holder)
     before, holder.__code__ = holder.__code__, code
     try:
         yield

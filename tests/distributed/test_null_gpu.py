@@ -239,3 +239,22 @@ def _recorded(machine):
     event = torch.cuda.Event()
     event.record(machine.compute)
     return event
+
+
+def test_a_load_waits_for_the_last_copies():
+    """Masters are what is sent, in fp32: the device waits for their copies, the program does not."""
+    with null_gpu(mirrors=2):
+        torch.manual_seed(0)
+        engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(2, 1.0))
+        ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, 2, 2, 1)[0])
+        engine.backward(engine(ids, labels))
+        engine.step()
+        master = engine._zero.groups[0].masters[0]
+        with torch.no_grad(), pytest.raises(Race, match="the program writes"):
+            master.add_(1)
+        engine._before_writes()
+        with torch.no_grad():
+            master.add_(1)
+        engine.destroy()
+        del engine, master
+        gc.collect()

@@ -19,22 +19,10 @@ from tests.distributed.test_offload import settings
 from tests.distributed.test_stage3_bits import KINDS
 from tests.distributed.training import make_batch
 
-COMM = ("bucket", "collectives", "streams", "quantized_bucket")
-ZERO = (
-    "interval_gather", "publish", "partitioned_interval", "partitioned_group", "way_back", "gradient_partition",
-    "stage_0", "stage_1_and_2", "stage3", "partitioned_param_coordinator", "delayed_step",
-)  # fmt: skip
-MODULES = [
-    *(f"deepzero.comm.{name}" for name in COMM),
-    *(f"deepzero.runtime.zero.{name}" for name in ZERO),
-    *(f"deepzero.offload.{name}" for name in ("wire", "host_gradients", "activations")),
-    "deepzero.runtime.away",
-]
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
     "finish_reads", "finish_fetches", "may_overwrite", "before_write", "before_writes", "_catch_up",
 }  # fmt: skip
-REMOVALS = [r for module in MODULES for r in calls_of(module, VERBS) if "ledger.record" not in r.statement]
 
 BUCKET = 1000
 OFFLOADED = {"precision": "bf16", "gradient_accumulation_steps": 2, "chaos": 3, "bucket": BUCKET}
@@ -50,16 +38,89 @@ def zeropp(world, comm=None, **more):
 
 
 PROGRAMS = {
+    "stage 0": (2, settings(0, precision="bf16", chaos=3, bucket=BUCKET), "plain"),
     "stage 2": (2, settings(2, **OFFLOADED), "plain"),
     "offload": (2, settings(2, 1.0, **OFFLOADED), "plain"),
     "offload in fp32": (2, settings(2, 0.5, chaos=3, bucket=BUCKET), "plain"),
-    "stage 3": (2, settings(3, 1.0, param=True, **OFFLOADED), "checkpoint"),
-    "stage 3 in fp32": (2, settings(3, 0.5, param=True, chaos=3, bucket=BUCKET), "plain"),
-    "activations": (1, settings(1, chaos=3, bucket=BUCKET, activation_checkpointing=HOST), "plain"),
-    "stage 0": (2, settings(0, precision="bf16", chaos=3, bucket=BUCKET), "plain"),
+    "delayed": (2, settings(2, 1.0, offload={"delayed_update": True, "delay_after_steps": 0}, **OFFLOADED), "plain"),
+    "stage 3": (2, settings(3, 1.0, **OFFLOADED), "plain"),
+    "stage 3 on the host": (2, settings(3, 0.5, param=True, chaos=3, bucket=BUCKET), "plain"),
+    "alone": (1, settings(2, 1.0, activation_checkpointing=HOST, **OFFLOADED), "plain"),
+    "alone in stage 3": (1, settings(3, 1.0, param=True, **OFFLOADED), "plain"),
     "quantized": zeropp(4, {"ranks_per_node": 2}, zero_hpz_partition_size=2, **QUANTIZED),
     "hybrid": zeropp(4, mics_shard_size=2),
 }
+"""Ranks, settings, model."""
+
+ON_GPU = {
+    "deepzero.comm.bucket": ("stage 2", "alone", "stage 0", "quantized"),
+    "deepzero.comm.collectives": ("stage 2",),
+    "deepzero.comm.streams": ("stage 2",),
+    "deepzero.comm.quantized_bucket": ("quantized",),
+    "deepzero.runtime.zero.interval_gather": ("stage 3", "quantized", "alone in stage 3"),
+    "deepzero.runtime.zero.publish": ("offload", "alone"),
+    "deepzero.runtime.zero.partitioned_interval": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
+    "deepzero.runtime.zero.partitioned_group": ("stage 3",),
+    "deepzero.runtime.zero.way_back": ("offload", "offload in fp32"),
+    "deepzero.runtime.zero.gradient_partition": ("offload",),
+    "deepzero.runtime.zero.stage_0": ("stage 0",),
+    "deepzero.runtime.zero.stage_1_and_2": ("stage 2",),
+    "deepzero.runtime.zero.stage3": ("stage 3",),
+    "deepzero.runtime.zero.partitioned_param_coordinator": ("stage 3",),
+    "deepzero.runtime.zero.delayed_step": ("delayed",),
+    "deepzero.offload.wire": ("offload", "stage 3", "alone"),
+    "deepzero.offload.host_gradients": ("offload",),
+    "deepzero.offload.activations": ("alone",),
+    "deepzero.runtime.away": ("offload",),
+}
+"""Where each module's statements are looked for, there and then on the CPU under chaos."""
+
+REMOVALS = [r for module in ON_GPU for r in calls_of(module, VERBS) if "ledger.record" not in r.statement]
+
+
+EARLIER = "the backward pass settles too; this gives memory back before it"
+TIMES = "it takes the time, and orders nothing"
+AGREED = "the step's agreement has stood still for the device before; kept for an interval that nobody has used since"
+UNUSED = "no program here leaves one on its way"
+LOSSY = "no program here asks for values that are gathered quantised: test_zeropp_weights.py does"
+ITSELF = "release() waits for itself; this keeps the registry"
+REST = "no program here discards gradients, or starts from zero.Init: tests of those compare bits"
+KNOWN = "whoever writes here has stood still for the device; a load has not, see test_null_gpu.py"
+UNNOTICED = {
+    "bucket.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
+    "f'interval {interval.index}').wait()": "one rank: nothing travels, and the ledger notes it",
+    "partitioned_interval.PartitionedInterval.finish_fetches: self.gather.last_fetch.finish()": AGREED,
+    "partitioned_group.PartitionedGroup.may_overwrite: self.intervals[interval.index].finish_fetches()": AGREED,
+    "way_back.WayBack.outs: self._copy.finish()": AGREED,
+    "way_back.WayBack.outs: self.group.may_overwrite(self.interval)": AGREED,
+    "partitioned_interval.PartitionedInterval.release: self.wait()": UNUSED,
+    "partitioned_interval.PartitionedInterval.discard: self.wait()": UNUSED,
+    "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
+    "partitioned_interval.PartitionedInterval._write_gathered: self.gather.finish()": UNUSED,
+    "partitioned_interval.PartitionedInterval.coarsen: self.gather.finish()": LOSSY,
+    "partitioned_interval.PartitionedInterval.refine: self.gather.finish()": LOSSY,
+    "partitioned_interval.PartitionedInterval.write: self.before_write()": KNOWN,
+    "partitioned_group.PartitionedGroup._may_write: self.before_write()": KNOWN,
+    "wire.Wire.finish_reads: copy.finish()": KNOWN,
+    "partitioned_group.PartitionedGroup._whole_values: home.wait()": REST,
+    "partitioned_group.make_whole: home.wait()": REST,
+    "gradient_partition.GradientPartition.discard_gradients: self.drain()": REST,
+    "host_gradients.HostGradients.discard: self.drain()": REST,
+    "stage_0.ZeroStage0.drain: self.reducer.drain()": REST,
+    "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
+    "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
+    "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
+    "activations.HostActivations.watching: self._settle(0)": EARLIER,
+    "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
+    "activations.HostActivations._fetch: self._settle(0)": EARLIER,
+    "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
+    "away.Departure.__init__: copy.finish()": "states leave without blocking here",
+    "away.Departure.close: copy.finish()": "to unlock pages waits for the device; what is not locked is not freed here",
+    "wire.Copy.wait: self._timing.before.record(stream)": TIMES,
+    "wire.Copy.wait: self._timing.after.record(stream)": TIMES,
+    "wire.Wire._launch: timing.begin.record(stream)": TIMES,
+}
+"""Statements that nothing here misses, and why they stay."""
 
 
 @contextlib.contextmanager
@@ -102,7 +163,7 @@ def run(program, device):
     with null_gpu(world) if device == GPU else mirrored_cpu(world):
         engine, *_ = deepzero.initialize(model=KINDS[kind](), config=given)
         weight = dict(engine.module.named_parameters())["blocks.0.1.weight"]
-        for step in range(3):
+        for step in range(4 if program == "delayed" else 3):
             for k in range(engine.batch.accumulation):
                 ids, labels = (t.to(device) for t in make_batch(10 * step + k, 2))
                 engine.backward(engine(ids, labels))
@@ -111,6 +172,7 @@ def run(program, device):
             if step == 1:
                 with torch.no_grad():
                     engine(ids, labels)
+                engine.finish_delayed_update()
                 with deepzero.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
                     weight.mul_(0.5)
                 engine.offload_states(non_blocking=True)
@@ -129,22 +191,55 @@ def calm():
 
 
 def notices(removal, calm):
-    """Which program notices that a statement is gone; None: none does."""
-    for program in PROGRAMS:
-        for device in (GPU, CPU):
-            place = (program, device)
-            if place not in calm:
-                calm[place] = run(*place)
+    """Who notices that a statement is gone, and how; None: nobody does."""
+    for place in [(program, device) for device in (GPU, CPU) for program in ON_GPU[removal.module]]:
+        if place not in calm:
+            calm[place] = str(run(*place))
+        with without(removal):
             try:
-                with without(removal):
-                    found = run(*place)
+                found = str(run(*place))
             except Exception as error:
                 return place, error
-            if str(found) != str(calm[place]):
-                return place, "other results"
+        if found != calm[place]:
+            return place, "other results"
     return None
 
 
-@pytest.mark.parametrize("removal", REMOVALS, ids=str)
+DEFAULT = (
+    "bucket.BucketReducer.acquire: bucket.free.wait()",
+    "bucket.BucketReducer._finish: flight.pending.wait()",
+    "bucket.BucketReducer._finish: comm.chaos.poison(flight.bucket.send, flight.bucket.mail)",
+)
+
+
+def _marked(removal):
+    return removal if str(removal) in DEFAULT else pytest.param(removal, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("removal", [_marked(removal) for removal in REMOVALS], ids=str)
 def test_noticed(removal, calm):
-    assert notices(removal, calm) is not None
+    assert (notices(removal, calm) is None) == (str(removal) in UNNOTICED), UNNOTICED.get(str(removal))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_has_the_bits_of_a_run_without_on_a_gpu(stage):
+    """Norms of sums that the CPU has added up are those that the device would have taken; nothing waits for it."""
+    results = []
+    for ratio in (None, 1.0):
+        torch.manual_seed(0)
+        with null_gpu(2) as machine:
+            engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(stage, ratio, **OFFLOADED))
+            seen = []
+            for step in range(3):
+                for k in range(engine.batch.accumulation):
+                    ids, labels = (t.to(GPU) for t in make_batch(10 * step + k, 2))
+                    del machine.crossings[:]
+                    engine.backward(engine(ids, labels))
+                    assert not machine.crossings
+                    engine.step()
+                seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+            results.append((seen, engine.params_sha256()))
+            engine.destroy()
+            del engine
+            gc.collect()
+    assert results[0] == results[1]
