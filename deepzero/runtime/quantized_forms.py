@@ -68,7 +68,7 @@ def mail_bytes(part_numel: int, nodes: Nodes, form: Format) -> int:
 
     Example:
         >>> mail_bytes(4096, Nodes(4, 2), Format(4, 2048)) / 4096
-        7.01171875
+        7.0234375
     """
     inside, count = nodes.per_node, nodes.count
     messages = 2 * ((inside - 1) * count + count - 1) * form.message_bytes(part_numel)
