@@ -5,6 +5,7 @@ By hand, before a release, on a machine that nobody else needs (half an hour for
     python tools/mutate.py map                            # which tests execute which lines; kept in --work
     python tools/mutate.py run --seed 1 --count 300       # the same seed takes the same mutants of the same source
     python tools/mutate.py run --only comm/ring.py:104    # those of one line
+    python tools/mutate.py run --again --budget 600       # survivors once more, with all of their tests
     python tools/mutate.py table                          # what survived, as Markdown for docs/log.md
 
 A mutant is a changed syntax tree of one function: a call that is a statement of its own is left out, a condition is
@@ -585,8 +586,13 @@ def run(work: Path, args: argparse.Namespace) -> int:
         print("mutate: the source has changed since the map was made; run `python tools/mutate.py map` again")
         return 2
     results = work / f"results-{digest()}.jsonl"
-    done = {(entry["file"], entry["index"]) for entry in _entries(results)} if not args.only else set()
-    chosen = [m for m in choose(mutants(), args.seed, args.count, args.only) if (m.file, m.index) not in done]
+    entries = {(entry["file"], entry["index"]): entry for entry in _entries(results)}
+    chosen = choose(mutants(), args.seed, args.count, args.only)
+    if args.again:
+        unsure = [key for key, e in entries.items() if e["status"] == "survived" and e["asked"] < e["of"]]
+        chosen = [mutant for mutant in mutants() if (mutant.file, mutant.index) in unsure]
+    elif not args.only:
+        chosen = [mutant for mutant in chosen if (mutant.file, mutant.index) not in entries]
     runner = Runner(chosen, known, results, args.budget, args.jobs)
     pytest.main([*TESTS, "-q", "-s", "-p", "no:cacheprovider", *args.pytest], plugins=[runner])
     return table(work)
@@ -625,6 +631,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--only", action="append", default=[], metavar="FILE[:LINE]")
+    parser.add_argument("--again", action="store_true", help="survivors that not all of their tests were asked about")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests for each mutant")
     parser.add_argument("--jobs", type=int, default=2)
     args, rest = parser.parse_known_args(arguments)

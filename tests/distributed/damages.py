@@ -182,6 +182,7 @@ EDITS: dict[str, Edit] = {
     "another dtype": _set(_parameter, dtype="F99"),
     "tensors not there": lambda content, rng: _parameter(content, rng)["tensors"].update(exp_more="F32"),
     "state of no dtype": _set(_parameter, state={"step": {"dtype": "F99", "shape": [], "value": 3.0}}),
+    "state of a shape": _set(_parameter, state={"step": {"dtype": "F32", "shape": [2], "value": 3.0}}),
     "state a text": _set(_parameter, state={"step": {"dtype": "F32", "shape": [], "value": "many"}}),
     "a parameter gone": _parameter_gone,
     "an alias twice": lambda content, rng: _parameter(content, rng)["aliases"].extend(["norm.weight", "norm.weight"]),

@@ -123,7 +123,8 @@ def test_files_of_one_rank(ranks, checkpoints):
 
 def test_manifests_that_make_no_sense(ranks, checkpoints):
     """With a hash that is right: what an edit by hand would be."""
-    refused(ranks, checkpoints, 2, 2, some(MANIFESTS, 1))
+    mixtures = refused(ranks, checkpoints, 2, 2, some(MANIFESTS, 1))
+    assert mixtures == 2, "all but two are found before anything is loaded"
 
 
 @pytest.mark.exhaustive

@@ -29,6 +29,25 @@ def test_two_psi(ranks, stage, world):
         assert counts["measured"] == pytest.approx(counts["predicted"]), kind
 
 
+def reports(rank, world, cases):
+    return [report(rank, world, case)["communication"] for case in cases]
+
+
+def test_one_rank_counts_calls_that_send_nothing(ranks):
+    """Under the names that were predicted."""
+    cases = [
+        config(stage=stage, bucket=1500, reduce=reduce, precision="bf16")
+        for stage in (0, 1, 2, 3)
+        for reduce in ("exact", "native")
+    ]
+    (found,) = ranks.run(reports, cases, world_size=1)
+    for communication in found:
+        assert elements(communication, "") == 0
+        assert any(counts["measured"]["calls"] for kind, counts in communication.items() if "gradients." in kind)
+        for kind, counts in communication.items():
+            assert counts["measured"] == counts["predicted"], kind
+
+
 @pytest.mark.parametrize("reduce", ["exact", "native"])
 def test_stage_1_by_all_reduce_costs_three_psi(ranks, reduce):
     settings = config(stage=1, precision="bf16", bucket=1500, reduce=reduce, zero={"reduce_scatter": False})

@@ -175,6 +175,13 @@ def failing_write(rank, world):
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
 
+    with Init():
+        layer = nn.Linear(6, 4)
+        held = layer.weight[1:3]
+        nn.Linear(2, 2)  # another module is made meanwhile
+        held.fill_(2.0)
+    assert (values_of(layer)["weight"] == 2.0).sum().item() == 12
+
     with pytest.raises(KeyError), Init():
         layers.append(nn.Linear(6, 4))
         kept = layers[1].weight[1:3]

@@ -130,6 +130,16 @@ class TestTorchsMachinery:
             back.state[back.param_groups[0]["params"][0]]["exp_avg"], ours.state_dict()["state"][0]["exp_avg"]
         )
 
+    def test_a_twin_keeps_the_settings_of_its_moment(self):
+        rate = torch.tensor(0.5)
+        optimizer = CPUAdam(leaves(5), lr=rate, kernel="chunked")
+        twin = optimizer.twin()
+        rate.fill_(0.25)  # a schedule changes numbers that are tensors where they are
+        optimizer.param_groups[0]["weight_decay"] = 9.0
+        assert twin.param_groups[0]["lr"] == 0.5 and twin.param_groups[0]["weight_decay"] != 9.0
+        assert twin.param_groups[0]["params"][0] is optimizer.param_groups[0]["params"][0]
+        assert twin.state is optimizer.state
+
     def test_a_state_dict_that_asks_for_what_is_not_there(self):
         for word in ("amsgrad", "maximize"):
             saved = torch.optim.AdamW(leaves(5), **{word: True}).state_dict()

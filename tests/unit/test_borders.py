@@ -1,0 +1,30 @@
+"""Numbers at their border: exactly full, exactly adjacent, nothing at all. Most were found by ``tools/mutate.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from deepzero.checkpoint.format import Row, ShardInfo
+from deepzero.checkpoint.shard_file import damage
+from deepzero.runtime.zero.sharded_step import MasterPart, _sub_groups
+
+
+def test_a_sub_group_may_be_exactly_full() -> None:
+    parts = [MasterPart(torch.zeros(numel), torch.zeros(numel)) for numel in (2, 3, 1, 5, 9, 4)]
+    numels = [[part.master.numel() for part in group] for group in _sub_groups(parts, 5)]
+    assert numels == [[2, 3], [1], [5], [9], [4]]
+    assert _sub_groups(parts, None) == [parts]
+
+
+def test_a_damaged_block_names_the_tensors_that_it_touches() -> None:
+    rows = tuple(Row("param", name, "F32", 0, 25, 100 * place) for place, name in enumerate("abcdef"))
+    info = ShardInfo(0, 600, None, 200, "0" * 24, rows)
+    assert damage(Path("x"), info, 1) == "x is damaged: bytes 200 to 400 are not what was written (param/c, param/d)"
+    whole = ShardInfo(0, 550, None, 400, "0" * 16, rows)
+    assert "bytes 0 to 400 are not what was written (param/a, param/b, param/c and 1 more)" in damage(
+        Path("x"), whole, 0
+    )
+    assert "bytes 400 to 550 " in damage(Path("x"), whole, 1)
+    assert "(the header)" in damage(Path("x"), ShardInfo(0, 9, None, 9, "0" * 8, ()), 0)
