@@ -18,9 +18,9 @@
     the innermost. They hand out a :class:`~deepzero.runtime.zero.module_hooks.SavedWeight`, which holds no memory, or,
     to those who count and keep what is saved, a view.
 
-    What the rules do not reach are hooks that a ``forward`` method enters in its middle and that keep an object as it is
-    (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module and
-    no parameter from elsewhere is used before it: then the gradient is NaN, which no step takes.
+    What the rules do not reach are hooks that a ``forward`` method enters in its middle and that keep an object as it
+    is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
+    and no parameter from elsewhere is used before it: then the gradient is NaN, which no step takes.
 """
 
 from __future__ import annotations
