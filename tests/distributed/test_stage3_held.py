@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -85,6 +86,94 @@ def some_cases() -> list[tuple]:
         for value in sorted(value for value, count in counts.items() if count < 1):
             chosen.append(next(case for case in shuffled if case[axis] == value))
     return chosen
+
+
+class Conv1D(nn.Module):
+    """GPT-2's linear layer, frozen, with trained factors beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight) + self.up(self.down(x))
+
+
+class Lora(nn.Module):
+    """The standard recipe: adapters, with each block checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Conv1D(), nn.Tanh(), Conv1D()) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + checkpointed("non_reentrant", block, x)
+        return x.float().pow(2).mean()
+
+
+def adapters(rank: int, world: int) -> bool:
+    for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        outcomes = []
+        for stage, zero in ((2, {}), (3, {"stage3_param_persistence_threshold": 0})):
+            torch.manual_seed(0)
+            more = {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
+            settings = config(stage=stage, precision=precision, bucket=300, zero=zero, **more)
+            engine, *_ = deepzero.initialize(model=Lora(), config=settings)
+            seen = []
+            for step in range(5):
+                engine.backward(engine(batch(step, rank).to(dtype)))
+                engine.step()
+                assert math.isfinite(engine.last_step.grad_norm) and not engine.last_step.skipped
+                seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+            outcomes.append((seen, engine.params_sha256()))
+            engine.destroy()
+        assert outcomes[0] == outcomes[1], precision
+        assert outcomes[0][0][0] != outcomes[0][0][-1]
+    return True
+
+
+def test_adapters_with_checkpointed_blocks(ranks):
+    assert all(ranks.run(adapters, world_size=2, timeout=300))
+
+
+def shown(rank: int, world: int) -> bool:
+    """A parameter shows its values inside a pass, however long its interval stays gathered; what is kept stays."""
+    settings = config(stage=3, bucket=10**6, zero={"stage3_param_persistence_threshold": 0}, chaos=1)
+    engine, *_ = deepzero.initialize(model=Blocks("addmm", "trained", "none"), config=settings)
+    model, kept = engine.module, []
+    values = {name: value.clone() for name, value in engine.module_state_dict().items()} if rank == 0 else {}
+    if rank:
+        engine.module_state_dict()
+    hook = model.after[0].register_forward_hook(
+        lambda module, *_: kept.extend([module.weight.t(), module.weight.detach(), module.weight.data])
+    )
+    loss = engine(batch(0, rank))
+    assert engine.stage.coordinator.live_numel > 0
+    with pytest.raises(deepzero.zero.PartitionedUseError, match="partitioned"):
+        model.after[0].weight.sum()
+    with deepzero.zero.GatheredParameters(model.after[0].weight):
+        model.after[0].weight.sum()
+    with pytest.raises(deepzero.zero.PartitionedUseError, match="partitioned"):
+        model.after[0].weight.sum()
+    engine.backward(loss)
+    engine.step()
+    hook.remove()
+    for step in range(2):
+        engine.backward(engine(batch(step, rank)))
+        engine.step()
+    if rank == 0:
+        whole = values["after.0.weight"]
+        assert all(
+            torch.equal(value, expected) for value, expected in zip(kept, (whole.t(), whole, whole), strict=True)
+        )
+    return True
+
+
+def test_values_show_inside_a_pass_only_and_what_is_kept_stays(ranks):
+    assert all(ranks.run(shown, world_size=2, timeout=300))
 
 
 def test_some_ways_to_keep_a_weight(ranks):

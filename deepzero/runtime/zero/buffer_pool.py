@@ -2,10 +2,25 @@
 
 [Note: buffers and who still holds them]
     Buffers are kept and reused (:class:`BufferPool`): fresh memory costs several times the copy into it. But somebody
-    may still hold a view of a parameter when its interval is released: ``w = self.weight.t()`` kept across modules, a
-    module that returns its parameter, a weight that a checkpointed block saved while it was run again. So a buffer is
-    reused only when nobody else refers to its storage; until then the view stays valid. On a GPU the caching allocator
-    is such a pool already, ordered by streams.
+    may still hold what an interval showed when it is released, in one of two ways.
+
+    *A view* (``w = self.weight.t()`` kept across modules, ``detach()``, ``.data``, an attribute of a custom function's
+    ``ctx``, numpy's or dlpack's alias, a result that selective checkpointing keeps) refers to the buffer's storage.
+    **A buffer is reused, and poisoned under chaos, only when nobody else refers to its storage**; until then the view
+    keeps its values. On a GPU the caching allocator is such a pool already, ordered by streams. With one rank the
+    buffer is this rank's part itself, and a view sees the next step, as it does in stages 0-2.
+
+    *The parameter's object* refers to no storage in particular: it shows values while they are there, and NaN when they
+    are not. Python asks before it uses one (``PartitionedParameter``); autograd's C++ does not, and whoever keeps saved
+    tensors may have been given the object itself: non-reentrant checkpointing keeps that of a frozen weight while it
+    runs a block again. So **nobody outside is given one**, by two rules in ``module_hooks.py``: parameters show their
+    values only while a module of the model runs, or for one operation; and from its start our saved-tensor hooks are
+    the innermost. They hand out a :class:`~deepzero.runtime.zero.module_hooks.SavedWeight`, which holds no memory, or,
+    to those who count and keep what is saved, a view.
+
+    What the rules do not reach are hooks that a ``forward`` method enters in its middle and that keep an object as it
+    is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
+    and no parameter from elsewhere is used before it: then the gradient is NaN, which no step takes.
 
     Once the order of a step is known, every pass begins with exactly the buffers that the plans need
     (:meth:`BufferPool.settle`, ``buffer_plan.py``), whatever was gathered in between: so what is held is known, too.

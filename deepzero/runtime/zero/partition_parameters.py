@@ -11,7 +11,9 @@
     NOT_AVAILABLE    a placeholder: one element, stretched to the    numel / W
                      logical shape by strides of 0
     INFLIGHT         the placeholder still                           numel / W + numel
-    AVAILABLE        a view of the interval's buffer                 numel / W + numel
+    AVAILABLE        inside a module of the model, or for one        numel / W + numel
+                     operation: a view of the interval's buffer;
+                     otherwise the placeholder
     ===============  ==============================================  ==============================================
 
     ``param.shape`` is the logical shape in every state, and the *class* of the parameter tells whether its values are
