@@ -8,10 +8,9 @@ What is added to the agent, because a person sits in front of it:
 
 - *The rank's own error*, once, instead of the agent's report. Ranks write theirs to files
   (:mod:`deepzero.comm.rank_process`), the launcher picks the cause among the echoes.
-- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own; the launcher ends them with SIGHUP, then
-  SIGKILL after :data:`KILL_AFTER_SECONDS`, and by then none is left, however often Ctrl-C is pressed. SIGTERM is passed
-  on as SIGTERM: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed by the agent
-  after 30 seconds.
+- *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C and SIGTERM are passed on as SIGTERM:
+  ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed by the agent after 30
+  seconds, or at once when Ctrl-C is pressed again.
 - *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, by a new agent.
 - *Quiet.* The agent's log lines and the C++ warnings of c10d stay away unless ``LOGLEVEL`` or ``TORCH_CPP_LOG_LEVEL``
   asks for them.
@@ -40,8 +39,6 @@ from deepzero.comm.process_group import JOINED, LAUNCH_FOLDER_VARIABLE
 from deepzero.comm.rank_process import Report, read_reports, root_cause
 from deepzero.config.parse import ConfigError
 
-KILL_AFTER_SECONDS = 5.0
-"""A rank that has been asked to end and has not is killed after this long."""
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -230,10 +227,9 @@ def _quiet_agent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(folder: Path) -> Iterator[list[int]]:
-    """Turn SIGINT into the agent's orderly end, with a deadline; yields the signals that came.
+    """Turn SIGINT into the agent's orderly end; yields the signals that came.
 
-    The agent would pass SIGINT on as SIGINT, and a rank that is still importing would answer with a traceback. SIGTERM
-    would let a rank take its time. SIGHUP ends a rank at once, and silently, whatever it does.
+    The agent would pass SIGINT on as SIGINT, and a rank that is still importing would answer with a traceback.
     Handlers are put back at the end, the agent's own included, so that a sweep's next job starts clean.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -246,10 +242,7 @@ def _signals(folder: Path) -> Iterator[list[int]]:
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
         received.append(signum)
         if len(received) == 1:
-            timer = threading.Timer(KILL_AFTER_SECONDS, kill_ranks, [folder])
-            timer.daemon = True
-            timer.start()
-            raise SignalException("interrupted", sigval=signal.SIGHUP)
+            raise SignalException("interrupted", sigval=signal.SIGTERM)
         kill_ranks(folder)  # asked twice: no more waiting
 
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)

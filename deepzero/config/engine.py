@@ -91,7 +91,8 @@ class CommConfig:
     def __post_init__(self) -> None:
         ranks = self.ranks_per_node
         require(ranks is None or ranks >= 1, "comm.ranks_per_node", ranks, "must be at least 1")
-        require(self.timeout_seconds > 0, "comm.timeout_seconds", self.timeout_seconds, "must be positive")
+        seconds = self.timeout_seconds
+        require(0 < seconds <= 1e9, "comm.timeout_seconds", seconds, "must be positive, and at most 1e9: thirty years")
 
 
 @dataclass(frozen=True)
