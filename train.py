@@ -45,6 +45,7 @@ from deepzero.evaluation import sample, validate
 from deepzero.models.hf import check_library
 from deepzero.monitor.files import write_error, write_failed_summary
 from deepzero.monitor.naming import named
+from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
@@ -53,7 +54,7 @@ from deepzero.runtime.agreement import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.world import check_ranks
-from deepzero.training.command import Command
+from deepzero.training.command import Command, torchrun_words
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import (
@@ -65,6 +66,7 @@ from deepzero.training.run_folder import (
     remove_unused,
     save_if_due,
     stop,
+    sweep_folder,
     take,
 )
 from deepzero.training.timeline import StepTimeline, complete_timeline
@@ -166,6 +168,8 @@ def main() -> None:
     except KeyboardInterrupt:
         STATUS[0] = 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
+        _say("\n" + text_table(runs), sys.stdout)
     remove_unused()
     if under_launcher():
         leave(STATUS[0])
@@ -234,7 +238,7 @@ def typed(cfg: DictConfig) -> Command:
     hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
     if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
         words = list(hydra_cfg.overrides.task)
-    start = ("torchrun", "…") if under_launcher() else ("python",)
+    start = torchrun_words(sys.argv[0]) if under_launcher() else ("python",)
     program = sys.argv[0] if Path(sys.argv[0]).name == HERE.name else str(HERE)
     parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
     files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}

@@ -163,12 +163,15 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     between = [sum(pair[side].get("between_node_bytes", 0) for pair in crossing) for side in (0, 1)]
     if any(between):
         sent.append(("of these, between nodes", between[0], between[1], ""))
-    sections = [_section("held by one rank", memory), _section("sent by one rank in one step", sent)]
+    sections = [
+        _section("held by one rank after a backward pass", memory),
+        _section("sent by one rank in one step", sent),
+    ]
     return "\n".join(line for section in sections for line in section)
 
 
 def _section(title: str, rows: list[tuple[str, float | None, float, str]]) -> list[str]:
-    width = max([28, *(len(row[0]) for row in rows)])
+    width = max([36, *(len(row[0]) for row in rows)])
     lines = [f"{title:<{width + 2}}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
     for name, predicted, measured, note in rows:
         ratio = f"{measured / predicted:.4f}" if predicted else ("inf" if measured and predicted == 0 else "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -59,7 +60,17 @@ class Command:
             and (given[1], given[2].lower()) not in (("train.resume", "null"), ("train.resume", "none"))
         ]  # fmt: skip
         more = [f"{key}={value}" for key, value in others.items()]
-        return shlex.join([*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"])
+        words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
+        return " ".join(map(in_shells_quotes, words))
+
+
+def torchrun_words(program: str) -> tuple[str, ...]:
+    """How torchrun was called on this node, from the table of processes; shortened where there is none to read."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")
+        return tuple(words[: words.index(program)])
+    except (OSError, ValueError):
+        return ("torchrun", "...")
 
 
 def in_hydras_quotes(value: str) -> str:
@@ -72,3 +83,13 @@ def in_hydras_quotes(value: str) -> str:
     if re.fullmatch(r"[\w./+-]+", value, re.ASCII):
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+
+
+def in_shells_quotes(word: str) -> str:
+    """A word for the shell; one with Hydra's quotes in double ones where that can be.
+
+    Example:
+        >>> print(in_shells_quotes("zero.stage=2"), in_shells_quotes("data.path='my text'"), in_shells_quotes("a b"))
+        zero.stage=2 "data.path='my text'" 'a b'
+    """
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)

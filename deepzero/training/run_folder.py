@@ -31,8 +31,8 @@ RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
 _EMPTY = {LOCK, "multirun.yaml"}
 """What lies in a folder in which no run has begun: the lock, and what Hydra writes of a sweep."""
-_noted: tuple[Path, Path] | None = None
-"""The folder that Hydra makes for a run or a sweep, and the nearest above it (or it) that was there before."""
+_noted: tuple[Path, Path, bool] | None = None
+"""The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
 
 
 class FoldersBefore:
@@ -40,11 +40,11 @@ class FoldersBefore:
 
     def on_run_start(self, config: Any, **_: Any) -> None:
         """Before the folder of a run."""
-        _note(Path(config.hydra.run.dir).resolve())
+        _note(Path(config.hydra.run.dir).resolve(), False)
 
     def on_multirun_start(self, config: Any, **_: Any) -> None:
         """Before the folder of a sweep."""
-        _note(Path(config.hydra.sweep.dir).resolve())
+        _note(Path(config.hydra.sweep.dir).resolve(), True)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("on_"):
@@ -52,9 +52,14 @@ class FoldersBefore:
         return lambda **_: None  # other events say nothing of folders
 
 
-def _note(path: Path) -> None:
+def _note(path: Path, sweep: bool) -> None:
     global _noted
-    _noted = path, next(folder for folder in (path, *path.parents) if folder.exists())
+    _noted = path, next(folder for folder in (path, *path.parents) if folder.exists()), sweep
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep that this process has begun; None: of no sweep."""
+    return _noted[0] if _noted is not None and _noted[2] else None
 
 
 def remove_unused(run_dir: Path | None = None) -> None:
