@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch when it is imported: no C++ above our own errors
+
 import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig

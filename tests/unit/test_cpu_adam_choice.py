@@ -69,7 +69,7 @@ class TestChoice:
         optimizer.step([torch.ones(5)])
         assert optimizer.describe() == (
             "CPUAdam: chunked kernel, no C++ compiler (/no/such/compiler is not there; the environment variable CXX "
-            "can name another); no Numba (pip install numba)"
+            "can name another); no Numba (pip install 'deepzero[numba]')"
         )
         with pytest.raises(RuntimeError, match=r"kernel='numba'\): no Numba.*kernel='chunked'"):
             CPUAdam(leaves(5), kernel="numba").step([torch.ones(5)])

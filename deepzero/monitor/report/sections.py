@@ -118,10 +118,11 @@ def states(run: Run) -> str:
         for name in sorted({*saved.plain, *(n for n, size in saved.here.items() if size)}, key=list(saved.here).index):
             rows.append([name, *map(_size, (saved.plain.get(name, 0.0), saved.predicted[name], saved.here[name]))])
         rows.append(["together", *map(_size, (saved.plain_bytes, sum(saved.predicted.values()), saved.here_bytes))])
-        form = textbook(run)
+        form, moment = textbook(run), MOMENT.partition(" (")[0]
+        plain = PLAIN.format(dtype=run.setting("precision.dtype"))
         parts.append(
             paragraph(
-                f"Model state, {MOMENT.partition(' (')[0]}; mean over ranks. {PLAIN.format(dtype=run.setting('precision.dtype'))} "
+                f"Model state, {moment}; mean over ranks. {plain} "
                 + (f"The textbook's form of this stage: {form}." if form else "")
             )
         )
