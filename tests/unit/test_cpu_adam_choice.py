@@ -94,6 +94,7 @@ class TestChoice:
         optimizer.prepare()
         assert optimizer.kernel == "chunked" and "off by NUMBA_DISABLE_JIT" in optimizer.describe()
 
+    @NEEDS_NUMBA
     def test_compiling_fails_at_first(self):
         self.broken()
         optimizer, chunked = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="chunked")
