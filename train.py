@@ -214,7 +214,7 @@ def job(cfg: DictConfig) -> None:
         if HydraConfig.get().mode != RunMode.MULTIRUN:
             _say(command.way_on(run_dir, run.train.steps), sys.stdout)
     except (ConfigError, RankFailed, OSError) as error:
-        _say(plain_names(str(error)))
+        _say(plain_names(str(error)) if not isinstance(error, OSError) else f"the run could not be started: {error}")
         STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
         if not isinstance(error, ConfigError):
             _say(command.way_on(run_dir, run.train.steps))

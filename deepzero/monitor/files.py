@@ -149,8 +149,12 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def put(path: Path, text: str) -> None:
     """Write a file beside its place and move it there: a reader sees the old one or the new one, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -128,6 +128,7 @@ class Monitor:
         finish_all(sinks, summary)
         if self.left_out:
             self.line(f"{METRICS}: {self.left_out} entries could not be written")
+            self.left_out = 0
 
     @property
     def trained(self) -> bool:

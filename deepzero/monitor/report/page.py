@@ -57,7 +57,7 @@ pre { background: var(--box); border-radius: 8px; padding: 10px 12px; white-spac
   font-size: .85rem; margin: .4rem 0; }
 code { font-size: .92em; } summary { cursor: pointer; }
 @media (max-width: 600px) { h1 { font-size: 1.3rem; } table { font-size: .8rem; } th, td { padding-right: 8px; }
-  th, td { overflow-wrap: anywhere; } th:first-child, td:first-child { min-width: 9em; }
+  th, td { overflow-wrap: anywhere; min-width: 5em; } th:first-child, td:first-child { min-width: 9em; }
   .wide thead { display: none; } .wide table, .wide tbody, .wide tr, .wide td { display: block; text-align: left; }
   .wide tr { padding: 6px 0; border-bottom: 1px solid var(--rule); } .wide td { border: 0; padding: 0; }
   .wide td { display: flex; justify-content: space-between; gap: 12px; } .wide td:first-child { font-weight: 600; }
