@@ -32,35 +32,30 @@ from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
 from deepzero.checkpoint.folder import holds, release
-from deepzero.checkpoint.resume import find_start, keep_global_batch, manifest_of
 from deepzero.comm import elastic, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.comm.stop_request import on_stop_request
-from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
 from deepzero.config.words import check_words, dotted, explain, plain_names
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.models.hf import check_library
 from deepzero.monitor.files import write_error, write_failed_summary
 from deepzero.monitor.naming import named
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
-from deepzero.profiling.trace import check_profiler, trace
-from deepzero.runtime.agreement import check_precision
-from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.world import check_ranks
+from deepzero.profiling.trace import trace
 from deepzero.training.command import Command, torchrun_words
 from deepzero.training.pieces import build_model, program_of, sequences
+from deepzero.training.preflight import preflight
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import (
     RUN_FOLDER_NOTE,
+    at_its_start,
     cannot_write,
     has_begun,
     join,
@@ -260,7 +255,10 @@ def _checked_train(cfg: DictConfig, run_dir: str, command: Command) -> None:
     first, started = os.environ["RANK"] == "0", time.time()
     folder = join(run, run_dir)
     try:
-        run = _begin(run, folder, int(os.environ["WORLD_SIZE"]), device, first)
+        if first:
+            take(folder)
+        run = at_its_start(run, folder, int(os.environ["WORLD_SIZE"]))
+        preflight(run, int(os.environ["WORLD_SIZE"]), device)
         train(run, run_dir, command)
     except ConfigError:
         if not has_begun(folder, started):
@@ -309,7 +307,9 @@ def start_ranks(run: RunConfig, run_dir: Path, command: Command) -> None:
     """Check what can be checked, start the ranks on this machine, wait for them."""
     nproc = run.launch.nproc or default_nproc()
     device = choose_device(run, nproc)
-    run = _begin(run, run_dir, nproc, device)
+    take(run_dir)
+    run = at_its_start(run, run_dir, nproc)
+    preflight(run, nproc, device)
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
@@ -330,28 +330,6 @@ def start_ranks(run: RunConfig, run_dir: Path, command: Command) -> None:
         raise
 
 
-def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, first: bool = True) -> RunConfig:
-    """Check what can be checked before ranks start; a run that goes on from a checkpoint keeps its global batch.
-
-    Args:
-        run: the settings.
-        run_dir: the run folder.
-        world_size: ranks.
-        device: theirs.
-        first: also take the folder; for one process only, which has it until it ends.
-    """
-    if first:
-        take(run_dir)
-    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
-    if path is not None:
-        manifest = manifest_of(path, run.train.steps)
-        run = dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
-    elif run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
-        raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
-    preflight(run, world_size, device)
-    return run
-
-
 def choose_device(run: RunConfig, nproc: int) -> str:
     """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -360,27 +338,6 @@ def choose_device(run: RunConfig, nproc: int) -> str:
     if run.launch.device == "auto":
         return "cuda" if gpus >= nproc else "cpu"
     return run.launch.device
-
-
-def preflight(run: RunConfig, world_size: int, device: str) -> None:
-    """Raise what would fail on every rank, once and before any rank starts: batch, precision, optimizer, data."""
-    batch = resolve_batch(run.engine, world_size)
-    check_ranks(run.engine, world_size)
-    check_precision(run.engine.precision.dtype, torch.device(device))
-    check_profiler(run.profiler, run.train.steps, world_size)
-    check_library(run.model)
-    if run.engine.optimizer is None or run.engine.scheduler is None:
-        raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
-    optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    check_elementwise(optimizer)
-    build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
-    corpus = load_corpus(run.data)
-    if corpus.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={run.model.vocab_size}: data={run.data.name} has {corpus.vocab_size} different tokens"
-        )
-    train_data, _ = sequences(run, corpus)
-    GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:

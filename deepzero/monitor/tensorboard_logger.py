@@ -72,7 +72,7 @@ class TensorBoard:
 
 
 def _without_its_traceback(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[..., Any]:
-    """A disk that is full ends the writer's own thread. Its next entry says so here, in a line; so the thread need not."""
+    """A full disk ends the writer's own thread. The next entry says so here, in a line; so the thread need not."""
 
     def said_later(args: threading.ExceptHookArgs) -> None:
         if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from deepzero.checkpoint.folder import LOCK, acquire
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.resume import CHECKPOINTS, find_start, tag_of
+from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of
 from deepzero.comm import elastic, process_group
 from deepzero.comm.rank_process import leave
 from deepzero.comm.stop_request import stop_signal
@@ -92,6 +92,21 @@ def take(run_dir: Path) -> None:
         raise ConfigError(f"hydra.run.dir: {error}") from None
     except OSError as error:
         raise cannot_write(run_dir, error) from None
+
+
+def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
+    """The run as it begins: one that goes on from a checkpoint keeps its global batch, on any number of ranks.
+
+    Raises:
+        ConfigError: there is nothing to begin with where the settings say.
+    """
+    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
+    if path is not None:
+        manifest = manifest_of(path, run.train.steps)
+        return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
+    if run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
+        raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
+    return run
 
 
 def cannot_write(run_dir: Path, error: OSError) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Disks that are full, or refuse: training goes on and says once what it could not write; a start is refused in a line."""
+"""Disks that are full, or refuse: training goes on and says once what it could not write; a start is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e import runs
 
 
 def within(kilobytes: int, *overrides: str, cwd: Path) -> runs.Done:
-    """``python train.py OVERRIDES`` where no file may grow above so many kilobytes: the system refuses, as when full."""
+    """``python train.py OVERRIDES`` where no file may grow above so many kilobytes, as on a full disk."""
     words = runs.last_of_each_key([sys.executable, runs.TRAIN, *overrides])
     limited = f"ulimit -f {kilobytes}; exec {shlex.join(words)}"
     with runs.started(["bash", "-c", limited], cwd, HOME=str(cwd), NETRC=str(cwd / "none")) as command:
