@@ -162,8 +162,8 @@ def main() -> None:
             raise
         print(f"{error}; pip install 'deepzero[slurm]'" if missing else error, file=sys.stderr)
         STATUS[0] = CONFIG_ERROR_EXIT if missing else FAILURE_EXIT
-    except KeyboardInterrupt:
-        STATUS[0] = 128 + signal.SIGINT
+    except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
+        STATUS[0] = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
     if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
         _say("\n" + text_table(runs), sys.stdout)
@@ -196,7 +196,7 @@ def job(cfg: DictConfig) -> None:
             if holds(run_dir):  # else it is another run's folder, or no run has begun
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
                 write_report_or_tell(run_dir, print)
-                print(command.way_on(run_dir, cfg.train.steps), file=sys.stderr, flush=True)
+                _say(command.way_on(run_dir, cfg.train.steps))
 
         run_here(_checked_train, cfg, str(run_dir), command, on_failure=on_failure)
         return
@@ -211,7 +211,7 @@ def job(cfg: DictConfig) -> None:
     except (ConfigError, RankFailed, OSError) as error:
         _say(plain_names(str(error)) if not isinstance(error, OSError) else f"the run could not be started: {error}")
         STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
-        if not isinstance(error, ConfigError):
+        if isinstance(error, RankFailed):
             _say(command.way_on(run_dir, run.train.steps))
         if os.getpid() != MAIN_PROCESS:  # a launcher plugin runs jobs elsewhere and must hear of it
             raise

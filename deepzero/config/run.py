@@ -167,7 +167,7 @@ class TrainConfig:
     """Below 1 the sample is more careful, above 1 wilder."""
 
     save_every: int = 100
-    """Save a checkpoint after every so many steps, after the last, and on SIGTERM; 0: never."""
+    """Save a checkpoint after every so many steps, after the last, on SIGTERM and on Ctrl-C; 0: never."""
 
     save_async: bool = True
     """Write checkpoints in the background; the step waits only until a copy was taken in memory."""
