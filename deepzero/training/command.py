@@ -82,7 +82,9 @@ def in_hydras_quotes(value: str) -> str:
     """
     if re.fullmatch(r"[\w./+-]+", value, re.ASCII):
         return value
-    return "'" + value.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+    # A backslash is an escape only where a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return "'" + escaped.replace("${", "\\${") + "'"
 
 
 def in_shells_quotes(word: str) -> str:
