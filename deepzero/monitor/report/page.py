@@ -51,13 +51,14 @@ figcaption { font-size: .85rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
   overflow-wrap: normal; }
+td { overflow-wrap: anywhere; min-width: 5em; } td:first-child { min-width: 9em; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
 .limits { padding-left: 1.1rem; } .limits li { margin: .5rem 0; }
 pre { background: var(--box); border-radius: 8px; padding: 10px 12px; white-space: pre-wrap; overflow-wrap: anywhere;
   font-size: .85rem; margin: .4rem 0; }
 code { font-size: .92em; } summary { cursor: pointer; }
 @media (max-width: 600px) { h1 { font-size: 1.3rem; } table { font-size: .8rem; } th, td { padding-right: 8px; }
-  th, td { overflow-wrap: anywhere; min-width: 5em; } th:first-child, td:first-child { min-width: 9em; }
+  th { overflow-wrap: anywhere; } td.n { white-space: normal; }
   .wide thead { display: none; } .wide table, .wide tbody, .wide tr, .wide td { display: block; text-align: left; }
   .wide tr { padding: 6px 0; border-bottom: 1px solid var(--rule); } .wide td { border: 0; padding: 0; }
   .wide td { display: flex; justify-content: space-between; gap: 12px; } .wide td:first-child { font-weight: 600; }
