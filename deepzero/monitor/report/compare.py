@@ -19,6 +19,8 @@ STYLES = ("solid", "dashed")
 COLOURS = 8
 NAMED = 4
 """So many settings in which runs differ have a column in the table; of more the page tells."""
+SHOWN = 20
+"""Characters of such a setting: of a path, its end."""
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -57,7 +59,7 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         rows.append([
             str(run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder),
             "–" if run.stage is None else str(run.stage),
-            *(str(run.setting(key, "–")) for key in keys),
+            *(value if len(value := str(run.setting(key, "–"))) <= SHOWN else f"…{value[-SHOWN:]}" for key in keys),
             *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
             short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
             "–" if took is None else seconds(took),
