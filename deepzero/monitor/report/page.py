@@ -51,7 +51,7 @@ figcaption { font-size: .85rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
   overflow-wrap: normal; }
-td { overflow-wrap: anywhere; min-width: 5em; } td:first-child { min-width: 9em; }
+td { overflow-wrap: anywhere; } td:not(.n) { min-width: 5em; } td:first-child { min-width: 9em; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
 .limits { padding-left: 1.1rem; } .limits li { margin: .5rem 0; }
 pre { background: var(--box); border-radius: 8px; padding: 10px 12px; white-space: pre-wrap; overflow-wrap: anywhere;
