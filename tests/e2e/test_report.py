@@ -117,7 +117,8 @@ def test_a_browser_shows_a_comparison(sweep: tuple[Path, runs.Done], tmp_path: P
     assert main([str(sweep[0]), "--out", str(out)]) == 0
     for width, entry in browser.measure(out, (1280, 400), tmp_path).items():
         assert entry["scroll"] <= width
-        assert entry["outside"] == entry["cut"] == entry["loaded"] == []
+        assert entry["outside"] == entry["loaded"] == []
+        assert width > 400 or entry["cut"] == [], "where a row is a list nothing is out of sight"
         assert len(entry["charts"]) == 3
 
 
