@@ -12,14 +12,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import re
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+if "RANK" in os.environ:  # under torchrun; read by torch when it is imported: no C++ text above our own errors
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import hydra
 import torch
@@ -30,34 +32,41 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
-from deepzero.checkpoint.folder import acquire, holds, release
-from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.resume import find_start, keep_global_batch, manifest_of
+from deepzero.checkpoint.folder import holds, release
 from deepzero.comm import elastic, launcher, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.comm.stop_request import on_stop_request
-from deepzero.config.engine import resolve_batch
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
-from deepzero.config.words import dotted, explain, no_such_choice, plain_names
+from deepzero.config.words import check_words, dotted, explain, plain_names
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.models.hf import check_library
-from deepzero.monitor.files import ERROR, write_failed_summary
+from deepzero.monitor.files import write_error, write_failed_summary
 from deepzero.monitor.naming import named
+from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
-from deepzero.profiling.trace import check_profiler, trace
-from deepzero.runtime.agreement import check_precision
-from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.world import check_ranks
+from deepzero.profiling.trace import trace
+from deepzero.training.command import Command, torchrun_words
 from deepzero.training.pieces import build_model, program_of, sequences
+from deepzero.training.preflight import preflight
 from deepzero.training.reporting import build_monitor, final_facts, step_record
-from deepzero.training.run_folder import RUN_FOLDER_NOTE, join, load_start, save_if_due, stop
+from deepzero.training.run_folder import (
+    RUN_FOLDER_NOTE,
+    at_its_start,
+    cannot_write,
+    has_begun,
+    join,
+    load_start,
+    remove_unused,
+    save_if_due,
+    stop,
+    sweep_folder,
+    take,
+)
 from deepzero.training.timeline import StepTimeline, complete_timeline
 
 HERE = Path(__file__).resolve()
@@ -70,7 +79,7 @@ STATUS = [0]
 # ---- the program of each rank ----------------------------------------------------------------------------------------
 
 
-def train(run: RunConfig, run_dir_name: str) -> None:
+def train(run: RunConfig, run_dir_name: str, command: Command) -> None:
     """Build everything, train, validate, sample, sum up. Every rank runs this, however it was started."""
     run_dir = join(run, run_dir_name)
     torch.autograd.set_detect_anomaly(run.debug.detect_anomaly)
@@ -81,7 +90,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
     torch.manual_seed(run.train.seed + 1 + engine.global_rank)  # from here on randomness is dropout, and differs
     train_data, val_data = sequences(run, corpus)
     sampler = GlobalBatchSampler(len(train_data), engine.batch.global_batch, run.train.seed)
-    first_step = load_start(run, run_dir, engine, sampler)
+    first_step = load_start(run, run_dir, engine, sampler, command)
     monitor = build_monitor(run, run_dir, engine, model, corpus)
     timeline = StepTimeline(run, run_dir, engine, first_step)
     if run.train.save_every:
@@ -106,7 +115,7 @@ def train(run: RunConfig, run_dir_name: str) -> None:
             save_if_due(run, run_dir, engine, sampler)
             end_of_step()
             if engine.stopping and engine.global_steps < run.train.steps:
-                stop(run, engine, monitor)
+                stop(run, run_dir, engine, monitor, command)
 
     on_stop_request(None)
     engine.wait_for_checkpoint()
@@ -129,7 +138,7 @@ def main() -> None:
     # Our preset has the name of the plugin's own; Hydra merges them, and says that it will not always do so.
     warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema")
     try:
-        _check_arguments(sys.argv[1:])
+        check_words(sys.argv[1:], CONFIGS)
         if "plan=true" in map(str.lower, sys.argv[1:]) and not {"-m", "--multirun"} & set(sys.argv[1:]):
             sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # nothing is run, and no folder made
         if under_launcher():
@@ -141,6 +150,12 @@ def main() -> None:
             fail_as_rank(problem)
         print(plain_names(str(problem)), file=sys.stderr)
         STATUS[0] = CONFIG_ERROR_EXIT
+    except OSError as error:  # Hydra's: those of a run have been told
+        problem = cannot_write(Path(), error)
+        if under_launcher():
+            fail_as_rank(problem)
+        print(problem, file=sys.stderr)
+        STATUS[0] = CONFIG_ERROR_EXIT
     except RuntimeError as error:
         # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
         missing = "Unknown plugin class" in str(error)
@@ -148,24 +163,15 @@ def main() -> None:
             raise
         print(f"{error}; pip install 'deepzero[slurm]'" if missing else error, file=sys.stderr)
         STATUS[0] = CONFIG_ERROR_EXIT if missing else FAILURE_EXIT
-    except KeyboardInterrupt:
-        STATUS[0] = 128 + signal.SIGINT
+    except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
+        STATUS[0] = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
+        _say("\n" + text_table(runs), sys.stdout)
+    remove_unused()
     if under_launcher():
         leave(STATUS[0])
     sys.exit(STATUS[0])
-
-
-def _check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what Hydra answers with a traceback: a number for a group, a file in the run folder's place."""
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in os.listdir(CONFIGS) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
-            raise ConfigError(no_such_choice(CONFIGS, key, value))
-        if key in ("hydra.run.dir", "hydra.sweep.dir"):
-            for path in (Path(value), *Path(value).parents):
-                if path.exists() and not path.is_dir():
-                    raise ConfigError(f"{argument}: {path} is a file, and the run needs a folder; choose another name")
 
 
 def _share_one_run_folder() -> None:
@@ -181,39 +187,63 @@ def _share_one_run_folder() -> None:
 
 def job(cfg: DictConfig) -> None:
     """One job: a run, or one point of a sweep."""
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    run_dir, command = Path(HydraConfig.get().runtime.output_dir), typed(cfg)
     if under_launcher():
         if read_config(cfg).plan:
             raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
         started = time.time()
 
         def on_failure(reason: str) -> None:
-            if holds(run_dir):  # else it is another run's folder
+            if holds(run_dir):  # else it is another run's folder, or no run has begun
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
                 write_report_or_tell(run_dir, print)
+                _say(command.way_on(run_dir, cfg.train.steps))
 
-        run_here(_checked_train, cfg, str(run_dir), on_failure=on_failure)
+        run_here(_checked_train, cfg, str(run_dir), command, on_failure=on_failure)
         return
     try:
         run = read_config(cfg)
         if run.plan:
             print_plan(run)
             return
-        start_ranks(run, run_dir)
-    except (ConfigError, RankFailed) as error:
-        print(plain_names(str(error)), file=sys.stderr, flush=True)
+        start_ranks(run, run_dir, command)
+        if HydraConfig.get().mode != RunMode.MULTIRUN:
+            _say(command.way_on(run_dir, run.train.steps), sys.stdout)
+    except (ConfigError, RankFailed, OSError) as error:
+        _say(plain_names(str(error)) if not isinstance(error, OSError) else f"the run could not be started: {error}")
         STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
+        if isinstance(error, RankFailed):
+            _say(command.way_on(run_dir, run.train.steps))
         if os.getpid() != MAIN_PROCESS:  # a launcher plugin runs jobs elsewhere and must hear of it
             raise
     except Interrupted as error:
-        print(f"{error}; what there is lies in {run_dir}", file=sys.stderr, flush=True)
+        _say(f"{error}; what there is lies in {run_dir}")
+        _say(command.way_on(run_dir, run.train.steps))
         # Not an Exception for Hydra to collect: it ends a sweep, too.
         raise SystemExit(128 + error.signum) from None
     finally:
+        remove_unused(run_dir)
         release(run_dir)
 
 
-def _checked_train(cfg: DictConfig, run_dir: str) -> None:
+def _say(text: str, stream: TextIO = sys.stderr) -> None:
+    if text:
+        print(text, file=stream, flush=True)
+
+
+def typed(cfg: DictConfig) -> Command:
+    """The command of this job, to be kept and to be said again."""
+    hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
+    if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
+        words = list(hydra_cfg.overrides.task)
+    start = torchrun_words(sys.argv[0]) if under_launcher() else ("python",)
+    program = sys.argv[0] if Path(sys.argv[0]).name == HERE.name else str(HERE)
+    parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
+    files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
+    return Command((*start, program), words, files, under_launcher())
+
+
+def _checked_train(cfg: DictConfig, run_dir: str, command: Command) -> None:
     """A rank that torchrun has started: what the launching process would have checked, then the program."""
     run = read_config(cfg)
     nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -223,8 +253,21 @@ def _checked_train(cfg: DictConfig, run_dir: str) -> None:
     os.environ["DEEPZERO_DEVICE"] = device
     if run.launch.threads_per_rank is not None:
         torch.set_num_threads(run.launch.threads_per_rank)
-    run = _begin(run, join(run, run_dir), int(os.environ["WORLD_SIZE"]), device, take=os.environ["RANK"] == "0")
-    train(run, run_dir)
+    first, started = os.environ["RANK"] == "0", time.time()
+    folder = join(run, run_dir)
+    try:
+        if first:
+            take(folder)
+        run = at_its_start(run, folder, int(os.environ["WORLD_SIZE"]))
+        preflight(run, int(os.environ["WORLD_SIZE"]), device)
+        train(run, run_dir, command)
+    except ConfigError:
+        if not has_begun(folder, started):
+            remove_unused()
+            release(folder)
+        raise
+    if first:
+        _say(command.way_on(folder, run.train.steps), sys.stdout)
 
 
 def read_config(cfg: DictConfig) -> RunConfig:
@@ -261,80 +304,36 @@ def settings_for_summary(cfg: DictConfig) -> dict[str, Any]:
         return settings_of(cfg)
 
 
-def start_ranks(run: RunConfig, run_dir: Path) -> None:
+def start_ranks(run: RunConfig, run_dir: Path, command: Command) -> None:
     """Check what can be checked, start the ranks on this machine, wait for them."""
     nproc = run.launch.nproc or default_nproc()
     device = choose_device(run, nproc)
-    run = _begin(run, run_dir, nproc, device)
+    take(run_dir)
+    run = at_its_start(run, run_dir, nproc)
+    preflight(run, nproc, device)
     threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
     environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
     started = time.time()
-    arguments, restarts = (run, str(run_dir)), run.launch.max_restarts
+    arguments, restarts = (run, str(run_dir), command), run.launch.max_restarts
     try:
         launch(str(HERE), "train", arguments, nproc=nproc, environment=environment, max_restarts=restarts)
     except (ConfigError, RankFailed, Interrupted) as error:
+        if isinstance(error, ConfigError) and not has_begun(run_dir, started):
+            raise
         if sys.stdout.isatty():
             print()  # below the bar
         headline = error.headline if isinstance(error, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
         write_report_or_tell(run_dir, print)
         if isinstance(error, RankFailed) and error.full:
-            (run_dir / ERROR).write_text(error.full, encoding="utf-8")
-            raise RankFailed(
-                error.headline, f"{error.frames}\nwhole traceback: {run_dir / ERROR}".lstrip("\n")
-            ) from None
+            where = write_error(run_dir, error.full)
+            raise RankFailed(error.headline, f"{error.frames}\n{where}".lstrip("\n")) from None
         raise
-
-
-def _begin(run: RunConfig, run_dir: Path, world_size: int, device: str, take: bool = True) -> RunConfig:
-    """Check what can be checked before ranks start; a run that goes on from a checkpoint keeps its global batch.
-
-    Args:
-        run: the settings.
-        run_dir: the run folder.
-        world_size: ranks.
-        device: theirs.
-        take: also take the folder; for one process only, which has it until it ends.
-    """
-    if take:
-        try:
-            acquire(run_dir)
-        except CheckpointError as error:
-            raise ConfigError(f"hydra.run.dir: {error}") from None
-    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
-    if path is not None:
-        manifest = manifest_of(path, run.train.steps)
-        run = dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
-    elif run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
-        raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
-    preflight(run, world_size, device)
-    return run
 
 
 def choose_device(run: RunConfig, nproc: int) -> str:
     """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine."""
     return launcher.choose_device(run.launch.device, nproc)
-
-
-def preflight(run: RunConfig, world_size: int, device: str) -> None:
-    """Raise what would fail on every rank, once and before any rank starts: batch, precision, optimizer, data."""
-    batch = resolve_batch(run.engine, world_size)
-    check_ranks(run.engine, world_size)
-    check_precision(run.engine.precision.dtype, torch.device(device))
-    check_profiler(run.profiler, run.train.steps, world_size)
-    check_library(run.model)
-    if run.engine.optimizer is None or run.engine.scheduler is None:
-        raise ConfigError("train.py needs an optimizer and a scheduler: choose them with optimizer=… and scheduler=…")
-    optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    check_elementwise(optimizer)
-    build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
-    corpus = load_corpus(run.data)
-    if corpus.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={run.model.vocab_size}: data={run.data.name} has {corpus.vocab_size} different tokens"
-        )
-    train_data, _ = sequences(run, corpus)
-    GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -343,6 +342,7 @@ def compose(overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: as there.
     """
+    check_words(overrides, CONFIGS)
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
@@ -359,9 +359,9 @@ def print_plan(run: RunConfig) -> None:
 
 
 def valid_keys() -> list[str]:
-    """Every key of the default config, dotted, and every group."""
+    """Every key of the default config, dotted, Hydra's own included, and every group."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        settings = OmegaConf.to_container(hydra.compose("train"), resolve=False)
+        settings = OmegaConf.to_container(hydra.compose("train", return_hydra_config=True), resolve=False)
     groups = [path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir()]
     return list(dict.fromkeys([*dotted(settings), *groups]))  # type: ignore[arg-type]
 

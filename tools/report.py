@@ -1,6 +1,7 @@
 """``report.html`` of a run, anew; or several runs on one page: ``python -m tools.report RUN_FOLDER …``.
 
-One run folder: its ``report.html``. Several, or the folder of a sweep: ``comparison.html`` in the folder above them.
+One run folder: its ``report.html``. Several, or the folder of a sweep: ``comparison.html`` in the folder above them,
+and a table on the terminal, with which a sweep ends as well.
 ``docs/report.md`` says what stands in both.
 """
 
@@ -12,8 +13,8 @@ import sys
 from pathlib import Path
 
 from deepzero.monitor.files import put
-from deepzero.monitor.report.compare import comparison
-from deepzero.monitor.report.reading import is_run, read_run
+from deepzero.monitor.report.compare import comparison, runs_in, text_table
+from deepzero.monitor.report.reading import read_run
 from deepzero.monitor.report.sections import report
 
 COMPARISON = "comparison.html"
@@ -42,16 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"report: {error}; choose another place with --out", file=sys.stderr)
         return 1
+    if len(folders) > 1:
+        print(text_table(folders))
     print(f"{out}: {len(folders)} run{'s' * (len(folders) > 1)}, {len(page.encode())} bytes")
     return 0
-
-
-def runs_in(folder: Path) -> list[Path]:
-    """The folder itself, or the runs right below it: those of a sweep, in the order of their numbers."""
-    if is_run(folder):
-        return [folder]
-    below = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
-    return sorted(below, key=lambda path: (int(path.name) if path.name.isdigit() else sys.maxsize, path.name))
 
 
 if __name__ == "__main__":

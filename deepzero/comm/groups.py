@@ -101,7 +101,8 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
     if world_size % ranks_per_node:
         raise ConfigError(
             f"comm.ranks_per_node={ranks_per_node}: does not divide the {world_size} ranks of this run; nodes have "
-            f"{divisors_text(world_size)} ranks"
+            f"{divisors_text(world_size)} ranks (zeropp=all and zeropp=hpz begin with 2: set comm.ranks_per_node and "
+            "zero.zero_hpz_partition_size)"
         )
     return Nodes(world_size, ranks_per_node)
 

@@ -11,7 +11,7 @@ lost its peer. A user wants the first error, not the three that follow from it. 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
 does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
 rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
-SIGTERM says so with :func:`deepzero.comm.stop_request.on_stop_request`.
+SIGTERM and Ctrl-C says so with :func:`deepzero.comm.stop_request.on_stop_request`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.comm.ending import finish, finish_within
-from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, registered
+from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
 from deepzero.comm.threads import start_thread
 from deepzero.config.parse import ConfigError
 
@@ -121,8 +121,8 @@ def root_cause(reports: Iterable[Report]) -> Report | None:
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
-    Where the program has called :func:`~deepzero.comm.stop_request.on_stop_request`, the first SIGTERM is passed on to
-    it, and ends the process only when the grace is over.
+    Where the program has called :func:`~deepzero.comm.stop_request.on_stop_request`, the first SIGTERM or SIGINT is
+    passed on to it, and ends the process only when the grace is over.
 
     Args:
         parent: process number of the launcher; None: do not watch it.
@@ -145,20 +145,21 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
         while True:
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
-            if number == signal.SIGTERM and asked is None and (asked := registered()) is not None:
+            asks = number in (signal.SIGTERM, signal.SIGINT)
+            if asks and asked is None and (asked := registered()) is not None:
                 asked_at = time.monotonic()
                 try:
-                    asked.callback()
+                    ask(asked, number)
                 except Exception:  # and the program knows nothing of the request
                     traceback.print_exc()
-                    _leave(128 + signal.SIGTERM, "stopped by SIGTERM; its callback failed", on_stop)
-            elif number == signal.SIGTERM and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
+                    _leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
+            elif asks and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
                 continue
             elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
             elif asked is not None and time.monotonic() >= asked_at + asked.grace_seconds:
                 late = f"it had not left {asked.grace_seconds:g} s later"
-                _leave(128 + signal.SIGTERM, f"stopped by SIGTERM; {late}", on_stop)
+                _leave(128 + stop_signal(), f"stopped by {stop_signal().name}; {late}", on_stop)
             elif not ready and parent is not None and os.getppid() != parent:
                 _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 

@@ -95,7 +95,8 @@ class CommConfig:
         ranks = self.ranks_per_node
         require(ranks is None or ranks >= 1, "comm.ranks_per_node", ranks, "must be at least 1")
         for name in ("timeout_seconds", "save_timeout_seconds"):
-            require(getattr(self, name) > 0, f"comm.{name}", getattr(self, name), "must be positive")
+            seconds = getattr(self, name)
+            require(0 < seconds <= 1e9, f"comm.{name}", seconds, "must be positive, and at most 1e9: thirty years")
 
 
 @dataclass(frozen=True)

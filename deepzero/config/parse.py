@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -139,13 +140,15 @@ def _scalar(kind: Any, value: Any, path: str) -> Any:
     if kind in (int, float):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"{path}={value!r} must be {'an integer' if kind is int else 'a number'}") from None
+        require(math.isfinite(number), path, value, f"must be {'an integer' if kind is int else 'a finite number'}")
         if kind is float:
             return number
-        if number != number or number in (float("inf"), float("-inf")) or number != int(number):
-            raise ConfigError(f"{path}={value!r} must be an integer")
-        return int(value) if isinstance(value, int) else int(number)
+        require(number == int(number), path, value, "must be an integer")
+        whole = int(value) if isinstance(value, int) else int(number)
+        require(abs(whole) < 1 << 63, path, value, "is too large for any size or count: it must fit into 64 bits")
+        return whole
     if kind is str:
         if isinstance(value, str):
             return value

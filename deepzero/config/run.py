@@ -70,7 +70,11 @@ class ModelConfig:
     activation_checkpointing: bool = False
     """Keep only each block's input and compute the block again in the backward pass."""
 
+    adam_lr: float = 2e-3
+    """Adam's learning rate for this shape; ``configs/optimizer/`` starts from it, and ``optimizer.lr`` sets another."""
+
     def __post_init__(self) -> None:
+        require(self.adam_lr > 0, "model.adam_lr", self.adam_lr, "must be positive")
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
         require(self.n_embd % self.n_head == 0, "model.n_head", self.n_head, f"must divide model.n_embd={self.n_embd}")
@@ -163,7 +167,7 @@ class TrainConfig:
     """Below 1 the sample is more careful, above 1 wilder."""
 
     save_every: int = 100
-    """Save a checkpoint after every so many steps, after the last, and on SIGTERM; 0: never."""
+    """Save a checkpoint after every so many steps, after the last, on SIGTERM and on Ctrl-C; 0: never."""
 
     save_async: bool = True
     """Write checkpoints in the background; the step waits only until a copy was taken in memory."""
@@ -347,7 +351,8 @@ class RunConfig:
             elif key in own:
                 rest[key] = value
             else:
-                raise unknown_key(key, (*readers, *scalars, *own), "")
+                # The last three are groups that set keys of others.
+                raise unknown_key(key, (*readers, *scalars, *own, "experiment", "offload", "zeropp"), "")
         return build(cls, {"engine": build(EngineConfig, engine), **rest})
 
 

@@ -33,6 +33,8 @@ from deepzero.config.parse import ConfigError
 Indices = npt.NDArray[np.int64]
 
 ROUNDS = 6
+MOST_SEQUENCES = 100_000_000
+"""In a global batch. Every rank draws the numbers of all of them; so many take 0.8 GB."""
 _MASK = (1 << 64) - 1
 
 
@@ -58,6 +60,8 @@ class GlobalBatchSampler:
             raise ConfigError(f"a sampler needs at least one sequence, got {num_sequences}")
         if global_batch < 1:
             raise ConfigError(f"train_batch_size={global_batch} must be at least 1")
+        if global_batch > MOST_SEQUENCES:
+            raise ConfigError(f"train_batch_size={global_batch} must be at most {MOST_SEQUENCES:,} sequences")
         self._first_step = self._first_position = 0
         self.num_sequences = num_sequences
         self.global_batch = global_batch

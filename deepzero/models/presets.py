@@ -18,8 +18,11 @@ loss, all else equal: rope 1.96 against learned positions 2.41 after 150 steps (
 
 ``L`` blocks · ``C`` width · ``H`` heads · ``T`` tokens per sequence · ``V`` vocabulary.
 
+``adam_lr`` is the rate with which a model of that size was published; that of nano, where a run is short and a batch
+has 3,072 tokens, makes larger ones diverge.
+
 Sources: Radford et al. 2019, table 2; Brown et al. 2020, table 2.1 (its 24 heads of 128 for XL do not make 2048: 16
-do); Touvron et al. 2023, table 2; Chowdhery et al. 2022, section 2 (PaLM).
+do); Touvron et al. 2023, table 2; Chowdhery et al. 2022, section 2 (PaLM); Smith et al. 2022, section 3 (MT-NLG).
 """
 
 from __future__ import annotations
@@ -28,9 +31,15 @@ from deepzero.config.run import ModelConfig
 
 PRESETS: dict[str, ModelConfig] = {
     "nano": ModelConfig(name="nano", n_head=2, position="rope", activation="swiglu", bias=False),
-    "gpt2_124m": ModelConfig(name="gpt2_124m", vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768),
-    "gpt2_350m": ModelConfig(name="gpt2_350m", vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=1024),
-    "gpt2_1_3b": ModelConfig(name="gpt2_1_3b", vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=2048),
+    "gpt2_124m": ModelConfig(
+        name="gpt2_124m", vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768, adam_lr=6e-4
+    ),
+    "gpt2_350m": ModelConfig(
+        name="gpt2_350m", vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=1024, adam_lr=3e-4
+    ),
+    "gpt2_1_3b": ModelConfig(
+        name="gpt2_1_3b", vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=2048, adam_lr=2e-4
+    ),
     "llama_7b": ModelConfig(
         name="llama_7b",
         vocab_size=32000,
@@ -44,6 +53,7 @@ PRESETS: dict[str, ModelConfig] = {
         activation="swiglu",
         bias=False,
         tied=False,
+        adam_lr=3e-4,
     ),
     "gpt3_175b": ModelConfig(
         name="gpt3_175b",
@@ -53,6 +63,7 @@ PRESETS: dict[str, ModelConfig] = {
         n_head=96,
         n_embd=12288,
         activation_checkpointing=True,
+        adam_lr=6e-5,
     ),
     "gpt_1t": ModelConfig(
         name="gpt_1t",
@@ -62,6 +73,7 @@ PRESETS: dict[str, ModelConfig] = {
         n_head=160,
         n_embd=25600,
         activation_checkpointing=True,
+        adam_lr=5e-5,
     ),
     "hf": ModelConfig(name="gpt2", library="hf"),
 }

@@ -6,6 +6,8 @@
   entry's other fields (``skipped``, the error in the summary) say why.
 - **Always whole.** Each line of ``metrics.jsonl`` is handed to the system at once; ``summary.json`` is written beside
   its place, flushed and moved there, so a reader sees the old one or the new one, after a power cut, too.
+- **Never what a run ends by.** A disk that is full or gone is said once; training goes on, and lines are written again
+  as soon as there is room (:meth:`deepzero.monitor.monitor.Monitor.step`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -101,16 +104,25 @@ class MetricsFile:
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close: every line is on disk, and the summary has a file of its own."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                os.close(file)
+            except OSError as error:  # some file systems say only now that there was no room
+                print(f"{self._path}: {error}", file=sys.stderr, flush=True)
 
     def _write(self, entry: Mapping[str, Any]) -> None:
         if self._file is None:
             raise ValueError(f"{self._path}: an entry after the end of the run")
         line = (to_json(entry) + "\n").encode("utf-8")
-        while line:  # a disk that is almost full takes a part, and raises at the next
-            line = line[os.write(self._file, line) :]
+        written = 0
+        try:
+            while written < len(line):  # a disk that is almost full takes a part, and raises at the next
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            if written:  # the next line must not begin in the middle of this one
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -148,19 +160,34 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     put(path, to_json(value) + "\n")
 
 
+def write_error(run_dir: Path, traceback: str) -> str:
+    """Keep the whole traceback; returns where it is, or, where it cannot be written, what it is."""
+    try:
+        (run_dir / ERROR).write_text(traceback, encoding="utf-8")
+    except OSError as error:
+        return f"{error}; so the whole traceback stands here:\n{traceback}"
+    return f"whole traceback: {run_dir / ERROR}"
+
+
 def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
     """A run that did not finish: why, and how far it came as ``metrics.jsonl`` tells. A finished run's is left alone.
 
     It needs nothing but files, so that whoever is left can write it: the launcher when a rank was killed, a rank when
-    the launcher is torchrun.
+    the launcher is torchrun. A disk that does not take it is said on stderr.
     """
-    path = run_dir / SUMMARY
-    if path.exists() and json.loads(path.read_text(encoding="utf-8")).get("status") == "finished":
-        return
+    try:
+        path = run_dir / SUMMARY
+        if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") != "finished":
+            write_summary(run_dir, _failed_summary(run_dir, reason, config, wall_seconds))
+    except OSError as error:
+        print(f"{SUMMARY}: {error}", file=sys.stderr, flush=True)
+
+
+def _failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> dict[str, Any]:
     entries = read_metrics(run_dir)
     steps = [entry for entry in entries if "loss" in entry]
     validations = [entry for entry in entries if "val_loss" in entry]
-    summary = {
+    return {
         "status": "failed",
         "error": reason,
         "steps": steps[-1]["step"] if steps else 0,
@@ -171,4 +198,3 @@ def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], 
         "environment": environment(),
         "config": config,
     }
-    write_summary(run_dir, summary)

@@ -11,12 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepzero.comm.ending import before_the_end
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor.background import Sink, finish_all
-from deepzero.monitor.files import SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
+from deepzero.monitor.files import METRICS, SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
 from deepzero.monitor.loggers import make_loggers
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
@@ -56,6 +56,8 @@ class Monitor:
     """The last step's entry."""
     first_step: int = 0
     """Steps that were taken before this start of the run."""
+    left_out: int = 0
+    """Entries that ``metrics.jsonl`` could not take."""
 
     def line(self, text: str) -> None:
         """Tell the person at the terminal."""
@@ -78,8 +80,7 @@ class Monitor:
             "step_seconds": seconds,
             **rates(work.tokens_per_step, seconds, work.flops_per_token, work.world_size, work.peak_flops),
         }
-        for sink in self.sinks:
-            sink.step(self.last)
+        self._pass_on("step", self.last)
 
     def validation(self, step: int, loss: float) -> None:
         """A validation after ``step`` optimizer steps is over; ``loss`` in nats per token."""
@@ -87,8 +88,17 @@ class Monitor:
         per_token = self.workload.bytes_per_token
         bits = None if per_token is None else loss / math.log(2) / per_token
         entry = {"step": step, "val_loss": loss, "val_bits_per_byte": bits, "tokens_seen": self.tokens_seen}
+        self._pass_on("validation", entry)
+
+    def _pass_on(self, verb: Literal["step", "validation"], entry: Mapping[str, Any]) -> None:
+        """To every sink. One that cannot write is said once and tried again with the next entry."""
         for sink in self.sinks:
-            sink.validation(entry)
+            try:
+                getattr(sink, verb)(entry)
+            except OSError as error:
+                if not self.left_out:
+                    self.line(f"{error}; training goes on, and what cannot be written is left out")
+                self.left_out += 1
 
     def go_on(self, first_step: int, tokens_seen: int, earlier: Sequence[Mapping[str, Any]]) -> None:
         """This run continues one that took ``first_step`` steps, whose entries are ``earlier``."""
@@ -116,6 +126,9 @@ class Monitor:
     def _close(self, summary: Mapping[str, Any]) -> None:
         sinks, self.sinks = self.sinks, []
         finish_all(sinks, summary)
+        if self.left_out:
+            self.line(f"{METRICS}: {self.left_out} entries could not be written")
+            self.left_out = 0
 
     @property
     def trained(self) -> bool:
@@ -143,7 +156,10 @@ class Monitor:
             **facts,
         }
         if self.sinks:
-            write_summary(self.run_dir, summary)
+            try:
+                write_summary(self.run_dir, summary)
+            except OSError as error:  # the checkpoints are saved, and the same numbers follow on the terminal
+                self.line(f"{SUMMARY}: {error}")
             write_report_or_tell(self.run_dir, self.line)  # before W&B closes, which takes it along
         self._close(summary)
         if self.terminal is not None:

@@ -7,7 +7,8 @@ later steps; a run that replaces another one hides all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
+        threading.excepthook = _without_its_traceback(threading.excepthook)
         purge = first_step + 1 if first_step else 0
         # A rank that is killed does not close its writer, and somebody may be looking: on disk after a second.
         self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge, flush_secs=1)
@@ -67,6 +69,16 @@ class TensorBoard:
         if summary.get("status") == "finished":
             self._file.add_summary(self._end)
         self._writer.close()
+
+
+def _without_its_traceback(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[..., Any]:
+    """A full disk ends the writer's own thread. The next entry says so here, in a line; so the thread need not."""
+
+    def said_later(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            hook(args)
+
+    return said_later
 
 
 def _verbatim(text: str) -> str:

@@ -1,10 +1,15 @@
-"""The run as a person sees it: a bar on a terminal, plain lines anywhere else, a table at the end."""
+"""The run as a person sees it: a bar on a terminal, plain lines anywhere else, a table at the end.
+
+Where standard output goes to a disk that is full, or to a program that has ended, that is said once on standard error,
+and training goes on.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
 
@@ -23,16 +28,19 @@ class Terminal:
         self._log_every = log_every
         self._width = len(str(total_steps))
         self._bar: Any = None
+        self._lost = False
+        """Standard output has failed, and it was said."""
         if isinstance(self._stream, io.TextIOWrapper):
             # A sample may hold characters that this stream's encoding has not; that must not end a run.
             self._stream.reconfigure(errors="replace")
 
     def line(self, text: str) -> None:
         """Print ``text`` without disturbing the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=self._stream)
-        else:
-            print(text, file=self._stream, flush=True)
+        with self._said_once():
+            if self._bar is not None:
+                self._bar.write(text, file=self._stream)
+            else:
+                print(text, file=self._stream, flush=True)
 
     def step(self, entry: Mapping[str, Any]) -> None:
         """Move the bar, or print a line."""
@@ -43,8 +51,9 @@ class Terminal:
                 total=self._total, initial=entry["step"] - 1, file=self._stream, unit="step", dynamic_ncols=True
             )
         if self._bar is not None:
-            self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
-            self._bar.update(1)
+            with self._said_once():
+                self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
+                self._bar.update(1)
             if entry["skipped"]:
                 self.line(f"step {entry['step']}: overflow, skipped; loss scale was {entry['loss_scale']:g}")
         elif entry["step"] % self._log_every == 0 or entry["step"] == self._total or entry["skipped"]:
@@ -59,8 +68,19 @@ class Terminal:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Leave the bar as it stands."""
         if self._bar is not None:
-            self._bar.close()
+            with self._said_once():
+                self._bar.close()
             self._bar = None
+
+    @contextlib.contextmanager
+    def _said_once(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._lost:
+                self._lost = True
+                with contextlib.suppress(OSError):  # both may go to one file
+                    print(f"standard output: {error}; training goes on without it", file=sys.stderr, flush=True)
 
 
 def _step_text(entry: Mapping[str, Any], short: bool) -> str:
@@ -143,12 +163,15 @@ def ledger_table(report: Mapping[str, Any]) -> str:
     between = [sum(pair[side].get("between_node_bytes", 0) for pair in crossing) for side in (0, 1)]
     if any(between):
         sent.append(("of these, between nodes", between[0], between[1], ""))
-    sections = [_section("held by one rank", memory), _section("sent by one rank in one step", sent)]
+    sections = [
+        _section("held by one rank after a backward pass", memory),
+        _section("sent by one rank in one step", sent),
+    ]
     return "\n".join(line for section in sections for line in section)
 
 
 def _section(title: str, rows: list[tuple[str, float | None, float, str]]) -> list[str]:
-    width = max([28, *(len(row[0]) for row in rows)])
+    width = max([36, *(len(row[0]) for row in rows)])
     lines = [f"{title:<{width + 2}}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
     for name, predicted, measured, note in rows:
         ratio = f"{measured / predicted:.4f}" if predicted else ("inf" if measured and predicted == 0 else "-")

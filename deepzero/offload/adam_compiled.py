@@ -32,7 +32,7 @@ def why_not(name: str) -> str:
     if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
         return "Numba is switched off by NUMBA_DISABLE_JIT"
     try:
-        return "" if find_spec("numba") is not None else "no Numba (pip install numba)"
+        return "" if find_spec("numba") is not None else "no Numba (pip install 'deepzero[numba]')"
     except ValueError as error:  # something else stands under its name
         return f"no Numba ({error})"
 

@@ -66,6 +66,12 @@ def _oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> lis
             f"{name}={size} does not divide the {nodes.per_node} ranks of a node: some of its groups lie on two nodes, "
             "and gathers inside a group leave the node"
         )
-    if name == "zero_hpz_partition_size" and size == nodes.world_size:
+    if nodes.count == 1 and (size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights):
+        lines.append(
+            f"all {nodes.world_size} ranks are one node, between which ZeRO++ has nothing to save: start ranks on more "
+            f"nodes, or pretend some, with comm.ranks_per_node=R and zero.zero_hpz_partition_size=R for an R below "
+            f"{nodes.world_size} that divides it"
+        )
+    elif name == "zero_hpz_partition_size" and size == nodes.world_size:
         lines.append(f"{name}={size} is all ranks: the second partition is the first once more, and saves nothing")
     return lines

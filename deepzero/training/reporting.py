@@ -18,6 +18,7 @@ from deepzero.monitor.environment import environment
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.throughput import peak_flops
 from deepzero.runtime.engine import Engine
+from deepzero.training.run_folder import cannot_write
 
 
 def build_monitor(run: RunConfig, run_dir: Path, engine: Engine, model: GPT | HFModel, corpus: Corpus) -> Monitor:
@@ -35,7 +36,10 @@ def build_monitor(run: RunConfig, run_dir: Path, engine: Engine, model: GPT | HF
     if engine.global_rank != 0:
         return Monitor(workload, run_dir)
     settings, done, seen = dataclasses.asdict(run), engine.global_steps, engine.global_samples * run.model.block_size
-    monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, log_every=run.train.log_every)
+    try:
+        monitor = make_monitor(workload, run.logger, run_dir, settings, done, seen, log_every=run.train.log_every)
+    except OSError as error:
+        raise cannot_write(run_dir, error) from None
     monitor.line(f"data   {corpus.description}")
     shape = f"{engine.model_numel:,} parameters, sequences of {run.model.block_size} tokens"
     monitor.line(f"model  {run.model.name}: {shape}")

@@ -1,26 +1,123 @@
-"""Where a run begins, is saved and is left: meeting the other ranks in one folder, checkpoints, the request to stop."""
+"""Where a run begins, is saved and is left: its folder, meeting the other ranks, checkpoints, the request to stop.
+
+**A command that is refused leaves no folder.** Hydra makes the run folder before anybody has looked at the settings. So
+a callback of Hydra's (:class:`FoldersBefore`, in ``configs/train.yaml``) notes beforehand which folder is there, and
+:func:`remove_unused` takes away what came below it and stayed empty. Files come when the run begins: Hydra's record
+too (:meth:`deepzero.training.command.Command.keep`), which Hydra itself would write at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import signal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.checkpoint.folder import latest_tag, point_latest
+from deepzero.checkpoint.folder import LOCK, acquire, latest_tag, point_latest
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.resume import CHECKPOINTS, find_start, tag_of, way_out
+from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import elastic, process_group
 from deepzero.comm.rank_process import leave
+from deepzero.comm.stop_request import stop_signal
 from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
 from deepzero.data.sampler import GlobalBatchSampler
-from deepzero.monitor.files import clear
+from deepzero.monitor.files import METRICS, clear
 from deepzero.monitor.monitor import Monitor
 from deepzero.runtime.engine import Engine
+from deepzero.training.command import Command
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
+_EMPTY = {LOCK, "multirun.yaml"}
+"""What lies in a folder in which no run has begun: the lock, and what Hydra writes of a sweep."""
+_noted: tuple[Path, Path, bool] | None = None
+"""The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
+
+
+class FoldersBefore:
+    """Hydra's callback: which folder was there before Hydra made any."""
+
+    def on_run_start(self, config: Any, **_: Any) -> None:
+        """Before the folder of a run."""
+        _note(Path(config.hydra.run.dir).resolve(), False)
+
+    def on_multirun_start(self, config: Any, **_: Any) -> None:
+        """Before the folder of a sweep."""
+        _note(Path(config.hydra.sweep.dir).resolve(), True)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda **_: None  # other events say nothing of folders
+
+
+def _note(path: Path, sweep: bool) -> None:
+    global _noted
+    _noted = path, next(folder for folder in (path, *path.parents) if folder.exists()), sweep
+
+
+def sweep_folder() -> Path | None:
+    """The folder of the sweep that this process has begun; None: of no sweep."""
+    return _noted[0] if _noted is not None and _noted[2] else None
+
+
+def remove_unused(run_dir: Path | None = None) -> None:
+    """Remove a folder that Hydra has made and no run has begun in, and those above it as far as Hydra has made them.
+
+    Args:
+        run_dir: of one run of a sweep; None: the folder of the run or of the whole sweep.
+    """
+    if _noted is None:
+        return
+    folder, stays = (run_dir or _noted[0]).resolve(), _noted[1]
+    with contextlib.suppress(OSError):  # what holds something stays
+        if stays in folder.parents and {path.name for path in folder.iterdir()} <= _EMPTY:
+            for path in list(folder.iterdir()):
+                path.unlink()
+        while stays in folder.parents:
+            folder.rmdir()
+            folder = folder.parent
+
+
+def take(run_dir: Path) -> None:
+    """Take the right to write in the run folder, for one process, which has it until it ends.
+
+    Raises:
+        ConfigError: another run has it, or nothing can be written there.
+    """
+    try:
+        acquire(run_dir)
+    except CheckpointError as error:
+        raise ConfigError(f"hydra.run.dir: {error}") from None
+    except OSError as error:
+        raise cannot_write(run_dir, error) from None
+
+
+def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
+    """The run as it begins: one that goes on from a checkpoint keeps its global batch, on any number of ranks.
+
+    Raises:
+        ConfigError: there is nothing to begin with where the settings say.
+    """
+    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
+    if path is not None:
+        manifest = manifest_of(path, run.train.steps)
+        return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
+    if run.train.init_from is not None and not Path(run.train.init_from).expanduser().exists():
+        raise ConfigError(f"train.init_from={run.train.init_from}: no such file or folder")
+    return run
+
+
+def cannot_write(run_dir: Path, error: OSError) -> ConfigError:
+    """What to say of a folder that cannot be made or written to when the run begins."""
+    where, choose = error.filename or run_dir, "another hydra.run.dir (hydra.sweep.dir of a sweep)"
+    return ConfigError(f"cannot write {where}: {error.strerror}; make room there, or choose {choose}")
+
+
+def has_begun(run_dir: Path, since: float) -> bool:
+    """Whether ranks that were started at ``since`` (``time.time()``) have begun to write there."""
+    return (run_dir / METRICS).exists() and (run_dir / METRICS).stat().st_mtime >= since
 
 
 def join(run: RunConfig, run_dir_name: str) -> Path:
@@ -33,7 +130,7 @@ def join(run: RunConfig, run_dir_name: str) -> Path:
     return run_dir
 
 
-def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBatchSampler) -> int:
+def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBatchSampler, command: Command) -> int:
     """Load what the run begins with, if anything; returns how many steps have been taken already."""
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
     try:
@@ -51,7 +148,11 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
         own = path is not None and path.parent == run_dir / CHECKPOINTS and not path.name.startswith(".")
         if path is not None and own and path.name != latest_tag(path.parent):
             point_latest(path)  # the run goes back to it, and restarts follow
-        when = clear(run_dir, going_on=engine.global_steps > 0)
+        try:
+            when = clear(run_dir, going_on=engine.global_steps > 0)
+            command.keep(run_dir)
+        except OSError as error:
+            raise cannot_write(run_dir, error) from None
         if when is not None and path is None and elastic.restart_count() == 0:
             print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return engine.global_steps
@@ -75,10 +176,13 @@ def save_if_due(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBa
         )
 
 
-def stop(run: RunConfig, engine: Engine, monitor: Monitor) -> NoReturn:
+def stop(run: RunConfig, run_dir: Path, engine: Engine, monitor: Monitor, command: Command) -> NoReturn:
     """Leave in order: every rank is here, and the checkpoint is on the disk."""
     engine.wait_for_checkpoint()
-    monitor.line(f"stopped by SIGTERM after step {engine.global_steps}; saved, and the same command goes on")
-    monitor.stopped("stopped by SIGTERM", dataclasses.asdict(run))  # under torchrun nobody else will say it
+    number = stop_signal()
+    monitor.line(f"stopped after step {engine.global_steps}; saved")
+    if command.by_torchrun:  # nobody else will say it
+        monitor.line(command.way_on(run_dir, run.train.steps))
+    monitor.stopped(f"stopped by {number.name}", dataclasses.asdict(run))
     engine.barrier()
-    leave(128 + signal.SIGTERM)
+    leave(128 + number)

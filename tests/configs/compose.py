@@ -28,6 +28,7 @@ def run_config(*overrides: str) -> RunConfig:
 def complaint(*overrides: str, ranks: int = 2) -> str:
     """What the user reads when ``overrides`` cannot be used; "" when they can."""
     try:
+        train.check_words(overrides, train.CONFIGS)
         run = run_config(*overrides)
         train.preflight(run, ranks, train.choose_device(run, ranks))
     except (HydraException, OmegaConfBaseException, ConfigError) as error:

@@ -129,6 +129,26 @@ def test_model_files_are_the_presets() -> None:
         assert run_config(f"model={name}").model == preset
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rate"),
+    [
+        ([], 2e-3),
+        (["model=gpt2_124m"], 6e-4),
+        (["model=gpt2_124m", "optimizer=cpu_adam"], 6e-4),
+        (["model=gpt2_1_3b", "optimizer.lr=1e-4"], 1e-4),
+        (["model=gpt2_124m", "optimizer=sgd"], 0.1),
+        (["experiment=gpt2_1_3b", "data.path=/some/path"], 2e-4),
+        (["experiment=smoke"], 2e-3),
+    ],
+)
+def test_each_model_has_its_learning_rate(overrides: list[str], rate: float) -> None:
+    composed = settings(*overrides)
+    assert composed["optimizer"]["lr"] == rate
+    optimizer = run_config(*overrides).engine.optimizer
+    assert optimizer is not None
+    assert optimizer.params["lr"] == rate
+
+
 def test_schedules_follow_the_length_of_the_run() -> None:
     assert settings("train.steps=77")["scheduler"]["total_steps"] == 77
 

@@ -37,8 +37,13 @@ addEventListener("load", () => {
   const charts = [...document.querySelectorAll("svg.chart")].map(e => ({
     name: e.getAttribute("aria-labelledby").split("-t ")[0], width: box(e).width, height: box(e).height,
     letters: Math.min(...[...e.querySelectorAll("text")].map(t => box(t).height)), x: box(e).x}));
+  const folded = [...document.querySelectorAll("details:not([open])")];
+  folded.forEach(e => e.open = true);
+  const cut = [...document.querySelectorAll(".table")].filter(e => e.scrollWidth > e.clientWidth + 1)
+    .map(e => e.textContent.slice(0, 60));
+  folded.forEach(e => e.open = false);
   const style = getComputedStyle(document.body);
-  parent.postMessage(JSON.stringify({width: innerWidth, scroll: root.scrollWidth, charts, loaded, outside,
+  parent.postMessage(JSON.stringify({width: innerWidth, scroll: root.scrollWidth, charts, loaded, outside, cut,
     paper: style.backgroundColor, ink: style.color}), "*");
 });
 </script>"""

@@ -56,7 +56,7 @@ class Command:
         for name in ("PYTHONPATH", "WANDB_MODE", "WANDB_API_KEY"):
             env.pop(name, None)  # train.py has to find its package by itself, and nobody is logged in
         self.process = subprocess.Popen(
-            arguments,
+            last_of_each_key(arguments),
             cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -106,6 +106,15 @@ class Command:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def last_of_each_key(arguments: list[str]) -> list[str]:
+    """Of overrides for one key the last: tests add theirs to others', and train.py refuses a key that comes twice."""
+    if TRAIN not in arguments:
+        return arguments
+    at = arguments.index(TRAIN) + 1
+    last = {word.partition("=")[0].lstrip("+"): word for word in arguments[at:]}
+    return [*arguments[:at], *last.values()]
 
 
 @contextlib.contextmanager

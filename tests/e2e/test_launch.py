@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -120,25 +121,37 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_training(tiny: list[str], tmp_path: Path) -> None:
-    arguments = [sys.executable, runs.TRAIN, *tiny, "train.steps=100000", "train.eval_every=0", "hydra.run.dir=run"]
-    metrics = tmp_path / "run" / "metrics.jsonl"
+def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny: list[str], tmp_path: Path) -> None:
+    elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "my (first) run"
+    elsewhere.mkdir()
+    more = ["train.steps=120", "train.eval_every=0", "train.log_every=40", f"hydra.run.dir='{run_dir}'"]
+    arguments = [sys.executable, runs.TRAIN, *tiny, *more, "optimizer.betas=[0.9, 0.95]"]
+    metrics = run_dir / "metrics.jsonl"
     with runs.started(arguments, tmp_path) as command:
         runs.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 1000, "the first steps")
         os.killpg(command.process.pid, signal.SIGINT)
-        done = command.wait(30)
+        done = command.wait(40)
         assert command.processes() == {}
     assert done.status == 130
-    assert done.err.startswith("stopped by SIGINT")
-    assert done.err.count("\n") == 1
-    steps, _ = runs.entries(tmp_path / "run")
-    summary = runs.summary(tmp_path / "run")
-    assert summary["status"] == "failed"
-    assert summary["error"] == "stopped by SIGINT"
-    assert summary["steps"] == steps[-1]["step"] >= 2
-    assert summary["config"]["train"]["steps"] == 100000
-    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    step, summary = runs.steps_taken(run_dir), runs.summary(run_dir)
+    assert 2 <= step < 120
+    stopped, way_on = done.err.splitlines()
+    assert stopped == f"stopped by SIGINT; what there is lies in {run_dir}"
+    assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "stopped by SIGINT", step)
+    report = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "The run did not finish: stopped by SIGINT." in report
+    said, again = way_on.split("; to go on: ")
+    assert said == f"saved after step {step}"
+    again = again.replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+    with runs.started(["bash", "-c", f"exec {again}"], elsewhere) as command:  # to the letter, and from anywhere
+        done = command.wait()
+        assert command.processes() == {}
+    assert (done.status, done.err) == (0, "")
+    assert f"going on after step {step}" in done.out
+    assert done.out.splitlines()[-1].startswith("saved after step 120; to go on to more steps: python ")
+    assert " train.steps=240 " in done.out.splitlines()[-1]
+    assert [entry["step"] for entry in runs.entries(run_dir)[0]] == list(range(1, 121))
+    assert list(elsewhere.iterdir()) == []
 
 
 def free_port() -> int:

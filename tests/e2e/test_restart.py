@@ -62,8 +62,16 @@ def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_
     assert lines(attempts) == ["0"]
 
 
-@pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launched_by", "number"),
+    [
+        ("launcher", signal.SIGINT),
+        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by: str, number: signal.Signals, tmp_path: Path) -> None:
     # As under nohup, which torchrun does not heed.
     nohup = ["sh", "-c", 'trap "" HUP; exec "$0" "$@"', sys.executable]
     start = TORCHRUN if launched_by == "torchrun" else nohup
@@ -73,18 +81,18 @@ def test_sigterm_lets_ranks_leave_in_order(launched_by: str, tmp_path: Path) -> 
             os.kill(command.process.pid, signal.SIGHUP)
             time.sleep(0.5)
             assert len(command.ranks()) == 2
-        os.kill(command.process.pid, signal.SIGTERM)
+        os.kill(command.process.pid, number)
         done = command.wait(40)
         assert command.processes() == {}
     assert len(list(tmp_path.glob("left*"))) == 2
     if launched_by == "launcher":
-        assert (done.out, done.err) == ("interrupted by 15\n", "")
+        assert (done.out, done.err) == (f"interrupted by {number.value}\n", "")
 
 
 @pytest.mark.parametrize(
     ("how", "signals", "said"),
     [
-        pytest.param("stubborn", [signal.SIGINT, signal.SIGINT], 2, marks=pytest.mark.exhaustive),
+        ("stubborn", [signal.SIGINT, signal.SIGINT], 2),  # Ctrl-C twice takes no account of the request
         pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
     ],
 )

@@ -27,10 +27,8 @@ def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
-    """Every file but what Hydra writes before train.py is asked, and the locks' texts."""
-    files = [
-        path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock" and ".hydra" not in path.parts
-    ]
+    """Every file, but not the locks' texts."""
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path): path.read_bytes() for path in files}
 
 
@@ -173,3 +171,37 @@ def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
     assert steps[0]["loss"] < earlier[0]["loss"]
     assert steps[0]["lr"] == earlier[0]["lr"]
     assert runs.summary(tmp_path / "run")["resumed_from_step"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made"),
+    [
+        (["hydra.run.dir=kept/a/b", "train.init_from=nowhere"], []),
+        pytest.param(["train.init_from=nowhere"], [], marks=pytest.mark.slow),
+        pytest.param(["hydra.run.dir=kept/a", "zero.stage=7"], [], marks=pytest.mark.slow),
+        pytest.param(["-m", "zero.stage=7,8"], [], marks=pytest.mark.slow),
+        pytest.param(["-m", "zero.stag=1,2", "hydra.sweep.dir=kept/a"], [], marks=pytest.mark.slow),
+        pytest.param(
+            ["-m", "zero.stage=7,1", "hydra.sweep.dir=kept/a"], ["1", "multirun.yaml"], marks=pytest.mark.slow
+        ),
+    ],
+    ids=["before ranks", "a dated folder", "a value", "a sweep", "a sweep's key", "a part of a sweep"],
+)
+def test_what_is_refused_leaves_no_folder(
+    arguments: list[str], made: list[str], tiny: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "kept").mkdir()
+    done = runs.train(*arguments[:1], *tiny, *SHORT[:-1], *arguments[1:], cwd=tmp_path)
+    assert done.status == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert sorted(path.name for path in (tmp_path / "kept").glob("a/*")) == made
+    assert made or not (tmp_path / "kept" / "a").exists()
+
+
+@pytest.mark.slow
+def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    for overrides in (["train.init_from=nowhere"], ["zero.stage=7"]):
+        with runs.started(training(*tiny, *SHORT, *overrides, by=torchrun), tmp_path) as command:
+            assert command.wait().status == 1
+        assert list(tmp_path.iterdir()) == []

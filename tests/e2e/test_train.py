@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deepzero.monitor.terminal import short_bytes
 from tests.e2e import runs
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_rows
 from tools import trace_report
@@ -36,6 +38,25 @@ def test_piped_output_is_plain_lines(sweep: tuple[Path, runs.Done]) -> None:
     assert "\x1b" not in done.out
     assert done.out.count("step 10/10  loss") == 4
     assert done.out.count("predicted      measured    ratio") == 8
+
+
+def test_a_sweep_ends_with_a_table_of_its_runs(sweep: tuple[Path, runs.Done]) -> None:
+    folder, done = sweep
+    first, head, *rows = done.out[done.out.index("4 runs; held by one rank after a backward pass") :].splitlines()
+    assert first.endswith("not at the peak (activations: what the peak was above the rest)")
+    heads = re.split("  +", head)
+    categories = ["parameters", "gathered", "gradients", "moments"]  # in fp32 parameters are their own masters
+    assert heads[:2] + heads[-3:] == ["run", "stage", "sent a step", "step", "loss"]
+    assert set(categories) <= set(heads)
+    for stage, row in enumerate(rows[:4]):
+        cells, summary = dict(zip(heads, re.split("  +", row), strict=True)), runs.summary(folder / str(stage))
+        assert (cells["run"], cells["stage"]) == (f"out/{stage}", str(stage))
+        assert cells["loss"] == f"{summary['val_loss']:.4f}"
+        assert all(
+            cells[name] == short_bytes(summary["memory"].get(name, {"measured": 0})["measured"]) for name in categories
+        )
+    assert rows[4].startswith("Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch")
+    assert len(rows) == 5
 
 
 def test_metrics_of_every_step(sweep: tuple[Path, runs.Done]) -> None:

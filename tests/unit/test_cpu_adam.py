@@ -309,7 +309,7 @@ def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
     """Every option on its own part of 10,000,019 elements, 1,000 steps, one float64 reference for all kernels."""
     total, steps, count = 10_000_019, 1000, len(ACCURACY_MODES)
     extents = [total // count] * (count - 1) + [total - total // count * (count - 1)]
-    kernels = ["chunked", "numba"] if why_not_compiled() else ["chunked", "numba", "compiled"]
+    kernels = ["chunked", *(name for name in ("numba", "compiled") if not why_not(name))]
     ours = {kernel: [CPUAdam(leaves(n), kernel=kernel, **m) for n, m in zip(extents, ACCURACY_MODES, strict=True)]
             for kernel in kernels}  # fmt: skip
     torchs = [of_torch(leaves(n), mode) for n, mode in zip(extents, ACCURACY_MODES, strict=True)]

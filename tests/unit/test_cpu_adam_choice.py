@@ -69,7 +69,7 @@ class TestChoice:
         optimizer.step([torch.ones(5)])
         assert optimizer.describe() == (
             "CPUAdam: chunked kernel, no C++ compiler (/no/such/compiler is not there; the environment variable CXX "
-            "can name another); no Numba (pip install numba)"
+            "can name another); no Numba (pip install 'deepzero[numba]')"
         )
         with pytest.raises(RuntimeError, match=r"kernel='numba'\): no Numba.*kernel='chunked'"):
             CPUAdam(leaves(5), kernel="numba").step([torch.ones(5)])
@@ -94,6 +94,7 @@ class TestChoice:
         optimizer.prepare()
         assert optimizer.kernel == "chunked" and "off by NUMBA_DISABLE_JIT" in optimizer.describe()
 
+    @NEEDS_NUMBA
     def test_compiling_fails_at_first(self):
         self.broken()
         optimizer, chunked = CPUAdam(leaves(5)), CPUAdam(leaves(5), kernel="chunked")

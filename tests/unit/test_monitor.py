@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.files import MetricsFile, clear, read_metrics, to_json, write_failed_summary, write_summary
+from deepzero.monitor.files import (
+    MetricsFile,
+    clear,
+    read_metrics,
+    to_json,
+    write_error,
+    write_failed_summary,
+    write_summary,
+)
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
 from deepzero.monitor.throughput import peak_flops, rates
@@ -209,3 +218,45 @@ def test_peak_memory_is_at_least_what_was_touched() -> None:
     block = bytearray(b"\1") * 30_000_000
     assert peak_rss_bytes() >= len(block)
     assert peak_rss_bytes() >= before
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=said)
+    write, room = os.write, {"bytes": 10**9}
+
+    def short(file: int, data: bytes) -> int:
+        if not room["bytes"]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = write(file, data[: room["bytes"]])
+        room["bytes"] -= taken
+        return taken
+
+    monkeypatch.setattr("deepzero.monitor.files.os.write", short)
+    for number, left in ((1, 10**9), (2, 20), (3, 0), (4, 10**9)):
+        room["bytes"] = left
+        monitor.step(step(number), 0.1)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 4]
+    assert said.getvalue().count("training goes on, and what cannot be written is left out") == 1
+    monkeypatch.setattr("deepzero.monitor.monitor.write_summary", refuse)
+    monitor.finish(FACTS)
+    assert "summary.json: [Errno 28] No space left on device" in said.getvalue()
+    assert said.getvalue().count("metrics.jsonl: 2 entries could not be written") == 1
+
+
+@pytest.mark.parametrize("what", ["summary.json", "error.txt"])
+def test_the_end_on_a_full_disk(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / what).mkdir()  # nothing can be put there, whoever asks
+    (tmp_path / what / "file").touch()
+    if what == "error.txt":
+        said = write_error(tmp_path, "Traceback: all of it")
+        assert "error.txt" in said and said.endswith("so the whole traceback stands here:\nTraceback: all of it")
+        return
+    write_failed_summary(tmp_path, "a reason", {}, 1.0)
+    assert capsys.readouterr().err.startswith("summary.json: ")
+    assert [path.name for path in tmp_path.iterdir()] == [what]
+
+
+def refuse(*_: object) -> None:
+    """In place of what writes a file."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

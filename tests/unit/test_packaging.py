@@ -25,11 +25,43 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+def names(lines: list[str]) -> set[str]:
+    """Distributions that requirements name."""
+    return {re.split(r"[<>=!\[; ]", line)[0] for line in lines}
+
+
+def test_the_plain_install_is_light() -> None:
+    watching = {"wandb", "tensorboard", "torch-tb-profiler"}
+    assert names(project()["dependencies"]) == {"torch", "numpy", "hydra-core", "omegaconf", "tqdm", *watching}
+
+
+def test_without_numba_everything_works_and_says_how_to_get_it() -> None:
+    program = (
+        "import os, sys, torch\n"
+        "sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+        "os.environ['CXX'] = '/no/such/compiler'\n"
+        "from deepzero.offload import adam_choice\n"
+        "from deepzero.ops import CPUAdam\n"
+        "adam_choice.COMPILE_FROM = 5\n"
+        "weight = torch.ones(8, requires_grad=True)\n"
+        "optimizer = CPUAdam([weight], lr=0.1)\n"
+        "optimizer.step([torch.ones(8)])\n"
+        "print(optimizer.describe(), weight[0].item() < 1, sep='|')\n"
+    )
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.stderr == ""
+    kernel, stepped = done.stdout.strip().split("|")
+    assert kernel.startswith("CPUAdam: chunked kernel, no C++ compiler")
+    assert kernel.endswith("no Numba (pip install 'deepzero[numba]')")
+    assert stepped == "True"
+
+
 def test_every_import_is_declared() -> None:
     table = project()
-    # What model=hf needs is imported when it is asked for, and comes with the extra of that name.
-    lines = [*table["dependencies"], *table["optional-dependencies"]["hf"]]
-    declared = {re.split(r"[<>=!\[; ]", line)[0] for line in lines}
+    # What model=hf and a faster CPUAdam need is imported when it is asked for, and comes with the extra of that name.
+    extras = table["optional-dependencies"]
+    declared = names([*table["dependencies"], *extras["hf"], *extras["numba"]])
     used: dict[str, str] = {}
     for file in read_house(ROOT).files:
         if file.path == "train.py" or file.path.startswith("deepzero/"):

@@ -380,7 +380,13 @@ def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
         steps = [made.line(k, loss=loss, tokens_per_second=1000.0 * (number + 1)) for k in range(1, 11)]
         made.folder(sweep / str(number), steps, made.summary(config=made.config(stage)))
     assert main([str(sweep)]) == 0
-    assert capsys.readouterr().out.startswith(f"{sweep / 'comparison.html'}: 3 runs")
+    said = capsys.readouterr().out
+    assert f"{sweep / 'comparison.html'}: 3 runs" in said.splitlines()[-1]
+    first, head, *rows = said.splitlines()[:-1]
+    assert first.startswith("3 runs; held by one rank after a backward pass, not at the peak")
+    assert head.split()[:2] == ["run", "stage"]
+    assert head.split()[-5:] == ["sent", "a", "step", "step", "loss"]
+    assert [row.split()[1] for row in rows] == ["2", "3", "2"]
     html = (sweep / "comparison.html").read_text(encoding="utf-8")
     check_self_contained(html)
     assert drawings(html) == ["loss", "val", "speed"]

@@ -1,20 +1,84 @@
-"""Several runs on one page: curves over each other, a line of a table for each. For a sweep, say of ``zero.stage``."""
+"""Several runs beside each other: a table for the terminal, a page with their curves. For a sweep, say of stages."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.charts import STEP, series, validations
 from deepzero.monitor.report.limits import EXPOSED, limits_of, seconds
 from deepzero.monitor.report.page import document, figure, figures, legend, paragraph, section, table, text
-from deepzero.monitor.report.reading import Run, number
-from deepzero.monitor.report.savings import savings_of
+from deepzero.monitor.report.reading import Run, is_run, number, read_run
+from deepzero.monitor.report.savings import MOMENT, like_stage_2, savings_of
 from deepzero.monitor.report.sections import sum_of, title
 from deepzero.monitor.terminal import short_bytes, short_number
 
 STYLES = ("solid", "dashed")
 COLOURS = 8
+NAMED = 4
+"""So many settings in which runs differ have a column in the table; of more the page tells."""
+SHOWN = 20
+"""Characters of such a setting: of a path, its end."""
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself, or the runs right below it: those of a sweep, in the order of their numbers."""
+    if is_run(folder):
+        return [folder]
+    below = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
+    return sorted(below, key=lambda path: (int(path.name) if path.name.isdigit() else sys.maxsize, path.name))
+
+
+def text_table(folders: Sequence[Path]) -> str:
+    """The runs in numbers, for the terminal; empty when there are none."""
+    runs = [read_run(folder) for folder in folders]
+    if not runs:
+        return ""
+    head, rows = in_numbers(runs)
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in (head, *rows)
+    ]
+    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *dict.fromkeys(filter(None, map(like_stage_2, runs)))])
+
+
+def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """A head and a row for each run: its folder, the stage, what differs, memory by category, sent, time, loss."""
+    keys = [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")][:NAMED]
+    categories = list(dict.fromkeys(name for run in runs for name in run.account("memory")))
+    held = [name for name in categories if any(run.held(name) for run in runs)]
+    rows = []
+    for run in runs:
+        took = run.typical("step_seconds")
+        state = run.summary.get("status") or "no summary"
+        rows.append([
+            str(run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder),
+            "–" if run.stage is None else str(run.stage),
+            *(value if len(value := str(run.setting(key, "–"))) <= SHOWN else f"…{value[-SHOWN:]}" for key in keys),
+            *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
+            short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
+            "–" if took is None else seconds(took),
+            _loss(run) if state == "finished" else f"{_loss(run)} ({state})",
+        ])  # fmt: skip
+    return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
+
+
+def _loss(run: Run) -> str:
+    """Of validation where there is one."""
+    of_validation = number(run.summary.get("val_loss"))
+    loss = of_validation if of_validation is not None else number(run.summary.get("loss"))
+    return "–" if loss is None else f"{loss:.4f}"
+
+
+def unlike(runs: Sequence[Run]) -> list[str]:
+    """Settings in which the runs are not alike."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    return [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
 
 
 def comparison(runs: Sequence[Run]) -> str:
@@ -39,14 +103,13 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def what_differs(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Each run's headline, and the settings in which they are not alike."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.settings))
-    unlike = [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
+    keys = unlike(runs)
     heads = table(["run", "what", "status"], [
         [name, title(run), run.summary.get("status") or "no summary"] for run, name in zip(runs, names, strict=True)
     ])  # fmt: skip
-    if not unlike:
+    if not keys:
         return heads + paragraph("Their settings are the same.")
-    rows = [[key, *(run.setting(key, "–") for run in runs)] for key in unlike]
+    rows = [[key, *(run.setting(key, "–") for run in runs)] for key in keys]
     return heads + paragraph("Settings in which they differ:") + table(["key", *names], rows)
 
 
@@ -56,11 +119,9 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
     for run, name in zip(runs, names, strict=True):
         saved, exposed = savings_of(run), run.typical(EXPOSED)
         speed, took = run.typical("tokens_per_second"), run.typical("step_seconds")
-        loss = number(run.summary.get("val_loss"))
-        loss = loss if loss is not None else number(run.summary.get("loss"))
         rows.append([
             name,
-            "–" if loss is None else f"{loss:.4f}",
+            _loss(run),
             "–" if speed is None else short_number(speed),
             "–" if took is None else seconds(took),
             "–" if exposed is None else seconds(exposed),
@@ -72,7 +133,10 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
     head = ["run", "loss", "tokens/s", "step", "waited", "state, device", "state, host", "saved", "sent a step"]
     note = "Loss: of validation where there is one. Speed: medians, without the first and the recorded step. State: "
     note += "parameters, gradients, masters and moments of one rank; saved: against plain data parallelism."
-    return table(head, rows, range(1, 9)) + paragraph(note, "soft")
+    by_category, of_each = in_numbers(runs)
+    parts = [table(head, rows, range(1, 9)), paragraph(note, "soft"), paragraph(f"By category, {MOMENT}:")]
+    parts.append(table(by_category, [[name, *row[1:]] for name, row in zip(names, of_each, strict=True)], range(1, 99)))
+    return "".join([*parts, *(paragraph(words) for words in dict.fromkeys(filter(None, map(like_stage_2, runs))))])
 
 
 def curves(runs: Sequence[Run], names: Sequence[str]) -> str:

@@ -51,14 +51,22 @@ figcaption { font-size: .85rem; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule);
   overflow-wrap: normal; }
+td { overflow-wrap: anywhere; } td:not(.n) { min-width: 5em; } td:first-child { min-width: 9em; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; } td.n { white-space: nowrap; }
 .limits { padding-left: 1.1rem; } .limits li { margin: .5rem 0; }
 pre { background: var(--box); border-radius: 8px; padding: 10px 12px; white-space: pre-wrap; overflow-wrap: anywhere;
   font-size: .85rem; margin: .4rem 0; }
 code { font-size: .92em; } summary { cursor: pointer; }
-@media (max-width: 600px) { h1 { font-size: 1.3rem; } table { font-size: .8rem; } th, td { padding-right: 8px; } }
+@media (max-width: 600px) { h1 { font-size: 1.3rem; } table { font-size: .8rem; } th, td { padding-right: 8px; }
+  th { overflow-wrap: anywhere; } td.n { white-space: normal; }
+  .wide thead { display: none; } .wide table, .wide tbody, .wide tr, .wide td { display: block; text-align: left; }
+  .wide tr { padding: 6px 0; border-bottom: 1px solid var(--rule); } .wide td { border: 0; padding: 0; }
+  .wide td { display: flex; justify-content: space-between; gap: 12px; } .wide td:first-child { font-weight: 600; }
+  .wide td::before { content: attr(data-head); color: var(--soft); font-weight: 400; } }
 @media print { details { display: block; } figure { break-inside: avoid; } }
 """
+WIDE = 3
+"""Columns of a table that a telephone can show beside each other."""
 # No policy lets anything in; what a run writes cannot fetch or run anything even if it came through unescaped.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -96,14 +104,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
         head: of the columns.
         rows: cells.
         numbers: which columns stand to the right.
+
+    A narrow window shows a table of many columns as a list for each row, its cells with the heads before them.
     """
+    wide = len(head) > WIDE
+    heads = [f' data-head="{text(name)}"' * wide for name in head]
     style = [' class="n"' if place in numbers else "" for place in range(len(head))]
     top = "".join(f"<th{s}>{text(name)}</th>" for s, name in zip(style, head, strict=True))
     lines = [
-        "<tr>" + "".join(f"<td{s}>{text(cell)}</td>" for s, cell in zip(style, row, strict=True)) + "</tr>"
+        "<tr>" + "".join(f"<td{s}{h}>{text(cell)}</td>" for s, h, cell in zip(style, heads, row, strict=True)) + "</tr>"
         for row in rows
     ]
-    return f'<div class="table"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    body = f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="table{" wide" * wide}"><table>{body}</table></div>'
 
 
 def cards(entries: Iterable[tuple[str, str]]) -> str:

@@ -28,6 +28,11 @@ PAPER_FORMS = ("16Ψ", "4Ψ + 12Ψ/W", "2Ψ + 14Ψ/W", "16Ψ/W")
 STATES_OF_ADAM = 16.0
 WORKING = ("gathered", "buckets", "padding")
 """What ZeRO needs besides the states: memory categories of a rank's device."""
+PLAIN = (
+    "Plain data parallelism is what a rank would hold without ZeRO: parameters and gradients in {dtype}, fp32 masters"
+    " and the optimizer's moments, all of them whole."
+)
+MOMENT = "held by one rank after a backward pass, not at the peak (activations: what the peak was above the rest)"
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -104,6 +109,20 @@ def headline(run: Run) -> str:
     if found.host:
         text += f" Another {short_bytes(found.host)} of it lie in host memory."
     return text
+
+
+def like_stage_2(run: Run) -> str:
+    """Why a run of stage 1 holds no more than one of stage 2 would; empty where it does, and for other stages."""
+    found, ranks = savings_of(run), run.world_size
+    if found is None or ranks is None or ranks == 1 or run.stage != 1:
+        return ""
+    width = 4 if run.setting("grad_accum_dtype") == "fp32" else COMPUTE_BYTES[str(run.setting("precision.dtype"))]
+    if found.predicted["gradients"] > width * found.numel / ranks * 1.01:
+        return ""
+    return (
+        "Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch gradients leave as they"
+        " come. With gradient_accumulation_steps above 1, or without overlap, stage 1 keeps them whole until the step."
+    )
 
 
 def textbook(run: Run) -> str | None:

@@ -17,7 +17,7 @@ from deepzero.monitor.report.page import (
     text,
 )
 from deepzero.monitor.report.reading import HOST_STATES, Run, defaults, number
-from deepzero.monitor.report.savings import WHAT_STAGES_DO, headline, savings_of, textbook
+from deepzero.monitor.report.savings import MOMENT, PLAIN, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.monitor.terminal import short_bytes, short_number
 
 
@@ -118,10 +118,15 @@ def states(run: Run) -> str:
         for name in sorted({*saved.plain, *(n for n, size in saved.here.items() if size)}, key=list(saved.here).index):
             rows.append([name, *map(_size, (saved.plain.get(name, 0.0), saved.predicted[name], saved.here[name]))])
         rows.append(["together", *map(_size, (saved.plain_bytes, sum(saved.predicted.values()), saved.here_bytes))])
-        form = textbook(run)
+        form, moment = textbook(run), MOMENT.partition(" (")[0]
+        plain = PLAIN.format(dtype=run.setting("precision.dtype"))
         parts.append(
-            paragraph("Model state on one rank, mean over ranks. " + (f"The textbook's form: {form}." if form else ""))
+            paragraph(
+                f"Model state, {moment}; mean over ranks. {plain} "
+                + (f"The textbook's form of this stage: {form}." if form else "")
+            )
         )
+        parts += filter(None, [paragraph(words) if (words := like_stage_2(run)) else ""])
         parts.append(
             table(["", "plain data parallelism", "this run, predicted", "this run, measured"], rows, (1, 2, 3))
         )

@@ -1,0 +1,26 @@
+"""What rank 0 says of the nodes and groups of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepzero.comm.groups import Nodes, find_nodes
+from deepzero.config.parse import ConfigError
+from deepzero.runtime.world import _oddities
+from tests.configs.compose import run_config
+
+
+@pytest.mark.parametrize("preset", ["all", "hpz", "qgz", "qwz"])
+def test_zeropp_on_one_node_says_what_to_set(preset: str) -> None:
+    config = run_config(f"zeropp={preset}", "zero.stage=3").engine
+    (said,) = _oddities(config, Nodes(2, 2), [2, 2])
+    assert said.startswith("all 2 ranks are one node, between which ZeRO++ has nothing to save")
+    assert "comm.ranks_per_node=R and zero.zero_hpz_partition_size=R" in said
+    assert _oddities(config, Nodes(4, 2), [2] * 4) == []
+
+
+def test_ranks_that_the_preset_does_not_divide() -> None:
+    with pytest.raises(
+        ConfigError, match=r"nodes have 1 or 3 ranks \(zeropp=all and zeropp=hpz begin with 2: set comm"
+    ):
+        find_nodes(2, 3)
