@@ -21,36 +21,40 @@ from tests.distributed.random_models import (
 )
 
 IN_ONE_CALL = 20
-NODES = {"reduce": "exact", "ranks_per_node": 2}
 
 
-def stage3(recipe: Recipe, rank: int) -> list[list]:
+def stage3(recipe: Recipe, rank: int) -> list[list[list]]:
     """Stage 3 in some way against stage 2."""
     found = trained(recipe, third_settings(recipe), rank, init=recipe.choose.random() < 0.5)
-    return [trained(recipe, plain_settings(recipe, 2), rank), found]
+    return [[trained(recipe, plain_settings(recipe, 2), rank), found]]
 
 
-def stages(recipe: Recipe, rank: int) -> list[list]:
-    """Stages 0, 1 and 2."""
+def stages(recipe: Recipe, rank: int) -> list[list[list]]:
+    """Stages 0, 1 and 2; where a step adds up several gradients of a weight, in two families (``docs/step.md``)."""
     recipe.optimizer = recipe.choose.choice([recipe.optimizer, "CPUAdam"])
-    return [
-        trained(recipe, plain_settings(recipe, 0), rank),
-        *(trained(recipe, lower_settings(recipe, stage), rank) for stage in (0, 1, 2)),
-    ]
+    again = any(part.how == "reentrant" for part in recipe.parts)
+    lower = [plain_settings(recipe, 0), lower_settings(recipe, 0), lower_settings(recipe, 1)]
+    if again:
+        lower[2]["zero_optimization"]["overlap_comm"] = False
+    upper = [plain_settings(recipe, 2), lower_settings(recipe, 2)]
+    families = [lower, upper] if again or recipe.accumulation > 1 else [[*lower, *upper]]
+    return [[trained(recipe, settings, rank) for settings in family] for family in families]
 
 
-def offload(recipe: Recipe, rank: int) -> list[list]:
+def offload(recipe: Recipe, rank: int) -> list[list[list]]:
     """Offloaded stage 3 against stage 3."""
     found = trained(recipe, third_settings(recipe, offload=True), rank, init=recipe.choose.random() < 0.5)
-    return [trained(recipe, plain_settings(recipe, 3), rank), found]
+    return [[trained(recipe, plain_settings(recipe, 3), rank), found]]
 
 
-def hpz(recipe: Recipe, rank: int) -> list[list]:
+def hpz(recipe: Recipe, rank: int) -> list[list[list]]:
     """Secondary partitions, on two pretended nodes, against stage 3."""
-    settings = third_settings(recipe, **{recipe.choose.choice(["zero_hpz_partition_size", "mics_shard_size"]): 2})
+    kind = recipe.choose.choice(["zero_hpz_partition_size", "mics_shard_size"])
+    # Of what MiCS publishes every step, nothing is in host memory.
+    settings = third_settings(recipe, offload=None if kind.startswith("zero") else False, **{kind: 2})
     settings["comm"]["ranks_per_node"] = 2
     found = trained(recipe, settings, rank, init=recipe.choose.random() < 0.5)
-    return [trained(recipe, plain_settings(recipe, 3), rank), found]
+    return [[trained(recipe, plain_settings(recipe, 3), rank), found]]
 
 
 KINDS = {"stage3": stage3, "stages": stages, "offload": offload, "hpz": hpz}
@@ -62,12 +66,13 @@ def compared(rank: int, world: int, kind: str, seeds: list[int]) -> list[str]:
     for seed in seeds:
         recipe = recipe_of(seed)
         try:
-            outcomes = KINDS[kind](recipe, rank)
+            families = KINDS[kind](recipe, rank)
         except Exception as error:
             raise RuntimeError(f"DEEPZERO_FUZZ={kind}:{seed} raises {error!r}: {recipe}") from error
-        for outcome in outcomes[1:]:
-            if outcome != outcomes[0]:
-                different.append(f"DEEPZERO_FUZZ={kind}:{seed} {outcome} is not {outcomes[0]}: {recipe}")
+        for first, *others in families:
+            for other in others:
+                if other != first:
+                    different.append(f"DEEPZERO_FUZZ={kind}:{seed} {other} is not {first}: {recipe}")
     return different
 
 
@@ -80,17 +85,18 @@ def fuzz(ranks, kind: str, seeds: range, world: int = 2) -> None:
     assert not different, "\n".join(different)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("stage3", 60), ("stages", 20), ("offload", 20)])
+@pytest.mark.parametrize(("kind", "count"), [("stage3", 32), ("stages", 4), ("offload", 8)])
 def test_some_random_models(ranks, kind, count):
     fuzz(ranks, kind, range(count))
 
 
 @pytest.mark.slow
 def test_some_random_models_on_two_nodes(ranks):
-    fuzz(ranks, "hpz", range(20), world=4)
+    fuzz(ranks, "hpz", range(8), world=4)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_random_models(ranks, hundred):
     fuzz(
@@ -102,6 +108,7 @@ def test_a_thousand_random_models(ranks, hundred):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "count", "world"), [("stages", 200, 2), ("offload", 200, 2), ("hpz", 100, 4)])
 def test_more_random_models(ranks, kind, count, world):
     fuzz(ranks, kind, range(1000, 1000 + count), world=world)

@@ -182,6 +182,7 @@ def test_some_ways_to_keep_a_weight(ranks):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_all_ways_to_keep_a_weight(ranks, operation):
     cases = [case for case in CASES if case[1] == operation]
