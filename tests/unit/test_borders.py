@@ -35,7 +35,7 @@ def test_a_damaged_block_names_the_tensors_that_it_touches() -> None:
 
 def test_every_generator_goes_on_where_it_was() -> None:
     def draw() -> list[float]:
-        return [torch.rand(()).item(), random.random(), random.gauss(), np.random.rand(), np.random.randn()]
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
 
     draw()  # one half of a pair of Gaussian numbers is kept by Python and by numpy
     state = rng.capture(torch.device("cpu"))
