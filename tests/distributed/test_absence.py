@@ -21,7 +21,7 @@ from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.side_channel import SideChannel
-from deepzero.comm.trail import Board, Trail
+from deepzero.comm.trail import Board, State, Trail
 from deepzero.config.engine import ChaosConfig, CommConfig
 from tests.distributed.test_divergence import one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start
@@ -74,6 +74,8 @@ def test_rank_0_says_who_is_missing_and_again_each_minute(capsys):
         "  rank 1, for 30 s: step 12, in forward of a, its own code is running, after collective 1, gather of a\n"
     )
     assert [when for when, _ in said] == [32, 93, 154]
+    # One answer to each question: in between nothing is sent.
+    assert State.from_json(ranks.boards[1].get("here/1") or "").seconds == pytest.approx(152, abs=1)
     assert "waiting for 92 s" in said[1][1] and "rank 1, for 91 s" in said[1][1]
     ranks.launch(1, "b")
     for rank in range(3):
@@ -140,6 +142,7 @@ def test_where_waits_do_not_hold_up_the_host(capsys):
     ranks = Ranks(["ab", "abc", "abc"], host_waits=False)
     [(_, text)] = ranks.until(60, capsys)
     assert "rank 1 and rank 2 wait for rank 0, which has not" in text
+    assert text.count("waiting for") == 1  # rank 0 stands too, and says nothing
     assert Ranks(["ab", "ab"], host_waits=False).until(100, capsys) == []  # all validate, or one long kernel
     assert Ranks(["", ""], host_waits=False).until(100, capsys) == []
 
@@ -220,6 +223,33 @@ def test_ranks_beside_nccl(ranks):
     said = ranks.run(beside, world_size=2, process_group=False)
     assert said[1] == ""
     assert "rank 0 waits for rank 1, which has not launched collective 2, gather of blocks.3: rank 1's own" in said[0]
+
+
+def launch_that_stands_still(rank, world):
+    """What the watchdog sees while a launch itself blocks, as gloo's do when its buffers are full; and afterwards."""
+    comm, seen = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank)), []
+    exchange = comm._exchange_by_pairs
+
+    def look(*given):
+        seen.append(comm._watch.trail.waiting)
+        return exchange(*given)
+
+    with mock.patch.object(comm, "_exchange_by_pairs", look):
+        one_exchange(comm, "here")
+    return [launch.where for launch in seen], comm._watch.trail.waiting
+
+
+def test_a_launch_may_stand_still(ranks):
+    assert ranks.run(launch_that_stands_still, world_size=2) == [(["here"], None)] * 2
+
+
+def test_a_side_channel_of_one_rank():
+    channel = SideChannel("alone")
+    assert channel.look("a") is None
+    channel.post("a", "b")
+    assert channel.look("a") == "b"
+    channel.remove("a")
+    assert channel.look("a") is None
 
 
 def test_the_intervals_are_far_apart():

@@ -335,6 +335,18 @@ def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path, 
         export(tmp_path / "checkpoints", out, "bf16", max_shard_size="1KB", force=True)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
+    moves = []
+
+    def watched(source, target, moved):
+        move(source, target, moved)
+        moves.append((source.name, target.exists()))
+
+    single = tmp_path / "single"
+    export(tmp_path / "checkpoints", single, "fp32")
+    monkeypatch.setattr(model_file, "_move", watched)
+    export(tmp_path / "checkpoints", single, "bf16", force=True)
+    assert moves == [("model.safetensors", True)]  # one rename: a reader finds one file or the other
+
 
 def too_large(rank, world, folder):
     model = make_model()

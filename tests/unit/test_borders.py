@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from deepzero.checkpoint import rng
 from deepzero.checkpoint.format import Row, ShardInfo
 from deepzero.checkpoint.shard_file import damage
 from deepzero.runtime.zero.sharded_step import MasterPart, _sub_groups
@@ -28,3 +31,15 @@ def test_a_damaged_block_names_the_tensors_that_it_touches() -> None:
     )
     assert "bytes 400 to 550 " in damage(Path("x"), whole, 1)
     assert "(the header)" in damage(Path("x"), ShardInfo(0, 9, None, 9, "0" * 8, ()), 0)
+
+
+def test_every_generator_goes_on_where_it_was() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
+
+    draw()  # one half of a pair of Gaussian numbers is kept by Python and by numpy
+    state = rng.capture(torch.device("cpu"))
+    expected = draw()
+    assert draw() != expected
+    rng.restore(*state, torch.device("cpu"))
+    assert draw() == expected
