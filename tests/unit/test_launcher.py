@@ -162,6 +162,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     chosen: list[Any] = []
     for name in ("DEEPZERO_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process_group, "_has_joined", lambda: False)  # another test may have
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

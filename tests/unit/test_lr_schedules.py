@@ -170,7 +170,7 @@ class TestRefused:
             ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
             ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
             ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
-            ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5 must be an integer"),
+            ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5: must be an integer"),
             ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
             ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
             ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
