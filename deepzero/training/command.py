@@ -53,12 +53,9 @@ class Command:
         return f"saved after step {step}; to go on{' to more steps' * (step >= total_steps)}: {words}"
 
     def _again(self, run_dir: Path, others: Mapping[str, str]) -> str:
-        # A folder that holds checkpoints is refused where nothing is to be resumed.
-        kept = [
-            word for word in self.overrides
-            if (given := split(word))[1] not in ("hydra.run.dir", *others)
-            and (given[1], given[2].lower()) not in (("train.resume", "null"), ("train.resume", "none"))
-        ]  # fmt: skip
+        # Without train.resume the newest checkpoint of the folder counts. The value that was typed named the beginning
+        # of this run: null is refused now that there are checkpoints, and an earlier one of them would be gone back to.
+        kept = [word for word in self.overrides if split(word)[1] not in ("hydra.run.dir", "train.resume", *others)]
         more = [f"{key}={value}" for key, value in others.items()]
         words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
         return " ".join(map(in_shells_quotes, words))

@@ -26,6 +26,12 @@ def test_what_was_typed_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None
     assert shlex.split(said)[9:] == ["zero.stage=2", "optimizer.betas=[0.9, 0.95]", "hydra.run.dir=/runs/1"]
 
 
+@pytest.mark.parametrize("value", ["None", "/runs/1/checkpoints/step_4", "'/runs/1/checkpoints/step_4'", "/runs/0"])
+def test_the_newest_checkpoint_goes_before_what_the_run_began_with(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = way_on(monkeypatch, Path("/runs/1"), 7, f"train.resume={value}", "zero.stage=1")
+    assert said.endswith("to go on: python train.py zero.stage=1 hydra.run.dir=/runs/1")
+
+
 def test_after_the_last_step_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
     said = way_on(monkeypatch, Path("/runs/1"), 10, "train.steps=10", "zero.stage=1")
     assert said.endswith("to go on to more steps: python train.py zero.stage=1 train.steps=20 hydra.run.dir=/runs/1")
