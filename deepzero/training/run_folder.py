@@ -138,7 +138,8 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
             saved = engine.load_checkpoint(path)[1].get("data")
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
-                print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
+                with contextlib.suppress(OSError):  # that it is gone is said at the first step
+                    print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
@@ -154,7 +155,8 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
         except OSError as error:
             raise cannot_write(run_dir, error) from None
         if when is not None and path is None and elastic.restart_count() == 0:
-            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
+            with contextlib.suppress(OSError):  # that it is gone is said at the first step
+                print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return engine.global_steps
 
 
