@@ -13,7 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.checkpoint.folder import LOCK, acquire, latest_tag, point_latest
+from deepzero.checkpoint.folder import LOCK, acquire, holds, latest_tag, point_latest
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import elastic, process_group
@@ -30,7 +30,7 @@ from deepzero.training.command import Command
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
 _EMPTY = {LOCK, "multirun.yaml"}
-"""What lies in a folder in which no run has begun: the lock, and what Hydra writes of a sweep."""
+"""What lies in a folder in which no run has begun: our lock, and what Hydra writes of a sweep."""
 _noted: tuple[Path, Path, bool] | None = None
 """The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
 
@@ -72,8 +72,10 @@ def remove_unused(run_dir: Path | None = None) -> None:
         return
     folder, stays = (run_dir or _noted[0]).resolve(), _noted[1]
     with contextlib.suppress(OSError):  # what holds something stays
-        if stays in folder.parents and {path.name for path in folder.iterdir()} <= _EMPTY:
-            for path in list(folder.iterdir()):
+        found = list(folder.iterdir()) if stays in folder.parents else []
+        # Two runs that start in one second have one name for their folders: the lock of the other one stays.
+        if {path.name for path in found} <= (_EMPTY if holds(folder) else _EMPTY - {LOCK}):
+            for path in found:
                 path.unlink()
         while stays in folder.parents:
             folder.rmdir()
