@@ -51,7 +51,7 @@ from deepzero.monitor.terminal import say
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.trace import trace
-from deepzero.training.command import Command, torchrun_words
+from deepzero.training.command import Command, interpreter, torchrun_words
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.preflight import preflight
 from deepzero.training.reporting import build_monitor, final_facts, step_record
@@ -232,7 +232,7 @@ def typed(cfg: DictConfig) -> Command:
     hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
     if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
         words = list(hydra_cfg.overrides.task)
-    start = torchrun_words(sys.argv[0]) if under_launcher() else ("python",)
+    start = torchrun_words(sys.argv[0]) if under_launcher() else (interpreter(),)
     program = sys.argv[0] if Path(sys.argv[0]).name == HERE.name else str(HERE)
     parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
     files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +61,12 @@ class Command:
         more = [f"{key}={value}" for key, value in others.items()]
         words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
         return " ".join(map(in_shells_quotes, words))
+
+
+def interpreter() -> str:
+    """This Python as a shell finds it: by its name where that leads here, else by its path."""
+    name = Path(sys.executable).name
+    return name if shutil.which(name) == sys.executable else sys.executable
 
 
 def torchrun_words(program: str) -> tuple[str, ...]:
