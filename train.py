@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 if "RANK" in os.environ:  # under torchrun; read by torch when it is imported: no C++ text above our own errors
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -47,10 +47,11 @@ from deepzero.monitor.files import write_error, write_failed_summary
 from deepzero.monitor.naming import named
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.terminal import say
 from deepzero.planning import plan
 from deepzero.planning.rehearse import World, rehearse
 from deepzero.profiling.trace import trace
-from deepzero.training.command import Command, torchrun_words
+from deepzero.training.command import Command, interpreter, torchrun_words
 from deepzero.training.pieces import build_model, program_of, sequences
 from deepzero.training.preflight import preflight
 from deepzero.training.reporting import build_monitor, final_facts, step_record
@@ -148,26 +149,26 @@ def main() -> None:
         problem = ConfigError(explain(error, CONFIGS, valid_keys))
         if under_launcher():
             fail_as_rank(problem)
-        print(plain_names(str(problem)), file=sys.stderr)
+        say(plain_names(str(problem)))
         STATUS[0] = CONFIG_ERROR_EXIT
     except OSError as error:  # Hydra's: those of a run have been told
         problem = cannot_write(Path(), error)
         if under_launcher():
             fail_as_rank(problem)
-        print(problem, file=sys.stderr)
+        say(str(problem))
         STATUS[0] = CONFIG_ERROR_EXIT
     except RuntimeError as error:
         # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
         missing = "Unknown plugin class" in str(error)
         if not (missing or '"srun"' in str(error) or type(error).__module__.startswith("submitit.")):
             raise
-        print(f"{error}; pip install 'deepzero[slurm]'" if missing else error, file=sys.stderr)
+        say(f"{error}; pip install 'deepzero[slurm]'" if missing else str(error))
         STATUS[0] = CONFIG_ERROR_EXIT if missing else FAILURE_EXIT
     except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
         STATUS[0] = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
     if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
-        _say("\n" + text_table(runs), sys.stdout)
+        say("\n" + text_table(runs), sys.stdout)
     remove_unused()
     if under_launcher():
         leave(STATUS[0])
@@ -196,8 +197,8 @@ def job(cfg: DictConfig) -> None:
         def on_failure(reason: str) -> None:
             if holds(run_dir):  # else it is another run's folder, or no run has begun
                 write_failed_summary(run_dir, reason, settings_for_summary(cfg), time.time() - started)
-                write_report_or_tell(run_dir, print)
-                _say(command.way_on(run_dir, cfg.train.steps))
+                write_report_or_tell(run_dir, say)
+                say(command.way_on(run_dir, cfg.train.steps))
 
         run_here(_checked_train, cfg, str(run_dir), command, on_failure=on_failure)
         return
@@ -208,17 +209,17 @@ def job(cfg: DictConfig) -> None:
             return
         start_ranks(run, run_dir, command)
         if HydraConfig.get().mode != RunMode.MULTIRUN:
-            _say(command.way_on(run_dir, run.train.steps), sys.stdout)
+            say(command.way_on(run_dir, run.train.steps), sys.stdout)
     except (ConfigError, RankFailed, OSError) as error:
-        _say(plain_names(str(error)) if not isinstance(error, OSError) else f"the run could not be started: {error}")
+        say(plain_names(str(error)) if not isinstance(error, OSError) else f"the run could not be started: {error}")
         STATUS[0] = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
         if isinstance(error, RankFailed):
-            _say(command.way_on(run_dir, run.train.steps))
+            say(command.way_on(run_dir, run.train.steps))
         if os.getpid() != MAIN_PROCESS:  # a launcher plugin runs jobs elsewhere and must hear of it
             raise
     except Interrupted as error:
-        _say(f"{error}; what there is lies in {run_dir}")
-        _say(command.way_on(run_dir, run.train.steps))
+        say(f"{error}; what there is lies in {run_dir}")
+        say(command.way_on(run_dir, run.train.steps))
         # Not an Exception for Hydra to collect: it ends a sweep, too.
         raise SystemExit(128 + error.signum) from None
     finally:
@@ -226,17 +227,12 @@ def job(cfg: DictConfig) -> None:
         release(run_dir)
 
 
-def _say(text: str, stream: TextIO = sys.stderr) -> None:
-    if text:
-        print(text, file=stream, flush=True)
-
-
 def typed(cfg: DictConfig) -> Command:
     """The command of this job, to be kept and to be said again."""
     hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
     if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
         words = list(hydra_cfg.overrides.task)
-    start = torchrun_words(sys.argv[0]) if under_launcher() else ("python",)
+    start = torchrun_words(sys.argv[0]) if under_launcher() else (interpreter(),)
     program = sys.argv[0] if Path(sys.argv[0]).name == HERE.name else str(HERE)
     parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
     files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
@@ -267,7 +263,7 @@ def _checked_train(cfg: DictConfig, run_dir: str, command: Command) -> None:
             release(folder)
         raise
     if first:
-        _say(command.way_on(folder, run.train.steps), sys.stdout)
+        say(command.way_on(folder, run.train.steps), sys.stdout)
 
 
 def read_config(cfg: DictConfig) -> RunConfig:
@@ -324,7 +320,7 @@ def start_ranks(run: RunConfig, run_dir: Path, command: Command) -> None:
             print()  # below the bar
         headline = error.headline if isinstance(error, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
-        write_report_or_tell(run_dir, print)
+        write_report_or_tell(run_dir, say)
         if isinstance(error, RankFailed) and error.full:
             where = write_error(run_dir, error.full)
             raise RankFailed(error.headline, f"{error.frames}\n{where}".lstrip("\n")) from None
@@ -355,7 +351,7 @@ def print_plan(run: RunConfig) -> None:
     nproc = run.launch.nproc or default_nproc()
     kind: Any = choose_device(run, nproc)
     preflight(run, nproc, kind)
-    print(plan.text(rehearse(program_of(run, nproc), World(nproc, nproc, kind))))
+    say(plan.text(rehearse(program_of(run, nproc), World(nproc, nproc, kind))), sys.stdout)
 
 
 def valid_keys() -> list[str]:

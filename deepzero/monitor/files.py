@@ -77,7 +77,7 @@ def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
 
 
 class MetricsFile:
-    """``metrics.jsonl`` of one run: one JSON object per line, each on disk as soon as it is known.
+    """``metrics.jsonl`` of one run: one JSON object per line, each handed to the system as soon as it is known.
 
     Args:
         run_dir: the run folder.
@@ -103,7 +103,7 @@ class MetricsFile:
         self._write(entry)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Close: every line is on disk, and the summary has a file of its own."""
+        """Close: every line was handed to the system, and the summary has a file of its own."""
         file, self._file = self._file, None
         if file is not None:
             try:
@@ -176,8 +176,10 @@ def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], 
     the launcher is torchrun. A disk that does not take it is said on stderr.
     """
     try:
-        path = run_dir / SUMMARY
-        if not path.exists() or json.loads(path.read_text(encoding="utf-8")).get("status") != "finished":
+        summary = None
+        with contextlib.suppress(FileNotFoundError, ValueError):  # what is no JSON tells of no finished run
+            summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        if not isinstance(summary, dict) or summary.get("status") != "finished":
             write_summary(run_dir, _failed_summary(run_dir, reason, config, wall_seconds))
     except OSError as error:
         print(f"{SUMMARY}: {error}", file=sys.stderr, flush=True)

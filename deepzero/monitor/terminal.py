@@ -8,9 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print ``text``, if there is any, to ``stream`` or standard error, which may be full or closed."""
+    stream = stream if stream is not None else sys.stderr
+    if text:
+        try:
+            print(text, file=stream, flush=True)
+        except OSError:  # what is left in the buffer must not become the process's exit status
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Terminal:

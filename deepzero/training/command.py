@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,15 +55,18 @@ class Command:
         return f"saved after step {step}; to go on{' to more steps' * (step >= total_steps)}: {words}"
 
     def _again(self, run_dir: Path, others: Mapping[str, str]) -> str:
-        # A folder that holds checkpoints is refused where nothing is to be resumed.
-        kept = [
-            word for word in self.overrides
-            if (given := split(word))[1] not in ("hydra.run.dir", *others)
-            and (given[1], given[2].lower()) not in (("train.resume", "null"), ("train.resume", "none"))
-        ]  # fmt: skip
+        # Without train.resume the newest checkpoint of the folder counts. The value that was typed named the beginning
+        # of this run: null is refused now that there are checkpoints, and an earlier one of them would be gone back to.
+        kept = [word for word in self.overrides if split(word)[1] not in ("hydra.run.dir", "train.resume", *others)]
         more = [f"{key}={value}" for key, value in others.items()]
         words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
         return " ".join(map(in_shells_quotes, words))
+
+
+def interpreter() -> str:
+    """This Python as a shell finds it: by its name where that leads here, else by its path."""
+    name = Path(sys.executable).name
+    return name if shutil.which(name) == sys.executable else sys.executable
 
 
 def torchrun_words(program: str) -> tuple[str, ...]:

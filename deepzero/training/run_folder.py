@@ -13,7 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.checkpoint.folder import LOCK, acquire, latest_tag, point_latest
+from deepzero.checkpoint.folder import LOCK, acquire, holds, latest_tag, point_latest
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import elastic, process_group
@@ -30,7 +30,7 @@ from deepzero.training.command import Command
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""
 _EMPTY = {LOCK, "multirun.yaml"}
-"""What lies in a folder in which no run has begun: the lock, and what Hydra writes of a sweep."""
+"""What lies in a folder in which no run has begun: our lock, and what Hydra writes of a sweep."""
 _noted: tuple[Path, Path, bool] | None = None
 """The folder that Hydra makes, the nearest above it (or it) that was there before, and whether it is a sweep's."""
 
@@ -72,8 +72,10 @@ def remove_unused(run_dir: Path | None = None) -> None:
         return
     folder, stays = (run_dir or _noted[0]).resolve(), _noted[1]
     with contextlib.suppress(OSError):  # what holds something stays
-        if stays in folder.parents and {path.name for path in folder.iterdir()} <= _EMPTY:
-            for path in list(folder.iterdir()):
+        found = list(folder.iterdir()) if stays in folder.parents else []
+        # Two runs that start in one second have one name for their folders: the lock of the other one stays.
+        if {path.name for path in found} <= (_EMPTY if holds(folder) else _EMPTY - {LOCK}):
+            for path in found:
                 path.unlink()
         while stays in folder.parents:
             folder.rmdir()
@@ -138,7 +140,8 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
             saved = engine.load_checkpoint(path)[1].get("data")
             sampler.go_on(engine.global_steps, engine.global_samples)
             if (now := data_of(run, sampler)) != saved and engine.global_rank == 0:
-                print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
+                with contextlib.suppress(OSError):  # that it is gone is said at the first step
+                    print(f"the checkpoint was trained on {saved}, this run goes on with {now}", flush=True)
         elif run.train.init_from is not None:
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
@@ -154,7 +157,8 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
         except OSError as error:
             raise cannot_write(run_dir, error) from None
         if when is not None and path is None and elastic.restart_count() == 0:
-            print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
+            with contextlib.suppress(OSError):  # that it is gone is said at the first step
+                print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return engine.global_steps
 
 

@@ -38,7 +38,9 @@ def test_training_goes_on_and_says_it_once(names: str, tiny: list[str], tmp_path
 
 
 def test_standard_output_on_a_full_disk(tiny: list[str], tmp_path: Path) -> None:
-    words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "train.save_every=0", "hydra.run.dir=run"]
+    words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "error.txt").touch()  # that it is replaced is said, too
     with (
         open("/dev/full", "w", encoding="utf-8") as full,
         runs.started(words, tmp_path, stdout=full.fileno()) as command,

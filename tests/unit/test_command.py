@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from deepzero.training import command as module
-from deepzero.training.command import Command
+from deepzero.training.command import Command, interpreter
 
 
 def way_on(monkeypatch: pytest.MonkeyPatch, run_dir: Path, step: int, *overrides: str) -> str:
@@ -24,6 +25,12 @@ def test_what_was_typed_with_the_folder(monkeypatch: pytest.MonkeyPatch) -> None
     said = way_on(monkeypatch, Path("/runs/1"), 7, *typed)
     assert said.startswith("saved after step 7; to go on: python train.py ")
     assert shlex.split(said)[9:] == ["zero.stage=2", "optimizer.betas=[0.9, 0.95]", "hydra.run.dir=/runs/1"]
+
+
+@pytest.mark.parametrize("value", ["None", "/runs/1/checkpoints/step_4", "'/runs/1/checkpoints/step_4'", "/runs/0"])
+def test_the_newest_checkpoint_goes_before_what_the_run_began_with(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = way_on(monkeypatch, Path("/runs/1"), 7, f"train.resume={value}", "zero.stage=1")
+    assert said.endswith("to go on: python train.py zero.stage=1 hydra.run.dir=/runs/1")
 
 
 def test_after_the_last_step_there_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +48,17 @@ def test_a_folder_with_any_name(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     said = way_on(monkeypatch, Path("/runs") / name, 7)
     (override,) = OverridesParser.create().parse_overrides([shlex.split(said)[-1]])
     assert OmegaConf.create({"dir": override.value()}).dir == f"/runs/{name}"
+
+
+def test_the_python_that_runs_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+        (folder / "python3").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "python3"))
+    for path, said in ((here, "python3"), (other, sys.executable), (tmp_path, sys.executable)):
+        monkeypatch.setenv("PATH", str(path))
+        assert interpreter() == said
 
 
 def test_nothing_was_saved(tmp_path: Path) -> None:

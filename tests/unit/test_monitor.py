@@ -106,6 +106,15 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
+@pytest.mark.parametrize(
+    "left", [b"", b'{"status": "fin', b"\0\0", b"\xff\xfe", b"[1]"], ids=["empty", "torn", "zeros", "no text", "a list"]
+)
+def test_a_damaged_summary_does_not_hide_why_a_run_failed(left: bytes, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_bytes(left)
+    write_failed_summary(tmp_path, "rank 1 failed", {}, 1.0)
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "rank 1 failed"
+
+
 def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path: Path) -> None:
     write_summary(tmp_path, {"status": "finished"})
     MetricsFile(tmp_path).step(step(1))

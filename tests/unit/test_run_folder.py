@@ -1,0 +1,41 @@
+"""The folder of a run that was refused, where another run may have begun."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from deepzero.checkpoint.folder import LOCK, release
+from deepzero.config.parse import ConfigError
+from deepzero.training import run_folder
+from deepzero.training.run_folder import FoldersBefore, remove_unused, take
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run folder that Hydra makes, below another that was not there."""
+    monkeypatch.setattr(run_folder, "_noted", None)
+    run_dir = tmp_path / "outputs" / "12-00-00"
+    FoldersBefore().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(run_dir)}}}))
+    run_dir.mkdir(parents=True)
+    yield run_dir
+    release(run_dir)
+
+
+def test_a_refused_run_leaves_nothing(folder: Path) -> None:
+    take(folder)
+    remove_unused()
+    assert list(folder.parents[1].iterdir()) == []
+
+
+def test_a_second_run_of_the_same_second_leaves_the_first_ones_folder(folder: Path) -> None:
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"^hydra\.run\.dir: another run writes to "):
+            take(folder)
+        remove_unused()
+        assert (folder / LOCK).exists()
