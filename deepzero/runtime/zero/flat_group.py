@@ -304,7 +304,7 @@ class FlatGroup:
         self.master_store.allocate(comm.device)
         for piece in self.pieces:
             master = self.master_store.at(piece.shard_start, piece.numel)
-            if master is not None:
+            if master is not None and not self.placement.host_masters.holds(piece.shard_start):
                 kept[piece.slot.index] = master.copy_(kept[piece.slot.index])
         flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
         for piece in self.pieces:
@@ -320,7 +320,7 @@ class FlatGroup:
         claim(param, self.names[index])
         values = take_values(param, comm)
         if piece is None:
-            return values[:0]
+            return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[piece.start : piece.start + piece.numel]
         on_host = self.master_store.at(piece.shard_start, piece.numel)
         return part.clone() if on_host is None else on_host.copy_(part)
