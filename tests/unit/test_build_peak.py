@@ -109,8 +109,12 @@ def test_only_pieces_wait_for_the_masters(monkeypatch, stage):
     """One bucket holds the whole model here, so that of most parameters this rank owns no element."""
     world, alive, meter = 8, [], DeviceMeter()
     allocate = Masters.allocate
-    patched = lambda store, device: (alive.append(meter.alive_bytes), allocate(store, device))  # noqa: E731
-    monkeypatch.setattr(Masters, "allocate", patched)
+
+    def look_and_allocate(store, device):
+        alive.append(meter.alive_bytes)
+        allocate(store, device)
+
+    monkeypatch.setattr(Masters, "allocate", look_and_allocate)
     zero = {"stage3_param_persistence_threshold": 0}
     settings = load_engine_config(config(stage=stage, precision="bf16", bucket=2**30, zero=zero))
     with pretend(Pretended(3, world, "cuda", world)), meter:
