@@ -107,9 +107,9 @@ def breaks_at_the_boundary(rank, world):
             engine(batch(0, rank))
         engine.discard_gradients()
     # Nobody is left to agree with.
-    with mock.patch.object(engine._trained, "check", side_effect=RankLeftError("rank 7 has left")):
-        with mock.patch("deepzero.runtime.engine.agree", side_effect=AssertionError), pytest.raises(RankLeftError):
-            step(engine, rank, 1)
+    left = mock.patch.object(engine._trained, "check", side_effect=RankLeftError("rank 7 has left"))
+    with left, mock.patch("deepzero.runtime.engine.agree", side_effect=AssertionError), pytest.raises(RankLeftError):
+        step(engine, rank, 1)
     engine.discard_gradients()
     return [step(engine, rank, number) for number in (0, 1)]
 
