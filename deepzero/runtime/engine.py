@@ -47,6 +47,7 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.world import open_communicator
+from deepzero.runtime.zero.flat_group import lost_on_error
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
@@ -126,7 +127,8 @@ class Engine(EngineCheckpoints):
         self.module = model
         self.optimizer = optimizer
         self.stage = self._zero.stage
-        self._sharded_step = build_step(self._zero, optimizer, config)
+        with lost_on_error(model):
+            self._sharded_step = build_step(self._zero, optimizer, config)
         trained = [param for group in self._zero.groups for param in group.params]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
         self._trained = TrainedParameters(model, self._zero.groups)
