@@ -38,7 +38,7 @@ from deepzero.runtime.zero.build_stage3 import (
     plan_partitioning,
 )
 from deepzero.runtime.zero.delayed_step import DelayedStep
-from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed
+from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed, lost_on_error
 from deepzero.runtime.zero.gradient_partition import GradientPartition
 from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
 from deepzero.runtime.zero.offloading import Offload, PlannedGroup, open_host, place
@@ -56,7 +56,8 @@ def place_model(model: nn.Module, planned: Sequence[PlannedGroup], comm: Communi
 
     Frozen parameters have no master and no place in the layout; they are cast.
     """
-    # What modules that are not plain do when they are moved is done; the parameters stay where they are.
+    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
+    # the device after it; what follows gives them rank 0's values.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
     place_buffers(model, comm)
     placed = {param for group in planned for param in group.params}
@@ -215,32 +216,34 @@ def build_zero(
     )  # fmt: skip
     partitioning: Partitioning | None = None
     groups: list[ParameterGroup]
-    model.zero_grad()  # what was computed before counts in no step
-    if plan is not None:
-        place_buffers(model, comm)
-        side = offload.side if offload is not None else None
-        partitioning = partition_model(names, plan, placements, config.zero, comm, dtypes.compute, side)
-        groups = partitioning.groups
-    else:
-        place_model(model, planned, comm, dtypes.compute)
-        groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
-    if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
-        choose_kernel(optimizer, dtypes, placements, comm.device)
-    hand_over_masters(optimizer, groups)
-    allocate_state(optimizer)
-    if offload is not None:
-        offload.move_moments(optimizer, groups)
-    # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-    source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
-    reducer = _build_reducer(groups, config, comm, dtypes, depth)
-    built = Built(
-        groups, source, reducer, _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload),
-        dtypes, next((size for size in moment_bytes if size), 0), partitioning, offload,
-    )  # fmt: skip
-    if offload is not None and not isinstance(built.stage, ZeroStage0):
-        offload.open_ways(groups, comm.rank, built.stage.arrived)
-    open_ledger(built, optimizer, config, comm, micro_batches)
-    return dataclasses.replace(built, meter=open_meter(built, config, comm, micro_batches))
+    with lost_on_error(model):
+        model.zero_grad()  # what was computed before counts in no step
+        if plan is not None:
+            place_buffers(model, comm)
+            side = offload.side if offload is not None else None
+            partitioning = partition_model(names, plan, placements, config.zero, comm, dtypes.compute, side)
+            groups = partitioning.groups
+        else:
+            place_model(model, planned, comm, dtypes.compute)
+            groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
+        if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
+            choose_kernel(optimizer, dtypes, placements, comm.device)
+        hand_over_masters(optimizer, groups)
+        allocate_state(optimizer)
+        if offload is not None:
+            offload.move_moments(optimizer, groups)
+        # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
+        source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
+        reducer = _build_reducer(groups, config, comm, dtypes, depth)
+        made = _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload)
+        built = Built(
+            groups, source, reducer, made, dtypes, next((size for size in moment_bytes if size), 0),
+            partitioning, offload,
+        )  # fmt: skip
+        if offload is not None and not isinstance(built.stage, ZeroStage0):
+            offload.open_ways(groups, comm.rank, built.stage.arrived)
+        open_ledger(built, optimizer, config, comm, micro_batches)
+        return dataclasses.replace(built, meter=open_meter(built, config, comm, micro_batches))
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:

@@ -34,7 +34,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group, ranges
+from deepzero.comm.autopsy import CollectiveTimeoutError
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.watchdog import RankDivergenceError
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_step, build_zero
@@ -45,6 +47,7 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.outputs import output_tensors, scalar_loss
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.world import open_communicator
+from deepzero.runtime.zero.flat_group import lost_on_error
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.gradients import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
@@ -124,7 +127,8 @@ class Engine(EngineCheckpoints):
         self.module = model
         self.optimizer = optimizer
         self.stage = self._zero.stage
-        self._sharded_step = build_step(self._zero, optimizer, config)
+        with lost_on_error(model):
+            self._sharded_step = build_step(self._zero, optimizer, config)
         trained = [param for group in self._zero.groups for param in group.params]
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
         self._trained = TrainedParameters(model, self._zero.groups)
@@ -141,6 +145,7 @@ class Engine(EngineCheckpoints):
         self._boundary_override: bool | None = None
         self._inside_no_sync = self._step_applied = self._destroyed = False
         self._asked_to_stop = False
+        self._boundary_open = False  # gradients are neither agreed on nor dropped
         self.stopping = False
         """All ranks know, since the last step, that one has been asked to stop: time to save and leave."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
@@ -173,9 +178,12 @@ class Engine(EngineCheckpoints):
 
     def _refuse_broken_pass(self) -> None:
         self._refuse_half_loaded()
-        if self._hooks.broke_off():
+        if self._boundary_open or self._hooks.broke_off():
+            what = "optimizer step broke off before ranks had agreed on it"
+            if not self._boundary_open:
+                what = "backward pass broke off before its end"
             raise RuntimeError(
-                "the last backward pass broke off before its end, and its gradients are incomplete; call "
+                f"the last {what}, and its gradients are incomplete; call "
                 "engine.discard_gradients() on every rank, then begin the optimizer step again with its first "
                 "micro-batch"
             )
@@ -323,15 +331,17 @@ class Engine(EngineCheckpoints):
                 self._backward_passes = 0
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
-        trouble = self._trouble()
-        # 3 boundary: flush, wait.
+        self._boundary_open = True
+        # 3 boundary: flush, wait. A rank in trouble does so too, as the others count on it.
         with ranges.span("boundary"):
+            trouble = self._trouble()
             self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
         with ranges.span("agree"):
             words, loss = self.stage.gradients.square_words(), self._mean_loss()
             agreement = agree(self.comm, words, loss, self._asked_to_stop, trouble is not None)
+        self._boundary_open = False
         self.stopping = agreement.stop
         if agreement.trouble:
             self._raise_together(trouble)
@@ -377,12 +387,17 @@ class Engine(EngineCheckpoints):
 
     def _trouble(self) -> RuntimeError | None:
         """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""
-        try:
-            self._sharded_step.before_step(self._zero.groups)
-            self._trained.check()
-        except RuntimeError as error:
-            return error
-        return None
+        found = None
+        for check in (
+            partial(self._sharded_step.before_step, self._zero.groups), self._trained.check, self.stage.end_passes
+        ):  # fmt: skip
+            try:
+                check()
+            except (RankDivergenceError, CollectiveTimeoutError):
+                raise  # no agreement will come about
+            except RuntimeError as error:
+                found = found or error
+        return found
 
     def _raise_together(self, mine: RuntimeError | None) -> NoReturn:
         """Some rank is in trouble, and all know it: the others raise too, with its text. Nothing was updated."""
@@ -471,6 +486,9 @@ class Engine(EngineCheckpoints):
         self._losses, self._loss_is_scaled = [], False
         self._given_loss = self._seen_loss = None
         self.stage.discard_gradients()
+        if self._boundary_open:
+            self._boundary_open = False
+            self._drop_step()
         self._backward_passes = 0
         self.micro_steps -= self.micro_steps % self.batch.accumulation
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import deepzero
+from deepzero.comm import process_group
 from deepzero.config.parse import ConfigError
 from deepzero.ops import CPUAdam
 from deepzero.runtime.zero.delayed_step import DelayedStep
@@ -181,6 +182,24 @@ def looks_and_writes(rank, world):
     with deepzero.zero.GatheredParameters(param):
         assert bool((param == 1).all())
     engine.destroy()
+
+
+def steps_without_a_word(rank, world):
+    engine, model = made(late(2))
+    go(engine, rank, world, 0, 4)
+    with mock.patch.object(process_group, "all_gather_object", side_effect=AssertionError("a collective more")):
+        go(engine, rank, world, 4, 6)
+    go(engine, rank, world, 6, 7)
+    if rank == 1:
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+    with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "parameter 'norm.weight' was written"):
+        go(engine, rank, world, 7, 8)
+    engine.destroy()
+
+
+def test_steps_agree_by_their_one_message(ranks):
+    ranks.run(steps_without_a_word, world_size=2)
 
 
 def test_readers_and_writers(ranks):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -135,6 +137,26 @@ def taken_away(rank, world):
     engine.destroy()
     model.float()
     one_step(start(model, stage=1), rank, world)
+
+
+def breaks_off(rank, world):
+    """Out of memory on all ranks, in the middle of building: the model is lost, and is said to be; a new one trains."""
+    for stage in (0, 2, 3):
+        zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}  # the frozen weight stays whole
+        for place in ("zero.masters.Masters.allocate", "build.ShardedStep", "zero.build_stage3.take_values"):
+            model = make_model()
+            model.norm.weight.requires_grad_(False)
+            broken = mock.patch(f"deepzero.runtime.{place}", side_effect=torch.OutOfMemoryError("no room"))
+            with broken, pytest.raises(torch.OutOfMemoryError, match="no room") as error:
+                start(model, stage=stage, precision="bf16", zero=zero)
+            assert sys.version_info < (3, 11) or "Build model and optimizer anew" in error.value.__notes__[0]
+            with pytest.raises(deepzero.ConfigError, match=r"earlier deepzero.initialize left in pieces"):
+                start(model, stage=stage, precision="bf16", zero=zero)
+        one_step(start(make_model(), stage=stage), rank, world)
+
+
+def test_a_model_that_building_broke_off_with_is_refused(ranks):
+    ranks.run(breaks_off, world_size=2)
 
 
 def test_model_moved_or_wrapped_twice(ranks):

@@ -311,3 +311,35 @@ def plain_settings(rank, world):
 
 def test_what_cannot_be_scaled_or_left_unsynchronized(ranks):
     assert ranks.run(plain_settings, world_size=1) == [True]
+
+
+class OneGradient(nn.Module):
+    """Autograd leaves views of one tensor in the gradients of ``a`` and ``b``."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.full((8, 4), 0.5)) for _ in range(2))
+        self.c = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return ((self.a.view(-1) + self.b.view(-1)) * x + self.c * x).sum()
+
+
+def one_gradient(rank, world, stage):
+    engine = start(OneGradient(), stage=stage, gradient_accumulation_steps=3, zero=WHOLE if stage == 3 else {})
+    xs = [torch.arange(32.0) + k + rank for k in range(3)]
+    places = set()
+    for x in xs:
+        engine.backward(engine(x))
+        if stage < 2 and engine.stage.gradients.source._grads:
+            places.add(engine.stage.gradients.source._grads[engine.module.c].data_ptr())
+        engine.step()
+    assert stage >= 2 or len(places) == 1  # what nobody shares is added to in place
+    mean = sum(torch.arange(32.0) + k + r for k in range(3) for r in range(world)) / 3 / world
+    assert engine.last_step.grad_norm == pytest.approx(3**0.5 * float(mean.norm()), rel=1e-6)
+    return engine.last_step.grad_norm
+
+
+def test_a_gradient_that_parameters_share_is_added_up_once(ranks):
+    norms = {norm for stage in range(4) for norm in ranks.run(one_gradient, stage, world_size=2)}
+    assert len(norms) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
+from deepzero.comm.watchdog import RankLeftError
+from deepzero.runtime.agreement import RankMismatchError
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
 from tests.distributed.training import config, start
@@ -64,6 +68,54 @@ def through_data(rank, world):
     engine.discard_gradients()
     step(engine, rank)  # it goes on
     return True
+
+
+def written_on_one_rank(rank, world, frozen):
+    """Rank 1 alone writes what stays gathered until the boundary; the step after that is a first step."""
+    model = make("base")
+    model.second.weight.requires_grad_(not frozen)
+    engine = start(model, stage=3, zero=WHOLE, bucket=10**6)
+    spoiled = engine.module.second if frozen else engine.module.first
+    hook = spoiled.register_forward_hook(clamp) if rank == 1 else None
+    with pytest.raises(RuntimeError if rank == 0 else PartitionedUseError, match="weight' was written") as error:
+        step(engine, rank, 1)
+    assert str(error.value).startswith("rank 1: ") == (rank == 0)
+    if hook is not None:
+        hook.remove()
+    return [step(engine, rank, number) for number in (0, 1)]
+
+
+def healthy(rank, world, frozen):
+    model = make("base")
+    model.second.weight.requires_grad_(not frozen)
+    engine = start(model, stage=3, zero=WHOLE, bucket=10**6)
+    return [step(engine, rank, number) for number in (0, 1)]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(ranks, frozen):
+    assert ranks.run(written_on_one_rank, frozen, world_size=2) == ranks.run(healthy, frozen, world_size=2)
+
+
+def breaks_at_the_boundary(rank, world):
+    engine = engine_of()
+    broken = [("engine.agree", RankMismatchError("other collectives")), ("engine.Engine._trouble", ValueError("sums"))]
+    for place, error in broken:
+        with mock.patch(f"deepzero.runtime.{place}", side_effect=error), pytest.raises(type(error)):
+            step(engine, rank, 1)
+        with pytest.raises(RuntimeError, match=r"optimizer step broke off .* call engine.discard_gradients"):
+            engine(batch(0, rank))
+        engine.discard_gradients()
+    # Nobody is left to agree with.
+    left = mock.patch.object(engine._trained, "check", side_effect=RankLeftError("rank 7 has left"))
+    with left, mock.patch("deepzero.runtime.engine.agree", side_effect=AssertionError), pytest.raises(RankLeftError):
+        step(engine, rank, 1)
+    engine.discard_gradients()
+    return [step(engine, rank, number) for number in (0, 1)]
+
+
+def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(ranks):
+    assert ranks.run(breaks_at_the_boundary, world_size=2) == ranks.run(healthy, False, world_size=2)
 
 
 def load_on_the_way(rank, world):

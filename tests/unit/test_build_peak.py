@@ -19,6 +19,7 @@ from deepzero.runtime import build
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import partitioned_group
+from deepzero.runtime.zero.masters import Masters
 from tests.distributed.training import config
 
 WIDTH, LAYERS = 256, 8
@@ -101,3 +102,26 @@ def test_the_peak_of_building(monkeypatch, case, given_on_device, frozen):
         most = max(given, training)
         assert given <= peak <= 1.001 * most + 4 * TABLE, world
         assert "host" in case or peak > most / 2
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_only_pieces_wait_for_the_masters(monkeypatch, stage):
+    """One bucket holds the whole model here, so that of most parameters this rank owns no element."""
+    world, alive, meter = 8, [], DeviceMeter()
+    allocate = Masters.allocate
+
+    def look_and_allocate(store, device):
+        alive.append(meter.alive_bytes)
+        allocate(store, device)
+
+    monkeypatch.setattr(Masters, "allocate", look_and_allocate)
+    zero = {"stage3_param_persistence_threshold": 0}
+    settings = load_engine_config(config(stage=stage, precision="bf16", bucket=2**30, zero=zero))
+    with pretend(Pretended(3, world, "cuda", world)), meter:
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64)))
+        engine = Engine(model, build_optimizer(settings.optimizer, model.parameters(), False), settings)
+    engine.destroy()
+    whole = 64 * 32 * 32 * 4
+    assert len(alive) == 1
+    assert alive[0] <= 2 * whole / world  # pieces in fp32; stage 3 has its share already

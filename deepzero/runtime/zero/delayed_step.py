@@ -79,12 +79,12 @@ class DelayedStep:
 
     def before_step(self, groups: Sequence[ParameterGroup]) -> None:
         """Before anything of a step: a parameter that was written meanwhile would lose to the update on its way."""
-        self._agree()
+        self._check_unwritten()
         self.inner.before_step(groups)  # with an update on its way nothing was written, and the rest of it is checks
 
     def step(self, divisor: float) -> None:
         """Send what the last update has written, step on the device, hand over what is for the host."""
-        self.finish()
+        self._send()
         for group in self.inner.on_device:
             self.inner.step_sub_group(group, divisor, None)
         self.steps += 1
@@ -119,6 +119,16 @@ class DelayedStep:
             self._error = error
         self._seconds = time.perf_counter() - began
 
+    def _check_unwritten(self) -> None:
+        """Join; raise when the update failed, or when a parameter was written that it would change."""
+        self.join()
+        written = [name for group in self.groups for name in group.written()] if self.unsent else []
+        if written:
+            raise RuntimeError(
+                f"parameter {written[0]!r} was written while a delayed update was on its way to it; call "
+                "engine.finish_delayed_update() before parameters are written, or load a checkpoint now"
+            )
+
     def _agree(self) -> None:
         """All ranks have come so far, or all raise. A collective, while an update is on its way."""
         if not self.unsent:
@@ -126,13 +136,7 @@ class DelayedStep:
             return
         problem = None
         try:
-            self.join()
-            written = [name for group in self.groups for name in group.written()]
-            if written:
-                problem = (
-                    f"parameter {written[0]!r} was written while a delayed update was on its way to it; call "
-                    "engine.finish_delayed_update() before parameters are written, or load a checkpoint now"
-                )
+            self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
         told = process_group.all_gather_object(problem)
@@ -173,6 +177,9 @@ class DelayedStep:
             RuntimeError: on every rank. An update failed on one, or a parameter was written that it would change.
         """
         self._agree()
+        return self._send()
+
+    def _send(self) -> bool:
         if not self.unsent:
             return False
         self.unsent = False

@@ -27,9 +27,11 @@ every W.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -42,10 +44,15 @@ from deepzero.offload.arena import HostArena
 from deepzero.offload.placement import Placement
 from deepzero.runtime.zero.masters import Masters
 
+log = logging.getLogger(__name__)
+
 SETUP = "setup.gather"
 
 _OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 """Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
+
+_LOST: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters, by id, of models that were being moved when an exception came: there is no telling which have values."""
 
 
 STAY = (
@@ -89,10 +96,34 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
 
 
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise a :class:`ConfigError` when any of these parameters belongs to an engine; before anything is changed."""
+    """Raise a :class:`ConfigError` when any of these parameters belongs to an engine, or was lost on the way to one;
+    before anything is changed.
+    """
     for param, name in names.items():
         if id(param) in _OWNED:
             raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
+        if id(param) in _LOST:
+            raise ConfigError(
+                f"parameter {name!r} is of a model that an earlier deepzero.initialize left in pieces, as it broke off "
+                f"while it moved the parameters. {ANEW}"
+            )
+
+
+ANEW = "Build model and optimizer anew"
+
+
+@contextlib.contextmanager
+def lost_on_error(model: nn.Module) -> Iterator[None]:
+    """While the model is being moved: what an exception leaves of it belongs to nobody, and no engine takes it."""
+    try:
+        yield
+    except BaseException as error:
+        for param in model.parameters():
+            disclaim(param)
+            _LOST[id(param)] = param
+        text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
+        getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes
+        raise
 
 
 def claim(param: nn.Parameter, name: str) -> None:
@@ -101,8 +132,7 @@ def claim(param: nn.Parameter, name: str) -> None:
     Raises:
         ConfigError: it belongs to one already.
     """
-    if id(param) in _OWNED:
-        raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
+    check_unclaimed({param: name})
     _OWNED[id(param)] = param
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
@@ -304,7 +334,7 @@ class FlatGroup:
         self.master_store.allocate(comm.device)
         for piece in self.pieces:
             master = self.master_store.at(piece.shard_start, piece.numel)
-            if master is not None:
+            if master is not None and not self.placement.host_masters.holds(piece.shard_start):
                 kept[piece.slot.index] = master.copy_(kept[piece.slot.index])
         flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
         for piece in self.pieces:
@@ -320,7 +350,7 @@ class FlatGroup:
         claim(param, self.names[index])
         values = take_values(param, comm)
         if piece is None:
-            return values[:0]
+            return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[piece.start : piece.start + piece.numel]
         on_host = self.master_store.at(piece.shard_start, piece.numel)
         return part.clone() if on_host is None else on_host.copy_(part)

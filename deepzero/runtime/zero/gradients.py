@@ -24,6 +24,7 @@ from torch.autograd import Variable
 from deepzero.comm import process_group
 from deepzero.layout import FlatLayout, Interval, Piece
 from deepzero.offload.placement import Placement
+from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.masters import Masters
 
 log = logging.getLogger(__name__)
@@ -186,6 +187,7 @@ class GradientSource:
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[nn.Parameter] = set()
         self._later: dict[nn.Parameter, torch.Tensor] = {}
+        self._alone = references(torch.empty(0))
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         for g, group in enumerate(self.groups):
             if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
@@ -212,14 +214,19 @@ class GradientSource:
         if flat is None or again:
             waiting = self._later if again else self._grads
             before = waiting.get(param)
-            # In autograd's order and dtype: a sum with a sparse part is as dense as the other one.
-            sparse = before is not None and before.is_sparse and not grad.is_sparse
-            waiting[param] = grad if before is None else grad + before if sparse else before.add_(grad)
+            waiting[param] = grad if before is None else self._sum(before, grad)
         elif param in self._arrived:
             flat[slot.offset : slot.end].add_(_dense(grad))
         else:
             flat[slot.offset : slot.end].copy_(_dense(grad))
             self._arrived.add(param)
+
+    def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """In autograd's order and dtype: a sum with a sparse part is as dense as the other one."""
+        if before.is_sparse:
+            return before.add_(grad) if grad.is_sparse else grad + before
+        # Autograd may leave views of one gradient in several parameters (a sum of two flattened ones).
+        return before.add_(grad) if references(before) <= self._alone else before + grad
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""

@@ -291,9 +291,17 @@ class PartitionedParameterCoordinator:
         self.training.completed(key)
 
     def end_step(self) -> None:
-        """The boundary: the trace of training is complete, and all values are about to change."""
+        """The boundary: the trace of training is complete, and all values are about to change.
+
+        Raises:
+            PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
+        """
         self._switch(self.training)
-        self.release_all()
+        refused: Exception | None = None
+        try:
+            self.release_all()
+        except PartitionedUseError as error:
+            refused = error
         recorded = self.training.plan is None
         self.training.close()
         if recorded:
@@ -301,6 +309,8 @@ class PartitionedParameterCoordinator:
             self.predict_anew()
         self._runs = 0
         self._end_pass()
+        if refused is not None:
+            raise refused
 
     def _end_pass(self) -> None:
         self._buffers.moments = []

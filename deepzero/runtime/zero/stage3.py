@@ -180,9 +180,12 @@ class ZeroStage3:
 
     # ---- 5: boundary -------------------------------------------------------------------------------------------------
 
-    def finish_gradients(self) -> None:
-        """5 boundary: what is gathered becomes old with this step; then flush and wait."""
+    def end_passes(self) -> None:
+        """5 boundary: what is gathered becomes old with this step. It is released also when a write to it raises."""
         self.coordinator.end_step()
+
+    def finish_gradients(self) -> None:
+        """5 boundary: then flush and wait."""
         self.gradients.finish_gradients()
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class ZeroStage0:
         ]
 
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """2: leave it where autograd put it, or add it to the wider accumulation buffer."""
+        """2: it waits in the source, or is added to the wider accumulation buffer."""
         self.source.accumulate(param)
 
     def backward_end(self, boundary: bool) -> None:
@@ -101,6 +101,9 @@ class ZeroStage0:
 
     def forget_pass(self) -> None:
         """The end of a pass that left no gradient."""
+
+    def end_passes(self) -> None:
+        """Nothing is gathered."""
 
     def finish_gradients(self) -> None:
         """3 boundary: all-reduce every bucket."""

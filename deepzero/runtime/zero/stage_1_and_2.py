@@ -92,6 +92,9 @@ class ZeroStage1And2:
     def forget_pass(self) -> None:
         """The end of a pass that left no gradient."""
 
+    def end_passes(self) -> None:
+        """Nothing is gathered."""
+
     def finish_gradients(self) -> None:
         """3 boundary."""
         self.gradients.finish_gradients()
