@@ -202,7 +202,8 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tensor") -> None:
     """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step.
 
-    ``kind`` is its name in messages about ranks that wait. It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
+    It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
+    ``kind`` is its name in messages about ranks that wait.
     """
     if _talks():
         with watchdog.current().blocking(kind):
