@@ -225,10 +225,8 @@ class Communicator:
         between = tensor.nbytes * (self.world_size - self.nodes.per_node) / self.world_size if sent else 0
         elements, sent_bytes = (tensor.numel(), tensor.nbytes) if sent else (0, 0)
         self.ledger.record(kind, elements, sent_bytes, 0, between, "", self.world_size)
-        if self._pretends:
-            return
-        with self._watch.blocking(kind):
-            process_group.broadcast_tensor(tensor, src)
+        if not self._pretends:
+            process_group.broadcast_tensor(tensor, src, kind)
 
     def _before(self, kind: str, where: str) -> Launch:
         self.chaos.delay()

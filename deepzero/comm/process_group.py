@@ -199,13 +199,14 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     return _unseal(box) if rank() != src else value
 
 
-def broadcast_tensor(tensor: torch.Tensor, src: int) -> None:
+def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tensor") -> None:
     """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step.
 
     It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
+    ``kind`` is its name in messages about ranks that wait.
     """
     if _talks():
-        with watchdog.current().blocking("broadcast_tensor"):
+        with watchdog.current().blocking(kind):
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 

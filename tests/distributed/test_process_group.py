@@ -8,11 +8,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import groups, meeting, process_group
+from deepzero.comm import groups, meeting, process_group, watchdog
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
 from tests import doors
 from tests.distributed.pool import RankPool
 from tests.e2e.test_launch import free_port
@@ -115,3 +120,16 @@ def test_a_world_of_one(ranks: RankPool) -> None:
     found = ranks.run(alone, world_size=1, process_group=False)[0]
     assert len(found) == 1, "gloo's"
     assert doors.beyond(found) == []
+
+
+def broadcasts(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """The collectives of a communicator's broadcast, and what is waited for meanwhile."""
+    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), watchdog.current().trail
+    before, waiting = trail.sequence, []
+    with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):  # type: ignore
+        comm.broadcast("setup.broadcast", torch.zeros(3))
+    return [(launch.kind, *waiting) for launch in trail.recent if launch.sequence > before]
+
+
+def test_a_broadcast_is_one_collective(ranks: RankPool) -> None:
+    assert ranks.run(broadcasts) == [[("setup.broadcast", "setup.broadcast")]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +14,8 @@ import deepzero
 from deepzero import zero
 from deepzero.comm.watchdog import RankLeftError
 from deepzero.runtime.agreement import RankMismatchError
+from deepzero.runtime.zero import gradients
+from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
 from tests.distributed.training import config, start
@@ -269,8 +272,80 @@ def broken_off(rank, world):
     return True
 
 
+def broken_off_when_gathered(rank, world):
+    """The same for an interval that is gathered already, and hidden: it is hidden afterwards."""
+    engine = engine_of()
+    weight = engine.module.first.weight
+    loss = engine(batch(0, rank))
+    with pytest.raises(KeyError), GatheredParameters(weight):
+        raise KeyError
+    with pytest.raises(PartitionedUseError, match="partitioned"):
+        weight.sum()
+    with pytest.raises(KeyError), GatheredParameters(weight), torch.no_grad():
+        weight[0, 0] = 2.0  # of rank 0's part; no sample of rank 1 sees it
+        raise KeyError
+    with pytest.raises(PartitionedUseError, match=r"'first.weight' was written"):
+        engine.stage.coordinator.release_all()
+    del loss
+    step(engine, rank)
+    return True
+
+
+class Tail(nn.Sequential):
+    """A leaf."""
+
+
+def gradient_of_the_input(rank, world):
+    """``torch.autograd.grad`` completes a leaf and leaves no gradient: the next pass knows nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), Tail(nn.Linear(24, 24)))
+    zero.set_z3_leaf_modules(model, [Tail])
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
+    x = batch(0, rank).requires_grad_()
+    with mock.patch.object(gradients.log, "warning") as said:
+        for number in range(2):
+            torch.autograd.grad(engine(x).sum(), x)
+            engine.backward(engine(batch(number, rank)).pow(2).mean())
+            with pytest.raises(PartitionedUseError, match="partitioned"):
+                model[1][0].weight.sum()  # outside of all modules nothing is shown, of a leaf neither
+            engine.step()
+    assert not said.called, said.call_args
+    return True
+
+
+class Twice:
+    """A saved-tensor hook without a name."""
+
+    def __call__(self, tensor):
+        return tensor.clone()
+
+
+def hooks_without_a_name(rank, world):
+    """Somebody's saved-tensor hooks may be any callables."""
+    outcomes = []
+    for stage in (2, 3):
+        engine = start(make("base"), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
+        with torch.autograd.graph.saved_tensors_hooks(partial(torch.clone), Twice()):
+            outcomes.append([step(engine, rank, number) for number in range(2)])
+    return outcomes[0] == outcomes[1]
+
+
+def a_shorter_step(rank, world):
+    """A step that ends before its plan does makes another plan; what is said of later steps follows that one."""
+    engine = engine_of(bucket=700)
+    for number in range(4):
+        engine.backward(engine(batch(number, rank)))
+        if number < 2:
+            engine(batch(number, rank))
+        engine.step()
+    assert engine.stage.coordinator.training.dropped == 1
+    sent = engine.ledger.report()["communication"]
+    return all(sent[kind]["predicted"]["calls"] == sent[kind]["measured"]["calls"] for kind in (FORWARD, BACKWARD))
+
+
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
 CASES += [mixed_meta, registered_late, discarded_on_the_way, broken_off]
+CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

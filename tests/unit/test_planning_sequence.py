@@ -80,7 +80,7 @@ def test_launches_agree_and_gradients_do_not() -> None:
 
 
 def test_what_a_plan_lists_makes_the_peak() -> None:
-    """On a GPU, where gathered intervals are gone when the ledger samples: their most counts, and not as activations."""
+    """On a GPU, where gathered intervals are gone when the ledger samples, their most counts, not as activations."""
     found = rehearse(program(), WORLD, 0)
     assert found.held["gathered"] == found.memory["gathered"] > 0
     assert sum(plan.memory(found).values()) == found.peak_bytes

@@ -65,6 +65,7 @@ class BufferPool:
         """
         self.limit_numel, self._exact = limit_numel, not sizes
         if self._exact:
+            self._planned = set()
             self._trim(0)
         elif stands_for(self.device) == "cpu":
             missing, free, self._free = sorted(sizes), self._free, []
@@ -81,6 +82,10 @@ class BufferPool:
         """A pass begins, with what was planned for it; while nothing is, with nothing."""
         if self._planned is None:
             self.clear()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """:attr:`most_numel` begins again with what is held now."""
         self.most_numel = self.numel()
 
     def take(self, numel: int) -> torch.Tensor:

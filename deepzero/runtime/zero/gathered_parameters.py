@@ -102,13 +102,15 @@ class GatheredParameters:
                 complete = True
         finally:
             for interval in self.intervals:
-                interval.permit_writes()
+                if complete:  # else a write that nobody has taken over is left for the release to refuse
+                    interval.permit_writes()
                 interval.pins -= 1
                 if interval.pins == 0 and interval.only_pinned:
                     interval.only_pinned = False
                     interval.release() if complete else interval.discard()
-                elif interval.pins == 0 and complete:
-                    interval.coarsen(ON_REQUEST)
+                elif interval.pins == 0:
+                    if complete:
+                        interval.coarsen(ON_REQUEST)
                     if interval in self._hidden:
                         interval.hide()
 

@@ -145,6 +145,7 @@ class GradientPartition:
         for position, entry in enumerate(self.order):
             if self._completions.get(position, 0) > 1 or self.source.waiting(entry):
                 self._reduce(entry, boundary, again=True)
+        self.source.name_unused()
         self.forget_pass()
         self.reduced = True
 
@@ -155,6 +156,7 @@ class GradientPartition:
         self._completions.clear()
         self._arrived.clear()
         self._missing = [len(entry.interval.slots) for entry in self.order]
+        self.source.forget_pass()
 
     def _reduce(self, entry: Scheduled, boundary: bool, again: bool = False) -> None:
         """Lay one interval into a bucket, free its gradients, and send it to its owners.
@@ -204,6 +206,7 @@ class GradientPartition:
             # Stage 1 without overlap; or no gradient at all since the last step: zeros, as every rank would send.
             for entry in self.order:
                 self._reduce(entry, boundary=True)
+            self.source.name_unused()
         self.drain()
         self.reduced = True
 

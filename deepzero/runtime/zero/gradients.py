@@ -154,7 +154,8 @@ class GradientHooks:
     def _on_gradient(self, param: nn.Parameter) -> None:
         self.arm()
         self._reached = True
-        self._ready(param)
+        with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
+            self._ready(param)
 
     def _on_end(self) -> None:
         reached = self._reached
@@ -173,8 +174,7 @@ class GradientSource:
 
     def __init__(self, groups: Sequence[ParameterGroup], accumulate_dtype: torch.dtype | None) -> None:
         self.groups = list(groups)
-        # Intervals filled in this pass, the parameters in them that had no gradient, and those named before.
-        self._filled: set[tuple[int, int]] = set()
+        # The parameters that had no gradient when their interval was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
         self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.intervals}
@@ -256,7 +256,7 @@ class GradientSource:
         Args:
             entry: which interval.
             bucket: the interval's extent, in the wire dtype.
-            name_unused: say once which parameters got no gradient, when every interval of the pass has been filled.
+            name_unused: :meth:`name_unused` will say which parameters got no gradient.
         """
         group, interval = self.groups[entry.group], entry.interval
         for lo, hi in self._gaps[entry.group, interval.index]:
@@ -271,16 +271,16 @@ class GradientSource:
             else:
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
-        if name_unused:
-            self._filled.add((entry.group, interval.index))
-            if len(self._filled) == len(self._gaps):
-                self._name_unused()
 
-    def _name_unused(self) -> None:
-        """One line of rank 0's for all that were not named before. Another rank's may differ: it is a notice."""
+    def forget_pass(self) -> None:
+        """A pass that left no gradient is over: what was missing in it says nothing about the next one."""
+        self._unused = []
+
+    def name_unused(self) -> None:
+        """After a pass, a line of rank 0's for all that were not named before. Others' may differ: it is a notice."""
         new = [name for name in self._unused if name not in self._unused_named]
         self._unused_named.update(new)
-        self._unused, self._filled = [], set()
+        self.forget_pass()
         if new and process_group.rank() == 0:
             names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
             log.warning("no gradient in this backward pass, so it counts as zeros (said once): %s", names)
@@ -290,7 +290,7 @@ class GradientSource:
         self._grads.clear()
         self._arrived.clear()
         self._later.clear()
-        self._unused, self._filled = [], set()
+        self.forget_pass()
         for group in self.groups:
             free_grad_in_param_list(group.params)
 

@@ -188,7 +188,8 @@ class ModuleHooks:
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where))
+                # Not shown: no module is under way.
+                tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
         self._after(module, args, output)
 
     def reset(self) -> None:
@@ -206,7 +207,9 @@ class ModuleHooks:
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
         if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
             return False
-        if outer is not None and outer[0].__qualname__.startswith("_checkpoint_hook"):
+        # Any callable may be one: a functools.partial has no name.
+        name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
+        if name.startswith("_checkpoint_hook"):
             return False  # non-reentrant checkpointing keeps nothing in the forward pass
         if not self._warned_autocast and torch.is_autocast_enabled(stands_for(self.coordinator.device)):
             self._warned_autocast = True
@@ -219,7 +222,7 @@ class ModuleHooks:
             return True
         # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
         # function of the user's runs so, and saves what it was given when it is over.
-        keeps = in_backward() or outer[0].__qualname__.startswith("_recomputation_hook")
+        keeps = in_backward() or name.startswith("_recomputation_hook")
         chain = _Chain(self, outer[0], outer[1], keeps)
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch._C._autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)

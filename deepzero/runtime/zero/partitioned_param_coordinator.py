@@ -191,9 +191,12 @@ class PartitionedParameterCoordinator:
         # By last use, the oldest first.
         self._live: dict[int, None] = {}
         self._pools = list({id(interval.pool): interval.pool for interval in intervals}.values())
+        rooms = (interval.gather.rules.messages for interval in intervals)
+        self._messages = list({id(pool): pool for pool in rooms if pool is not None}.values())
         # One rank computes with its share itself, unless that is in host memory.
         takes = [interval for interval in intervals if interval.comm.world_size > 1 or interval.shard_on_host]
         self._buffers = BufferForecast({made.key: made.numel for made in takes}, limits.live_numel, self.device)
+        self._to_simulate = False
         self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
@@ -220,11 +223,11 @@ class PartitionedParameterCoordinator:
         if in_backward():
             self._run = 0
         elif self._trace is self.evaluation:
-            known = self._trace.plan is not None
+            before = self._trace.plan
             self._trace.close()
             self.release_all()
-            if not known:
-                self._expect_buffers()
+            if self._trace.plan is not before:
+                self._plans_changed()
             if self.training.position < 0:
                 self._end_pass()
 
@@ -248,7 +251,8 @@ class PartitionedParameterCoordinator:
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
             for key in keys if show else ():
-                self.intervals[key].show()
+                if not self.intervals[key].shown:  # asked here: the call costs more than the module's other hooks
+                    self.intervals[key].show()
             return
         backward = in_backward()
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -257,8 +261,8 @@ class PartitionedParameterCoordinator:
         action = self._trace.advance(keys, backward, where, on_demand, self._run)
         forward = FORWARD if self._trace is self.training else EVALUATION
         kind = BACKWARD if backward else forward
-        for pool in self._pools if not self._buffers.moments else ():
-            pool.begin_pass()
+        if not self._buffers.moments:
+            self._begin_pass()
         self._buffers.moments.append(Moment(keys, self._run))
         self._make_room(keys, action)
         for key in keys:
@@ -271,8 +275,8 @@ class PartitionedParameterCoordinator:
         with ranges.standing_at(where):
             for key in keys:
                 self.inflight.wait(key, show)
-                if show:
-                    self.intervals[key].show()  # it may have been here
+                if show and not self.intervals[key].shown:  # it may have been here
+                    self.intervals[key].show()
                 self._live.pop(key, None)
                 self._live[key] = None
 
@@ -302,29 +306,32 @@ class PartitionedParameterCoordinator:
             self.release_all()
         except PartitionedUseError as error:
             refused = error
-        recorded = self.training.plan is None
-        self.training.close()
-        if recorded:
+        before = self.training.plan
+        self.training.close()  # where the step ended early, this drops the plan and makes another
+        if self.training.plan is not before:
             self._buffers.recorded()
+            self._plans_changed()
+        elif self._to_simulate:
             self.predict_anew()
         self._runs = 0
         self._end_pass()
         if refused is not None:
             raise refused
 
+    def _begin_pass(self) -> None:
+        for pool in self._pools:
+            pool.begin_pass()
+        for messages in self._messages:  # of one size, kept from pass to pass
+            messages.count_anew()
+
     def _end_pass(self) -> None:
         self._buffers.moments = []
         for pool in self._pools:
             self._buffers.settle(pool)
 
-    def _expect_buffers(self) -> None:
-        """A plan is new: it says which buffers will be held."""
-        plans = [trace.step_plan() for trace in (self.training, self.evaluation)]
-        known = [(plan.uses, plan.actions) for plan in plans if plan is not None]
-        self._buffers.expect([moments_of(*plan) for plan in known])
-        messages = max((planned(self.intervals, *plan).message_bytes for plan in known), default=0)
-        itemsize = max((interval.gather.dtype.itemsize for interval in self.intervals), default=0)
-        self.ledger.predicted_memory["gathered"] = self._buffers.most_numel * itemsize + messages
+    def _plans_changed(self) -> None:
+        """Where plans have not lasted, which buffers they take is simulated when one has lasted for a step."""
+        self.predict_anew(simulate=max(self.training.dropped, self.evaluation.dropped) < MANY)
 
     def follow(self, plan: StepPlan) -> None:
         """Training follows ``plan`` from its next use on, which has to be the first of a step."""
@@ -332,15 +339,27 @@ class PartitionedParameterCoordinator:
         self.predict_anew()
         self._end_pass()
 
-    def predict_anew(self) -> None:
-        """The plan is new, or intervals travel in another way: it says what every later step will send and hold.
+    def predict_anew(self, simulate: bool = True) -> None:
+        """A plan is new, or intervals travel in another way: the plans say what later steps will send and hold.
 
         That replaces the closed forms, which know no savings.
+
+        Args:
+            simulate: find out which buffers the plans take, too; that costs several passes over them.
         """
-        if self.training.plan is not None:
-            forecast = planned(self.intervals, self.training.uses, self.training.plan)
-            self.ledger.predicted_traffic.update(forecast.traffic)
-            self._expect_buffers()
+        traces = [trace for trace in (self.training, self.evaluation) if trace.plan is not None]
+        plans = [(trace.uses, trace.plan) for trace in traces if trace.plan is not None]
+        if not plans:
+            return
+        forecasts = [planned(self.intervals, *plan) for plan in plans]
+        if self.training in traces:
+            self.ledger.predicted_traffic.update(forecasts[0].traffic)
+        if simulate:
+            self._buffers.expect([moments_of(*plan) for plan in plans])
+        self._to_simulate = not simulate
+        messages = max(forecast.message_bytes for forecast in forecasts)
+        itemsize = max((interval.gather.dtype.itemsize for interval in self.intervals), default=0)
+        self.ledger.predicted_memory["gathered"] = self._buffers.most_numel * itemsize + messages
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""

@@ -123,6 +123,7 @@ class ZeroStage0:
                 bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=self.reduced)
                 self.source.fill(entry, bucket, name_unused=not self.reduced)
                 self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced, place=first)
+        self.source.name_unused()
         self.reducer.drain()
 
     def drain(self) -> None:

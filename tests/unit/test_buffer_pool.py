@@ -1,0 +1,23 @@
+"""Which buffers a pool keeps."""
+
+from __future__ import annotations
+
+import torch
+
+from deepzero.runtime.zero.buffer_pool import BufferPool
+
+
+def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass() -> None:
+    """Whether or not sizes were planned before."""
+    for planned in ([], [8]):
+        pool = BufferPool(torch.float32, torch.device("cpu"), 100)
+        if planned:
+            pool.settle(planned, 100)
+        pool.settle([], 24)
+        pool.begin_pass()
+        first = pool.take(16)
+        place = first.data_ptr()
+        pool.give(first)
+        del first
+        pool.begin_pass()
+        assert [buffer.data_ptr() for buffer in pool.buffers() if buffer.numel() == 16] == [place], planned
