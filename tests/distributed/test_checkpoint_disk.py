@@ -122,6 +122,10 @@ def fail_to_commit(rank, world, folder):
             patch.setattr(folders, "prune", lambda *args: (_ for _ in ()).throw(OSError(errno.EACCES, "no", "old")))
         engine.save_checkpoint(folder, tag="third", keep_last=1)
     assert folders.latest_tag(folder) == "third", "complete, whatever became of the old ones"
+    process_group.barrier()
+    if rank == 0:
+        (folder / "latest").write_bytes(b"\xff")
+    engine.save_checkpoint(folder, tag="third", save_latest=False, keep_last=1)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
