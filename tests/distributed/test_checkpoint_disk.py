@@ -460,6 +460,24 @@ def test_a_disk_that_hangs(ranks, tmp_path):
         assert left == [".lock", "latest", "step_1"]
 
 
+def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
+    """At every look it would fill a store that is a file, which keeps each note."""
+    now, posted = [0.0], []
+    clock = {"monotonic": lambda: now[0], "monotonic_ns": lambda: int(1e9 * now[0])}
+    monkeypatch.setattr(saver, "time", SimpleNamespace(**clock, sleep=lambda s: now.append(now.pop() + s)))
+    info = saver.ShardInfo(1, 8, "", 8, [], ())
+    job = object.__new__(saver._Job)
+    job.saver = SimpleNamespace(rank=0, world_size=2, silence_seconds=1800, poll_seconds=0.02)
+    job._lost = lambda rank: None
+    written = saver._shard_text(info)
+    job.channel = SimpleNamespace(
+        look=lambda key: written if key == "1/written" and now[0] > 10 else None,
+        post=lambda key, text: posted.append((key, text)),
+    )
+    assert job._gather(info)[0] is None
+    assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}
+
+
 def write_in_steps(rank, world, folder):
     """How much each flush had to write, and what was told to the others after it."""
     engine = engine_for(world, 2)
