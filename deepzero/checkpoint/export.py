@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from deepzero.checkpoint.folder import find, read_manifest
+from deepzero.checkpoint.folder import complete_beside, find, read_manifest
 from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, CheckpointError, Manifest
 from deepzero.checkpoint.model_file import (
     DEFAULT_MAX_SHARD,
@@ -31,7 +31,6 @@ from deepzero.checkpoint.model_file import (
 )
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
 from deepzero.checkpoint.values import TORCH_DTYPES
-from deepzero.checkpoint.verify import whole_beside
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -91,7 +90,7 @@ def export(
     if dtype not in PRECISIONS:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(PRECISIONS)}")
     max_bytes = parse_size(max_shard_size)
-    with _naming_a_whole_one(checkpoint, tag):
+    with _naming_another(checkpoint, tag):
         path = find(checkpoint, tag)
         manifest = read_manifest(path)
     reader = CheckpointReader(path, manifest)
@@ -110,12 +109,12 @@ def export(
 
 
 @contextlib.contextmanager
-def _naming_a_whole_one(checkpoint: str | Path, tag: str | None) -> Iterator[None]:
-    """Damage that is found inside is raised with the newest whole checkpoint beside it."""
+def _naming_another(checkpoint: str | Path, tag: str | None) -> Iterator[None]:
+    """Damage that is found inside is raised with the newest complete checkpoint beside it."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(error.text, whole_beside(checkpoint, tag)) from None
+        raise CheckpointError(error.text, complete_beside(checkpoint, tag)) from None
 
 
 def _small_file(path: Path) -> bytes:
@@ -158,6 +157,6 @@ def _values(reader: CheckpointReader, sources: list[_Source]) -> Iterator[tuple[
         plan, dtype = source.plan, TORCH_DTYPES[source.plan.dtype]
         for start, stop in plan.pieces():
             values = torch.empty(stop - start, dtype=reader.stored_dtype(source.key, source.name))
-            with _naming_a_whole_one(reader.path.parent, reader.path.name):
+            with _naming_another(reader.path.parent, reader.path.name):
                 reader.read([Wanted(source.key, source.name, start, values)])
             yield plan, start, convert(values, dtype, plan.name) if dtype.is_floating_point else values

@@ -10,6 +10,7 @@ back when the process ends, however it ends; processes that it has forked (data 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -150,6 +151,16 @@ def others(load_dir: str | Path, tag: str | None) -> list[Path]:
     except CheckpointError:
         damaged = None
     return [folder / known for known in reversed(complete_tags(folder)) if known != damaged]
+
+
+def complete_beside(load_dir: str | Path, tag: str | None) -> Path | None:
+    """The newest of :func:`others` whose manifest and sizes are right; its bytes are not read, which takes long."""
+    for path in others(load_dir, tag):
+        # A manifest with the right hash may still hold anything, and the folder may change meanwhile.
+        with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError):
+            read_manifest(path)
+            return path
+    return None
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -65,20 +65,25 @@ class CheckpointError(RuntimeError):
 
     Args:
         text: the message.
-        whole: where a checkpoint is damaged, another one of the same folder that is whole.
+        beside: where a checkpoint is damaged, another one of the same folder that is complete.
     """
 
     says_it_all = True
     """Frames would tell a user nothing: see ``describe`` of ``comm/rank_process.py``."""
 
-    def __init__(self, text: str, whole: Path | None = None) -> None:
+    def __init__(self, text: str, beside: Path | None = None) -> None:
         super().__init__(text)
-        self.text, self.whole = text, whole
+        self.text, self.beside = text, beside
 
     def __str__(self) -> str:
-        if self.whole is None:
+        if self.beside is None:
             return self.text
-        return f"{self.text}; {self.whole} beside it is whole: load it with tag={self.whole.name!r} from there"
+        return f"{self.text}; {said_complete(self.beside)}: load it with tag={self.beside.name!r} from there"
+
+
+def said_complete(path: Path) -> str:
+    """What is known of a checkpoint whose bytes nobody has read, and who reads them."""
+    return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"
 
 
 def reason(error: Exception) -> str:

@@ -23,7 +23,7 @@ import torch
 
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.collect import buffer_key, class_name
-from deepzero.checkpoint.folder import find, others, read_manifest
+from deepzero.checkpoint.folder import complete_beside, find, read_manifest
 from deepzero.checkpoint.foreign import is_foreign, model_names, read_foreign
 from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo, reason
 from deepzero.checkpoint.reader import CheckpointReader, Wanted
@@ -89,25 +89,16 @@ def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: Holdings
 
 
 @contextlib.contextmanager
-def naming_a_whole_one(load_dir: str | Path, tag: str | None) -> Iterator[None]:
-    """Damage that is found inside is raised with the newest whole checkpoint beside it. A collective when it is."""
+def naming_another(load_dir: str | Path, tag: str | None) -> Iterator[None]:
+    """Damage that is found inside is raised with the newest complete checkpoint beside it. A collective when it is."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(error.text, _whole_beside(load_dir, tag)) from None
-
-
-def _whole_beside(load_dir: str | Path, tag: str | None) -> Any:
-    """Every byte is read, by all ranks together: that takes as long as a load."""
-    found: list[Path] = []
-    if process_group.rank() == 0:
-        with contextlib.suppress(OSError):
-            found = others(load_dir, tag)
-    for path in process_group.broadcast_object(found):
-        with contextlib.suppress(CheckpointError):
-            agree(check_rest(open_checkpoint(path, None), []))
-            return path
-    return None
+        beside = None
+        if process_group.rank() == 0:
+            with contextlib.suppress(OSError):
+                beside = complete_beside(load_dir, tag)
+        raise CheckpointError(error.text, process_group.broadcast_object(beside)) from None
 
 
 def check_rest(reader: CheckpointReader, everyone: list[dict[str, list[tuple[int, int]]]]) -> str | None:

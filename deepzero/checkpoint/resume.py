@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from deepzero.checkpoint.folder import RUN_CHECKPOINTS, complete_tags, find, latest_tag, read_manifest
-from deepzero.checkpoint.format import CheckpointError, Manifest
-from deepzero.checkpoint.verify import whole_beside
+from deepzero.checkpoint.folder import RUN_CHECKPOINTS, complete_beside, complete_tags, find, latest_tag, read_manifest
+from deepzero.checkpoint.format import CheckpointError, Manifest, said_complete
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
 
@@ -56,15 +55,15 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
             return None
         return find(resume, None)
     except CheckpointError as error:
-        beside = whole_beside(own if complete_tags(own) else resume or own, tag)
+        beside = complete_beside(own if complete_tags(own) else resume or own, tag)
         raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
 
 
-def way_out(whole: Path | None) -> str:
+def way_out(beside: Path | None) -> str:
     """What resumes instead of a damaged checkpoint, to stand behind what is wrong with it."""
-    if whole is None:
+    if beside is None:
         return ""
-    return f"; {whole} is whole: the same command with train.resume={whole} goes on from there"
+    return f"; {said_complete(beside)}: the same command with train.resume={beside} goes on from there"
 
 
 def manifest_of(path: Path, total_steps: int) -> Manifest:
@@ -76,7 +75,7 @@ def manifest_of(path: Path, total_steps: int) -> Manifest:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        raise ConfigError(f"{error}{way_out(whole_beside(path.parent, path.name))}") from None
+        raise ConfigError(f"{error}{way_out(complete_beside(path.parent, path.name))}") from None
     taken = manifest.counters["global_steps"]
     if taken > total_steps:
         raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")

@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import shutil
 import threading
@@ -340,13 +341,15 @@ class _Job:
         if self.target.keep_last is not None:
             try:
                 folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
-            except OSError as error:
+            except (OSError, CheckpointError) as error:  # ``latest`` may be damaged
                 log.warning("%s: old checkpoints could not be removed (%s)", self.target.folder, reason(error))
 
     def _gather(self, mine: ShardInfo | None) -> tuple[str | None, dict[str, ShardInfo]]:
         size = self.saver.world_size
         files = {} if mine is None else {shard_name(0, size): mine}
         patience = {rank: _Patience(self.saver.silence_seconds) for rank in range(size)}
+        often = min(BEAT_SECONDS, self.saver.silence_seconds / 4)  # a store that is a file keeps each note
+        told = -math.inf
         while True:
             for rank in range(size):
                 reason = self.channel.look(f"{rank}/failed")
@@ -363,7 +366,9 @@ class _Job:
                     return self._silent(rank), {}
             if len(files) == size:
                 return None, files
-            self._alive(time.monotonic_ns())
+            if (now := time.monotonic()) >= told + often:
+                self._alive(int(1e9 * now))
+                told = now
             time.sleep(self.saver.poll_seconds)
 
     def _verdict(self) -> str | None:

@@ -4,8 +4,8 @@ Under ``torchrun`` (or anything else that sets ``RANK`` and friends) the ranks e
 :func:`under_launcher` tells. Otherwise :func:`launch` starts one process per rank on this machine, and ends all of them
 when one fails.
 
-- *No door.* The ranks meet at a file in a folder that only this user can read (:mod:`deepzero.comm.meeting`), and
-  listen for each other on the loopback address. This process listens nowhere.
+- *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.meeting`), and listen for each
+  other on the loopback address. This process listens nowhere.
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.comm.rank_process`), the launcher picks the
   cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
@@ -38,7 +38,7 @@ from types import FrameType
 from typing import Any
 
 from deepzero.comm.elastic import RESTART_VARIABLE
-from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, loopback_variables
+from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
 from deepzero.comm.process_group import missing_gpu, say_cpu
 from deepzero.comm.rank_process import Report, read_reports, root_cause
 from deepzero.config.parse import ConfigError
@@ -172,14 +172,16 @@ def _attempt(
     """Start the ranks once and wait for them; raises what they died of, or that a signal has ended them."""
     path = folder / "job.pickle"
     ranks: list[subprocess.Popen[bytes]] = []
+    store: list[int] = []
     try:
         try:
             folder.mkdir()
             path.write_bytes(pickle.dumps(job))
+            store = _store_in_memory(folder / STORE)
             for rank in range(nproc):
                 command = [sys.executable, "-m", "deepzero.comm.rank_process", str(path)]
                 variables = _rank_environment(rank, nproc, environment)
-                ranks.append(subprocess.Popen(command, env=variables, start_new_session=True))
+                ranks.append(subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=store))
         except OSError as error:
             raise RankFailed(
                 f"rank {len(ranks)} of {nproc} could not be started: {type(error).__name__}: {error}; "
@@ -191,6 +193,8 @@ def _attempt(
         _send(ranks, signal.SIGKILL)  # does nothing after an orderly end
         for process in ranks:
             process.wait()
+        for handle in store:
+            os.close(handle)
     if signals.received:
         raise Interrupted(signals.received[0])
     if exit_codes:
@@ -268,14 +272,12 @@ def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[s
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder of this user's alone for one launch: in memory where there is a place, else among temporary files.
+    """A folder of this user's alone for one launch, among temporary files.
 
-    The ranks' notes for each other lie in it, and a disk that is full or slow must not come between them.
+    Not in ``/dev/shm``: systemd empties it when the user logs out, and a container's has 64 MB.
     """
-    memory = "/dev/shm"
     try:
-        place = memory if os.access(memory, os.W_OK | os.X_OK) else None
-        folder = tempfile.TemporaryDirectory(prefix="deepzero-launch-", dir=place, ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix="deepzero-launch-", ignore_cleanup_errors=True)
     except OSError as error:
         raise RankFailed(
             f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
@@ -283,6 +285,18 @@ def _folder() -> Iterator[Path]:
         ) from None
     with folder as name:
         yield Path(name)
+
+
+def _store_in_memory(path: Path) -> list[int]:
+    """Let ``path`` lead each rank to a file without a place; returns what ranks have to inherit for that.
+
+    On a disk that is full a record would be torn, and the ranks left without a store when they need it to say so.
+    """
+    if not hasattr(os, "memfd_create"):  # not Linux: the ranks make a file of that name
+        return []
+    handle = os.memfd_create("deepzero-store")
+    path.symlink_to(f"/proc/self/fd/{handle}")
+    return [handle]
 
 
 class _Signals:

@@ -1,8 +1,9 @@
 """Where ranks meet: a store of keys and values, and who can reach it.
 
-*Started by our launcher* they share a file in a folder that only their user can read. No socket listens for it, so no
-stranger can write what a rank would act on; and it is faster than torch's ``TCPStore`` on the loopback address (26 µs
-to read a key, 118 µs there).
+*Started by our launcher* they share a file that only their user can open: on Linux one in memory, to which a name in
+the launch's folder leads, elsewhere one in that folder. No socket listens for it, so no stranger can write what a rank
+would act on; and it is faster than torch's ``TCPStore`` on the loopback address (26 µs to read a key, 118 µs there). It
+keeps all that was ever written, so nothing large is posted again and again.
 
 *On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there are) rank 0 has a
 ``TCPStore``. That ignores the address it is given and listens on all of them, unless it is handed a socket that

@@ -296,7 +296,11 @@ def main(job_path: str) -> NoReturn:
         leave(0)
     except BaseException as error:
         report = describe(error, rank)
-        write_report(folder, report)
+        try:
+            write_report(folder, report)
+        except OSError:  # no room, or the folder is gone: then this rank says it
+            with contextlib.suppress(OSError):
+                print(report.text(), file=sys.stderr, flush=True)
         _tell_peers(report)
         _finish_after(report)
         _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.title, None)

@@ -172,7 +172,7 @@ class Watchdog:
         self._board = Board(store, rank, world_size, name) if store is not None and world_size > 1 else None
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
         self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
-        self._beat = 0
+        self._beat, self._posted = 0, ""
         self._verdict: Verdict | None = None
         self._found: dict[int, tuple[Launch | None, int]] = {}
         self._beats: dict[int, int] = {}
@@ -320,18 +320,25 @@ class Watchdog:
         if board is None:
             return False
         self._beat += 1
-        mine = self.trail.state(self._beat, user_line(self._trainer))
+        mine = self.trail.state(0, user_line(self._trainer))
         if mine.waiting is not waiting or self.trail.waiting is not waiting:
             return False
-        board.set(f"state/{self._rank}", mine.to_json())
+        if (full := mine.to_json()) != self._posted:  # kilobytes, and a store that is a file keeps each post
+            board.set(f"state/{self._rank}", full)
+            self._posted = full
+        board.set(f"beat/{self._rank}", str(self._beat))
+        mine.beat = self._beat
         self._verdict = Verdict.read(board)
         if self._verdict is not None:
             return True
         states = {self._rank: mine}
         for peer in range(self._world_size):
-            text = None if peer == self._rank else board.get(f"state/{peer}")
-            if text is not None:
+            # The beat comes first: a state that is read after it was there at that beat, or is newer.
+            posted = None if peer == self._rank else board.get(f"beat/{peer}")
+            text = posted and board.get(f"state/{peer}")
+            if posted and text:
                 state = State.from_json(text)
+                state.beat = int(posted)
                 beat, looks = self._heard.get(peer, (0, 0))
                 self._heard[peer] = (state.beat, looks + 1 if state.beat == beat else 0)
                 # A rank that goes on leaves its last post behind; who posts no more is running.

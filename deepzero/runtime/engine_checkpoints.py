@@ -21,7 +21,7 @@ from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
 from deepzero.checkpoint.folder import check_tag
 from deepzero.checkpoint.format import CheckpointError, reason
 from deepzero.checkpoint.gathered_model import save_gathered
-from deepzero.checkpoint.load import Loader, Parts, agree, naming_a_whole_one, open_checkpoint
+from deepzero.checkpoint.load import Loader, Parts, agree, naming_another, open_checkpoint
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
 from deepzero.checkpoint.saver import Saver, Target
 from deepzero.checkpoint.state import Holdings
@@ -295,13 +295,13 @@ class EngineCheckpoints(EngineOffload):
         _agree_on("load_checkpoint", arguments)
         holdings = self._holdings()
         tag = None if tag is None else str(tag)
-        with naming_a_whole_one(load_dir, tag):
+        with naming_another(load_dir, tag):
             reader = open_checkpoint(load_dir, tag, holdings if load_module_only else None)
         optimizer = load_optimizer_states and not load_module_only
         loader = Loader(holdings, reader, Parts(optimizer, load_module_strict, buffers=reader.checked))
         loader.compare()
         saved = self._saved_schedule(loader) if load_lr_scheduler_states and not load_module_only else None
-        with naming_a_whole_one(load_dir, tag):
+        with naming_another(load_dir, tag):
             schedule = loader.values(saved)
             client_state = loader.values(reader.manifest.client_state)
             self._fill(loader)

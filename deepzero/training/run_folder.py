@@ -13,7 +13,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.checkpoint.folder import LOCK, acquire, holds, latest_tag, point_latest
+from deepzero.checkpoint.folder import LOCK, acquire, holds, point_latest
 from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import elastic, process_group
@@ -146,12 +146,12 @@ def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBat
             engine.load_checkpoint(run.train.init_from, load_module_only=True)
     except CheckpointError as error:  # the message says it all, and another attempt would read the same files
         advice = f"; train.resume=null train.init_from={path} takes the weights alone" if path is not None else ""
-        raise ConfigError(error.text + (way_out(error.whole) or advice)) from None
+        raise ConfigError(error.text + (way_out(error.beside) or advice)) from None
     if engine.global_rank == 0:  # not before: a run that is refused removes nothing
         own = path is not None and path.parent == run_dir / CHECKPOINTS and not path.name.startswith(".")
-        if path is not None and own and path.name != latest_tag(path.parent):
-            point_latest(path)  # the run goes back to it, and restarts follow
         try:
+            if path is not None and own:
+                point_latest(path)  # the run goes back to it, and restarts follow
             when = clear(run_dir, going_on=engine.global_steps > 0)
             command.keep(run_dir)
         except OSError as error:

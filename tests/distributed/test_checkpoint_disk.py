@@ -122,6 +122,10 @@ def fail_to_commit(rank, world, folder):
             patch.setattr(folders, "prune", lambda *args: (_ for _ in ()).throw(OSError(errno.EACCES, "no", "old")))
         engine.save_checkpoint(folder, tag="third", keep_last=1)
     assert folders.latest_tag(folder) == "third", "complete, whatever became of the old ones"
+    process_group.barrier()
+    if rank == 0:
+        (folder / "latest").write_bytes(b"\xff")
+    engine.save_checkpoint(folder, tag="third", save_latest=False, keep_last=1)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
@@ -454,6 +458,24 @@ def test_a_disk_that_hangs(ranks, tmp_path):
     for message, left in ranks.run(save_to_a_disk_that_hangs, tmp_path, 1):
         assert "rank 1's disk has taken nothing for 0.3 s (comm.save_timeout_seconds)" in message
         assert left == [".lock", "latest", "step_1"]
+
+
+def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
+    """At every look it would fill a store that is a file, which keeps each note."""
+    now, posted = [0.0], []
+    clock = {"monotonic": lambda: now[0], "monotonic_ns": lambda: int(1e9 * now[0])}
+    monkeypatch.setattr(saver, "time", SimpleNamespace(**clock, sleep=lambda s: now.append(now.pop() + s)))
+    info = saver.ShardInfo(1, 8, "", 8, [], ())
+    job = object.__new__(saver._Job)
+    job.saver = SimpleNamespace(rank=0, world_size=2, silence_seconds=1800, poll_seconds=0.02)
+    job._lost = lambda rank: None
+    written = saver._shard_text(info)
+    job.channel = SimpleNamespace(
+        look=lambda key: written if key == "1/written" and now[0] > 10 else None,
+        post=lambda key, text: posted.append((key, text)),
+    )
+    assert job._gather(info)[0] is None
+    assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}
 
 
 def write_in_steps(rank, world, folder):

@@ -18,6 +18,7 @@ from deepzero.comm import process_group, watchdog
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.trail import Board
 from deepzero.comm.watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
 from deepzero.config.engine import ChaosConfig
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
@@ -75,6 +76,19 @@ def look(dog: Watchdog) -> bool:
     """One round of the thread, without the thread."""
     assert dog.trail.waiting is not None
     return dog._look(dog.trail.waiting)
+
+
+def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
+    """A store that is a file keeps each post."""
+    store, posted = dist.HashStore(), []
+    dog, other = (Watchdog(store, rank, 2, "long", seconds=1e9) for rank in range(2))
+    monkeypatch.setattr(dog._board, "set", lambda key, text: (posted.append(key), Board.set(dog._board, key, text)))
+    for where in "ab":
+        for watched in (dog, other):
+            watched.trail.waiting = watched.trail.launch("gather", where)
+        for _ in range(5):
+            assert not look(dog) and not look(other)
+    assert posted.count("state/0") == 2 and posted.count("beat/0") == 10
 
 
 def test_an_old_post_is_no_waiting_rank():

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepzero.comm import launcher, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, choose_device, launch
-from deepzero.comm.meeting import JOINED
+from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
 from deepzero.config.parse import ConfigError
 
 
@@ -114,6 +115,23 @@ def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     with pytest.raises(RankFailed, match=r"no folder for the ranks to meet in: OSError: .*'/tmp/x'; TMPDIR can name"):
         go()
+
+
+def meet_under(expected: str) -> None:
+    """A rank: its launch lies where TMPDIR says, and the store on no disk."""
+    folder = Path(os.environ[LAUNCH_FOLDER_VARIABLE])
+    assert folder.parents[1] == Path(expected)
+    dist.FileStore(str(folder / STORE)).set("key", "value")
+    if hasattr(os, "memfd_create"):
+        assert os.readlink((folder / STORE).readlink()).startswith("/memfd:")
+
+
+def test_the_launch_lies_where_tmpdir_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(os.listdir("/dev/fd"))
+    launch(__file__, "meet_under", (str(tmp_path),), nproc=2, environment={})
+    assert list(tmp_path.iterdir()) == [] and set(os.listdir("/dev/fd")) == before
 
 
 @pytest.mark.parametrize("joins", [0, 1])

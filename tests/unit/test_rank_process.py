@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepzero.checkpoint.format import CheckpointError
-from deepzero.comm import launcher
+from deepzero.comm import launcher, rank_process
 from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
 from deepzero.comm.rank_process import Report, describe, load_program, read_reports, root_cause, write_report
 from deepzero.comm.watchdog import RankDivergenceError, RankLeftError
@@ -109,6 +110,25 @@ def test_reports_travel_through_files(tmp_path: Path) -> None:
     for report in (first, second):
         write_report(tmp_path, report)
     assert read_reports(tmp_path) == [first, second]
+
+
+def test_a_report_that_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(
+        "def fail(job):\n    job.unlink()\n    job.parent.rmdir()\n    raise ValueError(7)\n"
+    )
+    path = tmp_path / "launch" / "job.pickle"
+    path.parent.mkdir()
+    job = {"parent": os.getppid(), "sys_path": sys.path, "file": str(tmp_path / "program.py"), "name": "fail"}
+    path.write_bytes(pickle.dumps({**job, "args": pickle.dumps((path,))}))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(rank_process.faulthandler, "enable", lambda: None)
+    monkeypatch.setattr(rank_process, "watch", lambda parent: None)
+    monkeypatch.setattr(rank_process, "leave", sys.exit)
+    with pytest.raises(SystemExit, match=f"^{rank_process.FAILURE_EXIT}$"):
+        rank_process.main(str(path))
+    assert capsys.readouterr().err.startswith("rank 1 failed: ValueError: 7\n")
 
 
 def test_a_killed_rank_comes_before_the_echo_it_left() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from deepzero.checkpoint import resume
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.parse import ConfigError
+from deepzero.training import run_folder
 
 
 def split(ranks: int, saved_by: int, micro: int, **config: int) -> str:
@@ -87,3 +90,30 @@ def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path: Path, monkeypatch:
         assert resume.find_start(str(named), Path("run"), restarted=True) == own / resume.tag_of(8)
     assert resume.find_start(str(other / resume.tag_of(4)), Path("run")) == own / resume.tag_of(8)
     assert resume.find_start(str(other / resume.tag_of(4)), Path("new")) == other / resume.tag_of(4)
+
+
+def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or cannot be written, which is one line."""
+    own = tmp_path / "checkpoints"
+    (own / "step_4").mkdir(parents=True)
+    (own / "step_4" / "COMMIT").touch()
+    (own / "latest").write_bytes(b"\xff")
+    run: Any = SimpleNamespace(
+        train=SimpleNamespace(resume=str(own / "step_4"), seed=0), data=SimpleNamespace(name="tiny")
+    )
+    data = {"data": "tiny", "sequences": 9, "seed": 0}
+    engine: Any = SimpleNamespace(
+        load_checkpoint=lambda path: (path, {"data": data}), global_steps=4, global_samples=8, global_rank=0
+    )
+    sampler: Any = SimpleNamespace(go_on=lambda *_: None, num_sequences=9)
+    command: Any = SimpleNamespace(keep=lambda _: None)
+    assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
+    assert (own / "latest").read_text() == "step_4\n"
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    (own / "latest").write_text("step_2\n")
+    monkeypatch.setattr(run_folder, "point_latest", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*/step_4: No space left on device; make room there"):
+        run_folder.load_start(run, tmp_path, engine, sampler, command)
