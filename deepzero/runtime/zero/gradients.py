@@ -246,6 +246,8 @@ class GradientSource:
 
     def waiting(self, entry: Scheduled) -> bool:
         """Whether any gradient of an interval waits to be sent."""
+        if not (self._grads or self._arrived or self._later):  # as at the end of nearly every pass
+            return False
         params = [self.groups[entry.group].params[slot.index] for slot in entry.interval.slots]
         return any(param in waiting for param in params for waiting in (self._grads, self._arrived, self._later))
 
