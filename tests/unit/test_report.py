@@ -396,6 +396,15 @@ def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "2 4.1000 3k 100 ms – 9 kB 0 B 44% 2 kB" in words
 
 
+def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [made.folder(tmp_path / name, end=made.summary()) for name in ("a", "b")]
+    (tmp_path / "empty").mkdir()
+    assert main([str(runs[0]), str(tmp_path / "empty"), str(runs[1])]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"report: {tmp_path / 'empty'}: no run, neither metrics.jsonl nor summary.json is there\n"
+    assert f"{tmp_path / 'comparison.html'}: 2 runs" in said.out
+
+
 def test_the_tool_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert "no run, neither metrics.jsonl nor summary.json is there" in capsys.readouterr().err
