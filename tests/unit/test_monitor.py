@@ -99,6 +99,13 @@ def test_a_failed_run_says_how_far_it_came(tmp_path: Path) -> None:
     assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
 
 
+def test_a_run_that_a_signal_ended_has_not_failed(tmp_path: Path) -> None:
+    for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):
+        write_failed_summary(tmp_path, reason, {}, 1.0)
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert (summary["status"], summary["error"]) == ("stopped", reason)
+
+
 def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
     write_summary(tmp_path, {"status": "finished"})
     write_failed_summary(tmp_path, "late", {}, 1.0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from deepzero.monitor.report.charts import series
+from deepzero.monitor.report.compare import text_table
 from deepzero.monitor.report.limits import limits_of
 from deepzero.monitor.report.reading import read_run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
@@ -394,6 +395,17 @@ def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "zero.stage 2 3 2" in words
     assert "The training losses of 0 and 1 are the same, bit for bit, at every step" in words
     assert "2 4.1000 3k 100 ms – 9 kB 0 B 44% 2 kB" in words
+
+
+def test_a_table_says_how_far_a_stopped_run_came(tmp_path: Path) -> None:
+    ends = [{"status": "stopped", "steps": 7}, {"status": "failed"}, {}, {"status": "finished"}]
+    folders = [
+        made.folder(tmp_path / str(k), end=end and {**end, "val_loss": 4.0048, "config": made.config()})
+        for k, end in enumerate(ends)
+    ]
+    rows = text_table(folders).splitlines()[2:6]
+    ways = ["4.0048 (stopped at 7/10)", "4.0048 (failed)", "– (no summary)", "4.0048"]
+    assert [row.endswith(f" {way}") for row, way in zip(rows, ways, strict=True)] == [True] * 4
 
 
 def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,6 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for run in runs:
         took = run.typical("step_seconds")
-        state = run.summary.get("status") or "no summary"
         rows.append([
             str(run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder),
             "–" if run.stage is None else str(run.stage),
@@ -63,7 +62,7 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
             short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
             "–" if took is None else seconds(took),
-            _loss(run) if state == "finished" else f"{_loss(run)} ({state})",
+            _loss(run) + _how_far(run),
         ])  # fmt: skip
     return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
 
@@ -73,6 +72,14 @@ def _loss(run: Run) -> str:
     of_validation = number(run.summary.get("val_loss"))
     loss = of_validation if of_validation is not None else number(run.summary.get("loss"))
     return "–" if loss is None else f"{loss:.4f}"
+
+
+def _how_far(run: Run) -> str:
+    """In brackets, of a run that is not finished."""
+    state, total = run.summary.get("status") or "no summary", number(run.setting("train.steps"))
+    if state == "stopped" and total is not None:
+        return f" (stopped at {run.summary.get('steps')}/{total:g})"
+    return "" if state == "finished" else f" ({state})"
 
 
 def unlike(runs: Sequence[Run]) -> list[str]:
