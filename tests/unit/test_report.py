@@ -408,6 +408,20 @@ def test_a_table_says_how_far_a_stopped_run_came(tmp_path: Path) -> None:
     assert [row.endswith(f" {way}") for row, way in zip(rows, ways, strict=True)] == [True] * 4
 
 
+def test_a_table_names_every_setting_that_differs(tmp_path: Path) -> None:
+    configs = [made.config(dtype="bf16", accum="bf16"), made.config(stage=3, dtype="fp32", accum="fp32", steps=20)]
+    folders = []
+    for k, settings in enumerate(configs):
+        settings["train"].update(seed=k, log_every=k + 1)
+        folders.append(made.folder(tmp_path / f"few {k}", end=made.summary(config=settings)))
+    names = {"precision.dtype", "grad_accum_dtype", "train.steps", "train.seed", "train.log_every"}
+    lines = text_table(folders).splitlines()
+    columns = names & set(lines[1].split())
+    assert len(columns) == 4
+    assert lines[-1] == f"they also differ in {', '.join(names - columns)}"
+    assert "they also differ" not in text_table(folders[:1] * 2)
+
+
 def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [made.folder(tmp_path / name, end=made.summary()) for name in ("a", "b")]
     (tmp_path / "empty").mkdir()

@@ -18,7 +18,7 @@ from deepzero.monitor.terminal import short_bytes, short_number
 STYLES = ("solid", "dashed")
 COLOURS = 8
 NAMED = 4
-"""So many settings in which runs differ have a column in the table; of more the page tells."""
+"""So many settings in which runs differ have a column in the table; its last line names the others."""
 SHOWN = 20
 """Characters of such a setting: of a path, its end."""
 
@@ -44,12 +44,14 @@ def text_table(folders: Sequence[Path]) -> str:
         )
         for row in (head, *rows)
     ]
-    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *dict.fromkeys(filter(None, map(like_stage_2, runs)))])
+    last = [f"they also differ in {', '.join(others)}"] if (others := _differing(runs)[NAMED:]) else []
+    alike = dict.fromkeys(filter(None, map(like_stage_2, runs)))
+    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *alike, *last])
 
 
 def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """A head and a row for each run: its folder, the stage, what differs, memory by category, sent, time, loss."""
-    keys = [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")][:NAMED]
+    keys = _differing(runs)[:NAMED]
     categories = list(dict.fromkeys(name for run in runs for name in run.account("memory")))
     held = [name for name in categories if any(run.held(name) for run in runs)]
     rows = []
@@ -86,6 +88,11 @@ def unlike(runs: Sequence[Run]) -> list[str]:
     """Settings in which the runs are not alike."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """Without the stage, which has its column, and a logger's names, which tell the runs apart."""
+    return [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")]
 
 
 def comparison(runs: Sequence[Run]) -> str:
