@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import struct
 from datetime import datetime
 from pathlib import Path
@@ -217,6 +218,16 @@ def test_a_run_from_first_step_to_summary(tmp_path: Path) -> None:
     assert summary["sample"] == "\x1b[2Jhello"
     assert "?[2Jhello" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+    assert re.search(r"^2 steps in \d+\.\d s; ", stream.getvalue(), re.M)
+
+
+def test_the_last_line_counts_the_steps_of_this_start(tmp_path: Path) -> None:
+    said = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, first_step=40, stream=said)
+    monitor.step(step(41), 0.5)
+    monitor.step(step(42), 0.5)
+    monitor.finish(FACTS)
+    assert re.search(r"^2 steps in \d+\.\d s, 42 in all; ", said.getvalue(), re.M)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
