@@ -21,7 +21,7 @@ COMPARISON = "comparison.html"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and say where it lies. Returns the exit status: 0, or 1 when a folder holds no run."""
+    """Write the page and say where it lies. Returns the exit status: 0, or 1 when no folder holds a run."""
     parser = argparse.ArgumentParser(prog="python -m tools.report", description="The report of a run, or of several.")
     parser.add_argument("folder", type=Path, nargs="+", help="a run folder, or a folder whose sub-folders are runs")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in the run folder, or comparison.html")
@@ -31,8 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
         found = runs_in(folder.resolve())
         if not found:
             print(f"report: {folder}: no run, neither metrics.jsonl nor summary.json is there", file=sys.stderr)
-            return 1
         folders += [run for run in found if run not in folders]
+    if not folders:
+        return 1
     if len(folders) == 1:
         out, page = folders[0] / "report.html", report(read_run(folders[0]))
     else:

@@ -169,6 +169,10 @@ def write_error(run_dir: Path, traceback: str) -> str:
     return f"whole traceback: {run_dir / ERROR}"
 
 
+STOPPED = "stopped by SIG"
+"""So the reason begins, in whichever process it is said, where a signal has ended the run and no fault."""
+
+
 def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
     """A run that did not finish: why, and how far it came as ``metrics.jsonl`` tells. A finished run's is left alone.
 
@@ -190,7 +194,7 @@ def _failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_
     steps = [entry for entry in entries if "loss" in entry]
     validations = [entry for entry in entries if "val_loss" in entry]
     return {
-        "status": "failed",
+        "status": "stopped" if reason.startswith(STOPPED) else "failed",
         "error": reason,
         "steps": steps[-1]["step"] if steps else 0,
         "loss": steps[-1]["loss"] if steps else None,

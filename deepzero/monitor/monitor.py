@@ -207,7 +207,9 @@ def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:
     lines.append(f"peak resident memory, largest of {summary['world_size']} ranks: {peak}")
     if summary["val_loss"] is not None:
         lines.append(f"validation loss {summary['val_loss_first']:.4f} -> {summary['val_loss']:.4f}")
-    lines.append(f"{summary['steps']} steps in {summary['wall_seconds']:.1f} s; {run_dir / SUMMARY}")
+    before, steps = summary["resumed_from_step"] or 0, summary["steps"]
+    in_all = f", {steps} in all" if before else ""
+    lines.append(f"{steps - before} steps in {summary['wall_seconds']:.1f} s{in_all}; {run_dir / SUMMARY}")
     return "\n".join(lines)
 
 

@@ -67,10 +67,11 @@ def _oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> lis
             "and gathers inside a group leave the node"
         )
     if nodes.count == 1 and (size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights):
+        only = all(nodes.world_size % size for size in range(2, nodes.world_size))
+        each, which = ("1", "") if only else ("R", f" for an R below {nodes.world_size} that divides it")
         lines.append(
             f"all {nodes.world_size} ranks are one node, between which ZeRO++ has nothing to save: start ranks on more "
-            f"nodes, or pretend some, with comm.ranks_per_node=R and zero.zero_hpz_partition_size=R for an R below "
-            f"{nodes.world_size} that divides it"
+            f"nodes, or pretend some, with comm.ranks_per_node={each} zero.zero_hpz_partition_size={each}{which}"
         )
     elif name == "zero_hpz_partition_size" and size == nodes.world_size:
         lines.append(f"{name}={size} is all ranks: the second partition is the first once more, and saves nothing")

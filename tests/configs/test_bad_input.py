@@ -195,3 +195,4 @@ def test_help_is_worth_reading(tmp_path: Path) -> None:
     assert done.stderr == ""
     for word in ("zero.stage=1", "-m zero.stage=0,1,2", "torchrun", "gpt2_124m", "warmup_cosine", "reduce_bucket_size"):
         assert word in done.stdout
+    assert "+key" not in done.stdout, "a new key is refused"

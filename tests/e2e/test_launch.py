@@ -136,7 +136,7 @@ def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny: list[str], tmp_pat
     assert 2 <= step < 120
     stopped, way_on = done.err.splitlines()
     assert stopped == f"stopped by SIGINT; what there is lies in {run_dir}"
-    assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "stopped by SIGINT", step)
+    assert (summary["status"], summary["error"], summary["steps"]) == ("stopped", "stopped by SIGINT", step)
     report = (run_dir / "report.html").read_text(encoding="utf-8")
     assert "The run did not finish: stopped by SIGINT." in report
     said, again = way_on.split("; to go on: ")

@@ -81,7 +81,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(reference: Reference, tiny: 
     assert stopped == f"stopped by SIGTERM; what there is lies in {tmp_path / 'run'}"
     assert way_on.endswith(f" hydra.run.dir={tmp_path / 'run'}")
     summary = runs.summary(tmp_path / "run")
-    assert (summary["status"], summary["error"], summary["steps"]) == ("failed", "stopped by SIGTERM", step)
+    assert (summary["status"], summary["error"], summary["steps"]) == ("stopped", "stopped by SIGTERM", step)
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "The run did not finish: stopped by SIGTERM." in report
     done = runs.train(*arguments, cwd=tmp_path)

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import struct
 from datetime import datetime
 from pathlib import Path
@@ -97,6 +98,13 @@ def test_a_failed_run_says_how_far_it_came(tmp_path: Path) -> None:
     assert summary["status"] == "failed"
     assert summary["error"] == "rank 1 failed"
     assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
+
+
+def test_a_run_that_a_signal_ended_has_not_failed(tmp_path: Path) -> None:
+    for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):
+        write_failed_summary(tmp_path, reason, {}, 1.0)
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert (summary["status"], summary["error"]) == ("stopped", reason)
 
 
 def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
@@ -210,6 +218,16 @@ def test_a_run_from_first_step_to_summary(tmp_path: Path) -> None:
     assert summary["sample"] == "\x1b[2Jhello"
     assert "?[2Jhello" in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+    assert re.search(r"^2 steps in \d+\.\d s; ", stream.getvalue(), re.M)
+
+
+def test_the_last_line_counts_the_steps_of_this_start(tmp_path: Path) -> None:
+    said = io.StringIO()
+    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, first_step=40, stream=said)
+    monitor.step(step(41), 0.5)
+    monitor.step(step(42), 0.5)
+    monitor.finish(FACTS)
+    assert re.search(r"^2 steps in \d+\.\d s, 42 in all; ", said.getvalue(), re.M)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

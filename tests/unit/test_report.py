@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from deepzero.monitor.report.charts import series
+from deepzero.monitor.report.compare import text_table
 from deepzero.monitor.report.limits import limits_of
 from deepzero.monitor.report.reading import read_run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
@@ -394,6 +395,40 @@ def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "zero.stage 2 3 2" in words
     assert "The training losses of 0 and 1 are the same, bit for bit, at every step" in words
     assert "2 4.1000 3k 100 ms – 9 kB 0 B 44% 2 kB" in words
+
+
+def test_a_table_says_how_far_a_stopped_run_came(tmp_path: Path) -> None:
+    ends = [{"status": "stopped", "steps": 7}, {"status": "failed"}, {}, {"status": "finished"}]
+    folders = [
+        made.folder(tmp_path / str(k), end=end and {**end, "val_loss": 4.0048, "config": made.config()})
+        for k, end in enumerate(ends)
+    ]
+    rows = text_table(folders).splitlines()[2:6]
+    ways = ["4.0048 (stopped at 7/10)", "4.0048 (failed)", "– (no summary)", "4.0048"]
+    assert [row.endswith(f" {way}") for row, way in zip(rows, ways, strict=True)] == [True] * 4
+
+
+def test_a_table_names_every_setting_that_differs(tmp_path: Path) -> None:
+    configs = [made.config(dtype="bf16", accum="bf16"), made.config(stage=3, dtype="fp32", accum="fp32", steps=20)]
+    folders = []
+    for k, settings in enumerate(configs):
+        settings["train"].update(seed=k, log_every=k + 1)
+        folders.append(made.folder(tmp_path / f"few {k}", end=made.summary(config=settings)))
+    names = {"precision.dtype", "grad_accum_dtype", "train.steps", "train.seed", "train.log_every"}
+    lines = text_table(folders).splitlines()
+    columns = names & set(lines[1].split())
+    assert len(columns) == 4
+    assert lines[-1] == f"they also differ in {', '.join(names - columns)}"
+    assert "they also differ" not in text_table(folders[:1] * 2)
+
+
+def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [made.folder(tmp_path / name, end=made.summary()) for name in ("a", "b")]
+    (tmp_path / "empty").mkdir()
+    assert main([str(runs[0]), str(tmp_path / "empty"), str(runs[1])]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"report: {tmp_path / 'empty'}: no run, neither metrics.jsonl nor summary.json is there\n"
+    assert f"{tmp_path / 'comparison.html'}: 2 runs" in said.out
 
 
 def test_the_tool_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

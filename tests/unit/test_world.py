@@ -15,7 +15,9 @@ def test_zeropp_on_one_node_says_what_to_set(preset: str) -> None:
     config = run_config(f"zeropp={preset}", "zero.stage=3").engine
     (said,) = _oddities(config, Nodes(2, 2), [2, 2])
     assert said.startswith("all 2 ranks are one node, between which ZeRO++ has nothing to save")
-    assert "comm.ranks_per_node=R and zero.zero_hpz_partition_size=R" in said
+    assert said.endswith("with comm.ranks_per_node=1 zero.zero_hpz_partition_size=1")
+    (said,) = _oddities(config, Nodes(4, 4), [4] * 4)
+    assert said.endswith("with comm.ranks_per_node=R zero.zero_hpz_partition_size=R for an R below 4 that divides it")
     assert _oddities(config, Nodes(4, 2), [2] * 4) == []
 
 

@@ -18,7 +18,7 @@ from deepzero.monitor.terminal import short_bytes, short_number
 STYLES = ("solid", "dashed")
 COLOURS = 8
 NAMED = 4
-"""So many settings in which runs differ have a column in the table; of more the page tells."""
+"""So many settings in which runs differ have a column in the table; its last line names the others."""
 SHOWN = 20
 """Characters of such a setting: of a path, its end."""
 
@@ -44,18 +44,19 @@ def text_table(folders: Sequence[Path]) -> str:
         )
         for row in (head, *rows)
     ]
-    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *dict.fromkeys(filter(None, map(like_stage_2, runs)))])
+    last = [f"they also differ in {', '.join(others)}"] if (others := _differing(runs)[NAMED:]) else []
+    alike = dict.fromkeys(filter(None, map(like_stage_2, runs)))
+    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *alike, *last])
 
 
 def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """A head and a row for each run: its folder, the stage, what differs, memory by category, sent, time, loss."""
-    keys = [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")][:NAMED]
+    keys = _differing(runs)[:NAMED]
     categories = list(dict.fromkeys(name for run in runs for name in run.account("memory")))
     held = [name for name in categories if any(run.held(name) for run in runs)]
     rows = []
     for run in runs:
         took = run.typical("step_seconds")
-        state = run.summary.get("status") or "no summary"
         rows.append([
             str(run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder),
             "–" if run.stage is None else str(run.stage),
@@ -63,7 +64,7 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
             short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
             "–" if took is None else seconds(took),
-            _loss(run) if state == "finished" else f"{_loss(run)} ({state})",
+            _loss(run) + _how_far(run),
         ])  # fmt: skip
     return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
 
@@ -75,10 +76,23 @@ def _loss(run: Run) -> str:
     return "–" if loss is None else f"{loss:.4f}"
 
 
+def _how_far(run: Run) -> str:
+    """In brackets, of a run that is not finished."""
+    state, total = run.summary.get("status") or "no summary", number(run.setting("train.steps"))
+    if state == "stopped" and total is not None:
+        return f" (stopped at {run.summary.get('steps')}/{total:g})"
+    return "" if state == "finished" else f" ({state})"
+
+
 def unlike(runs: Sequence[Run]) -> list[str]:
     """Settings in which the runs are not alike."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """Without the stage, which has its column, and a logger's names, which tell the runs apart."""
+    return [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")]
 
 
 def comparison(runs: Sequence[Run]) -> str:
