@@ -55,11 +55,16 @@ def write_whole(path: Path, content: bytes, suffix: str = "tmp") -> None:
         suffix: of the name that it has until then; of this process's own, where several may write.
     """
     temporary = path.with_name(f".{path.name}.{suffix}")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk keeps no half of a file
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 class Flushes:

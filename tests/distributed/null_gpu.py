@@ -459,6 +459,7 @@ def _cuda(machine):
         "current_stream": lambda device=None: machine.current,
         "synchronize": synchronize,
         "device": lambda device: contextlib.nullcontext(),
+        "set_device": lambda device: None,
         "cudart": lambda: cudart,
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: 0,

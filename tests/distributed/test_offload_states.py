@@ -326,7 +326,7 @@ def counted(rank, world, stage):
     away = ledger.held_now()
     host = away.pop(HOST_STATES)
     counters = sum(t.nbytes for state in engine.optimizer.state.values() for t in state.values() if not t.dim())
-    assert sum(away.values()) == away["moments"] == counters
+    assert sum(away.values()) == 0 < counters  # the counters of steps stay, and count as nothing
     # Between steps gradients and buckets hold nothing that anybody needs: they are freed and not copied.
     kept = {key: size for name in ("optim_states", "hp_params", "lp_params") for key, size in there[name].items()}
     assert host == sum(kept.values())

@@ -274,15 +274,20 @@ def _whole_of_alias(alias: PartitionedParameter) -> torch.Tensor:
         return home.value(slot)
 
 
+_NOTHING = nullcontext()
+
+
 def unseen() -> AbstractContextManager[Any]:
     """For operations of our own inside a model: selective checkpointing does not see them.
 
     It numbers the operations of a block, to find their results when the block runs again; what we fetch differs then.
     """
-    modes = (torch._C._get_dispatch_stack_at(place) for place in range(torch._C._len_torch_dispatch_stack()))
+    if not (count := torch._C._len_torch_dispatch_stack()):  # as a rule; each hook of a module comes by
+        return _NOTHING
+    modes = (torch._C._get_dispatch_stack_at(place) for place in range(count))
     if any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
         return _disable_current_modes()
-    return nullcontext()
+    return _NOTHING
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
