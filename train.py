@@ -318,12 +318,16 @@ def start_ranks(run: RunConfig, run_dir: Path, command: Command) -> None:
             raise
         if sys.stdout.isatty():
             print()  # below the bar
-        headline = error.headline if isinstance(error, RankFailed) else str(error)
+        failure = error.__cause__ if isinstance(error, Interrupted) else error
+        headline = failure.headline if isinstance(failure, RankFailed) else str(error)
         write_failed_summary(run_dir, headline, dataclasses.asdict(run), time.time() - started)
         write_report_or_tell(run_dir, say)
-        if isinstance(error, RankFailed) and error.full:
-            where = write_error(run_dir, error.full)
-            raise RankFailed(error.headline, f"{error.frames}\n{where}".lstrip("\n")) from None
+        if isinstance(failure, RankFailed) and failure.full:
+            where = write_error(run_dir, failure.full)
+            told = RankFailed(failure.headline, f"{failure.frames}\n{where}".lstrip("\n"))
+            if failure is error:
+                raise told from None
+            say(str(told))  # it failed before it was interrupted
         raise
 
 

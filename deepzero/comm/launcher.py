@@ -66,7 +66,7 @@ class RankFailed(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal ended the run; ``signum`` says which."""
+    """A signal ended the run; ``signum`` says which. Its cause is what a rank had failed of before, if one had."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -195,10 +195,11 @@ def _attempt(
             process.wait()
         for handle in store:
             os.close(handle)
+    failure = _failure(read_reports(folder), exit_codes) if exit_codes else None
     if signals.received:
-        raise Interrupted(signals.received[0])
-    if exit_codes:
-        raise _failure(read_reports(folder), exit_codes)
+        raise Interrupted(signals.received[0]) from failure
+    if failure is not None:
+        raise failure
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[int, int]:

@@ -65,6 +65,16 @@ def test_ctrl_c_twice_does_not_wait() -> None:
     assert ranks[0].returncode == -signal.SIGKILL
 
 
+def test_a_failure_before_a_signal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signals = launcher._Signals()
+    signals.received.append(signal.SIGINT)
+    monkeypatch.setattr(launcher, "_wait", lambda ranks, signals: {1: 3})
+    job = {"parent": os.getpid(), "sys_path": [], "file": "", "name": "", "args": b""}
+    with pytest.raises(Interrupted, match="SIGINT") as caught:
+        launcher._attempt(tmp_path / "0", job, 2, {}, signals)
+    assert "rank 1 ended with exit status 3" in str(caught.value.__cause__)
+
+
 def test_what_was_ignored_stays_ignored() -> None:
     """SIGHUP by nohup, and Ctrl-C for what a shell has started with ``&``."""
     before = signal.getsignal(signal.SIGTERM)
