@@ -337,9 +337,12 @@ def acquire(folder: Path) -> None:
     except OSError:
         # A file system without locks: writing goes on as it would without this check.
         pass
+    _HELD[key] = (
+        handle,
+        1,
+    )  # also where there is no room for the words below: then the folder is this process's to remove
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    _HELD[key] = (handle, 1)
 
 
 def release(folder: Path) -> None:

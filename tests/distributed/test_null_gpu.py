@@ -124,6 +124,7 @@ def test_tours(ranks, stage):
         ranks.run(tours, [case], world_size=2, timeout=110)
 
 
+@pytest.mark.slow
 def test_a_tour(ranks):
     """Everything on the host, in the dtype that masters are sent in and in another."""
     both = [settings(3, 1.0, True, precision="bf16", gradient_accumulation_steps=2), "checkpoint"]
