@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import deepzero
 from deepzero import zero
+from deepzero.runtime.zero.module_hooks import is_compiled
 from tests.distributed.training import config
 
 WIDTH = 24
@@ -240,6 +241,12 @@ def compile_in_three_ways(rank):
             assert stage == 2 or engine.stage.coordinator.training.dropped == 0
             engine.destroy()
     return outcomes
+
+
+def test_both_ways_to_compile_are_known():
+    wrapped, called = torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2)
+    called.compile(backend="eager")
+    assert [is_compiled(module) for module in (wrapped, called, nn.Linear(2, 2))] == [True, True, False]
 
 
 @pytest.mark.slow
