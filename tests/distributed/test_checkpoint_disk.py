@@ -301,11 +301,10 @@ def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
             enough.set()
 
     monkeypatch.setattr(saver, "BEAT_SECONDS", 0.001)
-    one = SimpleNamespace(rank=1, world_size=2)
-    job = saver._Job(one, None, None, tmp_path, SimpleNamespace(post=post))
-    job.begin_beating()
+    monkeypatch.setattr(saver, "SideChannel", lambda name: SimpleNamespace(post=post))
+    job = saver._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
     assert enough.wait(60)
-    job._end_beating()
+    job.end_beating()
     assert {key for key, _ in told} == {"1/beat"} and len(set(told)) == len(told)
 
 
