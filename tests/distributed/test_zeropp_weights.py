@@ -375,6 +375,7 @@ def after_a_load(rank, world, folder, zero):
     secondaries = engine._zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
+    assert all(interval.gather._buffer.numel() == 0 for interval in engine.stage.coordinator.intervals)  # given back
     engine.destroy()
     return account, held, len(secondaries())
 
