@@ -407,6 +407,9 @@ def changed(rank, world):
         engine.backward(engine(batch(step, rank)))
         engine.step()
     coordinator = engine.stage.coordinator
+    plan = coordinator.training.step_plan()
+    completed = [key for use in plan.uses if use.backward for key in use.completes]
+    assert sorted(completed) == sorted(plan.numel)  # each interval's gradients, once
     return coordinator.training.dropped, coordinator.training.plan is not None
 
 
