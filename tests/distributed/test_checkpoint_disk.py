@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -278,6 +280,36 @@ def test_an_unfinished_save_is_said(tmp_path):
     (tmp_path / ".saving-0123456789ab-x").mkdir()
     with pytest.raises(CheckpointError, match="its only save was interrupted"):
         folders.find(tmp_path, None)
+
+
+def test_the_lock_is_held_as_long_as_somebody_of_this_process_holds_it(tmp_path):
+    lock = tmp_path / folders.LOCK
+    lock.write_text("process 1 on a machine with a name that is longer than that of any other, by far " * 2)
+    folders.acquire(tmp_path)
+    folders.acquire(tmp_path)
+    assert lock.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    folders.release(tmp_path)
+    assert folders.holds(tmp_path)
+    folders.release(tmp_path)
+    assert not folders.holds(tmp_path)
+    with lock.open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while it is locked
+
+
+def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
+    told, enough = [], threading.Event()
+
+    def post(key, text):
+        told.append((key, text))
+        if len(told) == 4:
+            enough.set()
+
+    monkeypatch.setattr(saver, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(saver, "SideChannel", lambda name: SimpleNamespace(post=post))
+    job = saver._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
+    assert enough.wait(60)
+    job.end_beating()
+    assert {key for key, _ in told} == {"1/beat"} and len(set(told)) == len(told)
 
 
 def two_engines(rank, world, folder):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -152,6 +153,27 @@ def saves(rank, world, folder):
 def test_checkpoint(ranks, tmp_path):
     """Saving finishes the update, so a checkpoint is one state; who goes on from it takes the same course."""
     ranks.run(saves, str(tmp_path), world_size=2)
+
+
+def measured(rank, world, case):
+    """What the step on the host moved, how long that took, and more than that; and how many elements it is for."""
+    began = time.perf_counter()
+    engine, _ = made(case)
+    go(engine, rank, world, 0, AFTER + 2)
+    engine.finish_delayed_update()
+    numel = sum(part.master.numel() for part in engine._sharded_step.parts)
+    meter = engine._zero.offload.meter
+    legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
+    engine.destroy()
+    return legs, time.perf_counter() - began, numel
+
+
+def test_what_a_late_step_moved_is_measured(ranks):
+    """Master and two moments read and written, a gradient read, the new parameter written, by one update each."""
+    for legs, seconds, numel in ranks.run(measured, late(2), world_size=2):
+        for leg in legs:
+            assert leg.bytes == (2 * 3 * 4 + 4 + 2) * numel
+            assert 0 < leg.seconds < seconds and 0 <= leg.waited_seconds < seconds
 
 
 def looks_and_writes(rank, world):

@@ -13,6 +13,7 @@ import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Gate, Lane
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import HostActivations
 from deepzero.offload.wire import PipelineMeter, Wire
@@ -234,6 +235,20 @@ def test_planted_faults():
         other.wait_event(_recorded(machine))
         with torch.cuda.stream(other):
             device.sum()
+
+
+def test_a_gate_orders_streams():
+    with null_gpu():
+        gate, device = Gate(GPU), torch.zeros(4, device=GPU)
+        gate.record()
+        with Lane(GPU).running():
+            gate.wait()
+            device.add_(1)
+            gate.record()
+        with pytest.raises(Race, match="the compute stream reads"):
+            device.sum()
+        gate.wait()
+        device.sum()
 
 
 def _recorded(machine):

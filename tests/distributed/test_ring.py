@@ -290,6 +290,10 @@ def test_module_refuses_what_it_cannot_run() -> None:
     assert "--ranks 99" in text
 
 
+def test_the_story_of_one_rank() -> None:
+    assert list(ring.tell([], 1, 2)) == ["GPU 0: [1.0, 2.0]", "Average: [1.0, 2.0]", "", "GPU 0: [1.0, 2.0]"]
+
+
 def test_module_says_when_a_claim_fails() -> None:
     tensors = [ring.gradients(rank) for rank in range(4)]
     hops = ring.simulate(tensors)

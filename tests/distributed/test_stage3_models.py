@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import deepzero
 from deepzero import zero
+from deepzero.runtime.zero.module_hooks import is_compiled
 from tests.distributed.training import config
 
 WIDTH = 24
@@ -242,6 +243,12 @@ def compile_in_three_ways(rank):
     return outcomes
 
 
+def test_both_ways_to_compile_are_known():
+    wrapped, called = torch.compile(nn.Linear(2, 2), backend="eager"), nn.Linear(2, 2)
+    called.compile(backend="eager")
+    assert [is_compiled(module) for module in (wrapped, called, nn.Linear(2, 2))] == [True, True, False]
+
+
 @pytest.mark.slow
 def test_compiled_blocks(ranks):
     for outcomes in ranks.run(compiled, world_size=2, timeout=110):
@@ -400,6 +407,9 @@ def changed(rank, world):
         engine.backward(engine(batch(step, rank)))
         engine.step()
     coordinator = engine.stage.coordinator
+    plan = coordinator.training.step_plan()
+    completed = [key for use in plan.uses if use.backward for key in use.completes]
+    assert sorted(completed) == sorted(plan.numel)  # each interval's gradients, once
     return coordinator.training.dropped, coordinator.training.plan is not None
 
 

@@ -228,8 +228,9 @@ def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
 def test_whole_sums_and_persistent_parameters(ranks, stage):
     reference = ranks.run(set_and_step, 0, "bf16", False, {}, world_size=2)[0]
     changes = {"persist": 100} if stage == 3 else {"zero": {"reduce_scatter": False}}
-    for result in ranks.run(set_and_step, stage, "bf16", False, changes, world_size=2):
-        assert same(result, reference)
+    for local, given in ((False, changes), (True, changes), (True, {})):
+        for result in ranks.run(set_and_step, stage, "bf16", local, given, world_size=2):
+            assert same(result, reference)
 
 
 def pieces(rank, world, stage):

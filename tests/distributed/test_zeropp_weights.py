@@ -63,6 +63,17 @@ def many(rank, world, cases):
     return [bits(rank, world, *case) for case in cases]
 
 
+def bits_and_secondaries(rank, world, cases):
+    found = []
+    for case in cases:
+        engine, *_ = deepzero.initialize(model=make_model(), config=case)
+        done = [one_step(engine, rank, world, step) for step in range(3)]
+        ended = [(step.loss, step.grad_norm) for step in done], engine.params_sha256()
+        found.append((ended, len(engine._zero.partitioning.secondaries())))
+        engine.destroy()
+    return found
+
+
 def variants(size, per_node):
     """Everything that must not change a bit, the reference first."""
     zero = {**WHOLE, "zero_hpz_partition_size": size}
@@ -183,6 +194,32 @@ def exact_on_request(rank, world):
 def test_gathered_parameters_are_exact(ranks):
     """Also inside a forward pass, which computes with quantised ones."""
     assert ranks.run(exact_on_request, world_size=2) == [(True, True)] * 2
+
+
+def written_on_its_way(rank, world):
+    """What is seen of a write that comes while quantised values are on their way."""
+    engine = start(make_model(), stage=3, zero={**QWZ, "quantization": SHORT})
+    interval = engine.stage.coordinator.intervals[0]
+    param = interval.params[0]
+    interval.launch("parameters.all_gather_evaluation", exact=False)
+    interval.write(param, torch.full((param.numel(),), 0.3))
+    interval.wait()
+    seen = param.detach().clone()
+    interval.release()
+    engine.destroy()
+    return bool((seen == 0.3).all())
+
+
+def test_a_write_is_later_than_what_is_on_its_way(ranks):
+    assert ranks.run(written_on_its_way, world_size=2) == [True] * 2
+
+
+def test_two_ranks(ranks):
+    """Both are one group, and each is one: there is a secondary partition, and no bit differs."""
+    cases = [settings(zero) for zero in (WHOLE, HPZ, {**WHOLE, "mics_shard_size": 1})]
+    for per_rank in ranks.run(bits_and_secondaries, cases, world_size=2):
+        assert [seen for seen, _ in per_rank] == [per_rank[0][0]] * 3
+        assert [held > 0 for _, held in per_rank] == [False, True, True]
 
 
 def a_lost_write(rank, world):
@@ -338,6 +375,7 @@ def after_a_load(rank, world, folder, zero):
     secondaries = engine._zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
+    assert all(interval.gather._buffer.numel() == 0 for interval in engine.stage.coordinator.intervals)  # given back
     engine.destroy()
     return account, held, len(secondaries())
 

@@ -53,6 +53,13 @@ def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
     assert not arena.pinned  # a CPU is its own host
 
 
+def test_a_rehearsal_s_arena_knows_its_tensors() -> None:
+    arena = HostArena(PLAN, torch.device("meta"), pin=True)
+    carved = arena.carve("host_masters", 1000, torch.float32)
+    assert carved.is_meta and arena.holds(carved[5:9])
+    assert not arena.holds(torch.empty(1000, device="meta"))
+
+
 def test_memory_outlives_the_arena() -> None:
     arena = made()
     kept = arena.carve("host_masters", 1000, torch.float32)
