@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,11 @@ from tests.distributed.pool import RankPool
 # Results must not depend on the machine: everything runs on the CPU, on ranks and in commands that tests start too,
 # unless a test marked `gpu` takes this away again.
 os.environ.setdefault("DEEPZERO_DEVICE", "cpu")
+# Whoever starts the tests in the background of a shell, or under nohup, has these ignored, and what tests start would
+# inherit it: a launcher heeds that, and Ctrl-C would end nothing.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
