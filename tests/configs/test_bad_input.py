@@ -167,7 +167,7 @@ def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
             "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16",
             marks=pytest.mark.exhaustive,
         ),
-        (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
+        pytest.param(["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?", marks=pytest.mark.slow),
         pytest.param(
             ["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file", marks=pytest.mark.exhaustive
         ),

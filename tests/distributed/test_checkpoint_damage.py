@@ -113,6 +113,7 @@ def test_files_that_are_damaged(ranks, checkpoints):
     assert mixtures > 5, "bits of a shard are noticed when they are read"
 
 
+@pytest.mark.slow
 def test_files_of_partitioned_parameters(ranks, checkpoints):
     refused(ranks, checkpoints, 3, 2, [*some(FILES, 1, first=10), *some(BITS, 4, first=11)])
 

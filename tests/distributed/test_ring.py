@@ -284,6 +284,7 @@ def table(known: list[set[int]]) -> list[str]:
     ]
 
 
+@pytest.mark.exhaustive
 def test_module_refuses_what_it_cannot_run() -> None:
     code, text = run_module("--ranks", "99")
     assert code == 2

@@ -37,6 +37,7 @@ def test_training_goes_on_and_says_it_once(names: str, tiny: list[str], tmp_path
     assert [path.name for path in run_dir.glob(".*.[0-9]*")] == [], "no half of a file is left"
 
 
+@pytest.mark.slow
 def test_standard_output_on_a_full_disk(tiny: list[str], tmp_path: Path) -> None:
     words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run"]
     (tmp_path / "run").mkdir()

@@ -159,6 +159,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",

@@ -21,6 +21,7 @@ sys.exit(status)
 """Reads its own peak: that of all children would be some other test's."""
 
 
+@pytest.mark.slow
 def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
     done = train("plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path)
     assert done.status == 0, done.err

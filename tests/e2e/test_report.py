@@ -94,7 +94,7 @@ def test_a_sweep_on_one_page(sweep: tuple[Path, runs.Done], tmp_path: Path) -> N
     assert drawings(html) == ["loss", "val", "speed"]
 
 
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_browser_shows_it_wide_and_narrow(sweep: tuple[Path, runs.Done], tmp_path: Path, dark: bool) -> None:
     page = sweep[0] / "3" / "report.html"
     said = browser.measure(page, (1280, 400), tmp_path, dark)

@@ -41,7 +41,11 @@ def contents(run_dir: Path) -> dict[str, bytes]:
             "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
             marks=pytest.mark.exhaustive,
         ),
-        (["train.steps=3"], "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4"),
+        pytest.param(
+            ["train.steps=3"],
+            "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["train.resume=nowhere", "hydra.run.dir=new"],
             "train.resume=nowhere: nowhere is not a folder",

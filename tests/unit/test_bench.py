@@ -201,6 +201,7 @@ def test_a_page_never_replaces_another(tmp_path: Path) -> None:
     assert "- a machine" in text and "- command: `python -m tools.bench.zero" in text and "## Title\n\nbody" in text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     broken = Variant("broken", "", {"modus": "bf16"})

@@ -86,6 +86,7 @@ def test_a_worker_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None
     assert time.monotonic() - started < 60 and (tmp_path / "log").read_text().startswith("\n=== s2")
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_named_with_its_own_error(tmp_path: Path) -> None:
     work = dataclasses.replace(TINY, ranks=1)
     spec = {"name": "s9", "library": "deepzero", "zero": {"stage": 9}, "work": work.to_dict(), "parts_on": None}
