@@ -247,8 +247,7 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
         textwrap.dedent(
             """
             import signal
-            from deepzero.comm import process_group
-from tests.distributed.pool import RankPool
+            from tests.distributed.pool import RankPool
             from tests.distributed.test_pool import stay_silent, surroundings
             # A shell starts its background jobs with Ctrl-C ignored, and that is inherited.
             signal.signal(signal.SIGINT, signal.default_int_handler)
