@@ -190,8 +190,6 @@ def job(cfg: DictConfig) -> None:
     """One job: a run, or one point of a sweep."""
     run_dir, command = Path(HydraConfig.get().runtime.output_dir), typed(cfg)
     if under_launcher():
-        if read_config(cfg).plan:
-            raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
         started = time.time()
 
         def on_failure(reason: str) -> None:
@@ -241,17 +239,21 @@ def typed(cfg: DictConfig) -> Command:
 
 def _checked_train(cfg: DictConfig, run_dir: str, command: Command) -> None:
     """A rank that torchrun has started: what the launching process would have checked, then the program."""
-    run = read_config(cfg)
-    nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if run.launch.nproc not in (None, nproc):
-        raise ConfigError(f"launch.nproc={run.launch.nproc}, but torchrun has started {nproc} ranks here; leave it out")
-    device = choose_device(run, nproc)
-    os.environ["DEEPZERO_DEVICE"] = device
-    if run.launch.threads_per_rank is not None:
-        torch.set_num_threads(run.launch.threads_per_rank)
-    first, started = os.environ["RANK"] == "0", time.time()
-    folder = join(run, run_dir)
+    first, started, folder = os.environ["RANK"] == "0", time.time(), Path(run_dir).resolve()
     try:
+        run = read_config(cfg)
+        if run.plan:
+            raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
+        nproc = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if run.launch.nproc not in (None, nproc):
+            raise ConfigError(
+                f"launch.nproc={run.launch.nproc}, but torchrun has started {nproc} ranks here; leave it out"
+            )
+        device = choose_device(run, nproc)
+        os.environ["DEEPZERO_DEVICE"] = device
+        if run.launch.threads_per_rank is not None:
+            torch.set_num_threads(run.launch.threads_per_rank)
+        folder = join(run, run_dir)
         if first:
             take(folder)
         run = at_its_start(run, folder, int(os.environ["WORLD_SIZE"]))
