@@ -32,27 +32,28 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
-from deepzero.checkpoint.folder import holds, release
+from deepzero.checkpoint.checkpoint_dir import holds, release
 from deepzero.comm import elastic, launcher, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.comm.preemption import on_stop_request
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
-from deepzero.comm.stop_request import on_stop_request
-from deepzero.config.parse import ConfigError
+from deepzero.config.hydra_errors import check_words, dotted, explain, plain_names
 from deepzero.config.run import RunConfig
-from deepzero.config.words import check_words, dotted, explain, plain_names
+from deepzero.config.strict import ConfigError
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.monitor.files import write_error, write_failed_summary
-from deepzero.monitor.naming import named
+from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.run_name import named
 from deepzero.monitor.terminal import say
 from deepzero.planning import plan
-from deepzero.planning.rehearse import World, rehearse
+from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.profiling.trace import trace
+from deepzero.training.build_model import build_model, program_of, sequences
 from deepzero.training.command import Command, interpreter, torchrun_words
-from deepzero.training.pieces import build_model, program_of, sequences
+from deepzero.training.memory_timeline import StepTimeline, complete_timeline
 from deepzero.training.preflight import preflight
 from deepzero.training.reporting import build_monitor, final_facts, step_record
 from deepzero.training.run_folder import (
@@ -68,7 +69,6 @@ from deepzero.training.run_folder import (
     sweep_folder,
     take,
 )
-from deepzero.training.timeline import StepTimeline, complete_timeline
 
 HERE = Path(__file__).resolve()
 CONFIGS = HERE.parent / "configs"
@@ -357,7 +357,7 @@ def print_plan(run: RunConfig) -> None:
     nproc = run.launch.nproc or default_nproc()
     kind: Any = choose_device(run, nproc)
     preflight(run, nproc, kind)
-    say(plan.text(rehearse(program_of(run, nproc), World(nproc, nproc, kind))), sys.stdout)
+    say(plan.text(dry_run(program_of(run, nproc), ClusterShape(nproc, nproc, kind))), sys.stdout)
 
 
 def valid_keys() -> list[str]:

@@ -1,9 +1,9 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
 
 from deepzero import utils, zero
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm.process_group import init_distributed
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.runtime.engine import Engine, NonFiniteError
 from deepzero.runtime.initialize import add_config_arguments, initialize
 from deepzero.version import __version__

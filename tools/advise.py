@@ -4,7 +4,7 @@
     python -m tools.advise model=llama_7b --ranks 8 --cluster h100 --memory-gb 24 --host-gb 512 --global-batch 64
 
 What is given as KEY=VALUE stays as it is. Exit status: 0, 2 for settings that cannot be used, 3 where nothing fits.
-How it searches: ``deepzero/planning/advise.py``.
+How it searches: ``deepzero/planning/autotune.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import train
 from deepzero.comm.groups import find_nodes
-from deepzero.config.parse import ConfigError
-from deepzero.config.words import plain_names
-from deepzero.planning.advise import Search
-from deepzero.planning.advise_text import as_dict, text
+from deepzero.config.hydra_errors import plain_names
+from deepzero.config.strict import ConfigError
+from deepzero.planning.autotune import Search
+from deepzero.planning.autotune_text import as_dict, text
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
-from deepzero.planning.rehearse import World
+from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.search_space import HEADROOM, Question
-from deepzero.training.pieces import program_of
+from deepzero.training.build_model import program_of
 
 NOTHING = 3
 """Exit status: no setting fits."""
@@ -121,7 +121,7 @@ def _cluster(arguments: argparse.Namespace) -> Cluster:
     return cluster
 
 
-def _world(arguments: argparse.Namespace, cluster: Cluster) -> World:
+def _world(arguments: argparse.Namespace, cluster: Cluster) -> ClusterShape:
     ranks = arguments.ranks or RANKS.get(cluster.name, cluster.ranks_per_node)
     per_node = arguments.ranks_per_node or min(cluster.ranks_per_node, ranks)
     if arguments.ranks_per_node is None and ranks % per_node:
@@ -129,7 +129,7 @@ def _world(arguments: argparse.Namespace, cluster: Cluster) -> World:
             f"--ranks {ranks}: {cluster.name} has {per_node} on a node, which does not divide it; say --ranks-per-node"
         )
     find_nodes(per_node, ranks)  # says which numbers would divide
-    return World(ranks, per_node, "cpu" if cluster.device_type == "cpu" else "cuda")
+    return ClusterShape(ranks, per_node, "cpu" if cluster.device_type == "cpu" else "cuda")
 
 
 def _say(what: str) -> None:

@@ -1,7 +1,7 @@
 """What ``tools.plan``, ``tools.simulate`` and ``tools.advise`` have in common: settings from the command line.
 
 The same words as for ``train.py`` (``zero.stage=3 model=gpt2_1_3b``), a DeepSpeed JSON in their place, or a program of
-your own: ``--program FILE.py:FUNCTION``, called without arguments, returns a ``deepzero.planning.rehearse.Program``.
+your own: ``--program FILE.py:FUNCTION``, called without arguments, returns a ``deepzero.planning.dry_run.TrainStep``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import train
 from deepzero.comm.groups import find_nodes
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import resolve_batch
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
-from deepzero.planning.rehearse import Program, World
-from deepzero.runtime.world import check_ranks
-from deepzero.training.pieces import program_of
+from deepzero.config.strict import ConfigError
+from deepzero.planning.dry_run import ClusterShape, TrainStep
+from deepzero.runtime.topology import check_ranks
+from deepzero.training.build_model import program_of
 
 
 @dataclass(frozen=True)
 class Composed:
     """What will be rehearsed, and where."""
 
-    program: Program
-    world: World
+    program: TrainStep
+    world: ClusterShape
     tokens: int | None
     """Of a global batch; None: a program of one's own does not say."""
     name: str
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="what the ranks run on; default: cuda, or as here without --ranks"
     )
     parser.add_argument("--config", metavar="JSON", help="a DeepSpeed config in place of the engine's settings")
-    parser.add_argument("--program", metavar="FILE:FUNCTION", help="a function that returns a Program of your own")
+    parser.add_argument("--program", metavar="FILE:FUNCTION", help="a function that returns a TrainStep of your own")
 
 
 def compose(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Composed:
@@ -98,7 +98,7 @@ def with_a_batch(run: RunConfig) -> RunConfig:
     return dataclasses.replace(run, engine=engine)
 
 
-def _world(arguments: argparse.Namespace, nproc: int | None) -> World:
+def _world(arguments: argparse.Namespace, nproc: int | None) -> ClusterShape:
     for option, value in (("--ranks", arguments.ranks), ("--ranks-per-node", arguments.ranks_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: there has to be at least one")
@@ -112,7 +112,7 @@ def _world(arguments: argparse.Namespace, nproc: int | None) -> World:
     elif ranks % per_node:
         per_node = ranks
     kind = arguments.device or ("cpu" if arguments.ranks is None and not torch.cuda.is_available() else "cuda")
-    return World(ranks, per_node, kind)
+    return ClusterShape(ranks, per_node, kind)
 
 
 def check_file(option: str, path: str | None) -> None:
@@ -125,7 +125,7 @@ def check_file(option: str, path: str | None) -> None:
         raise ConfigError(f"{option} {path}: give a file in a folder that exists")
 
 
-def load_program(text: str) -> Program:
+def load_program(text: str) -> TrainStep:
     """``FILE.py:FUNCTION`` → what the function returns.
 
     Raises:
@@ -146,8 +146,8 @@ def load_program(text: str) -> Program:
     if not callable(function):
         raise ConfigError(f"--program {text}: {path} has no function {name!r}")
     program = function()
-    if not isinstance(program, Program):
-        raise ConfigError(f"--program {text}: {name}() returned {_a(type(program).__name__)}, not a Program")
+    if not isinstance(program, TrainStep):
+        raise ConfigError(f"--program {text}: {name}() returned {_a(type(program).__name__)}, not a TrainStep")
     return program
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from deepzero.checkpoint.export import PRECISIONS, export
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD
 
 

@@ -1,6 +1,6 @@
 """What a run will hold, send and fetch, in order, without running it: ``python -m tools.plan zero.stage=3 --ranks 64``.
 
-Source: the engine's own code, on tensors without memory; see ``deepzero/planning/rehearse.py``.
+Source: the engine's own code, on tensors without memory; see ``deepzero/planning/dry_run.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepzero.config.parse import ConfigError
-from deepzero.config.words import plain_names
+from deepzero.config.hydra_errors import plain_names
+from deepzero.config.strict import ConfigError
 from deepzero.planning import plan
-from deepzero.planning.rehearse import rehearse
+from deepzero.planning.dry_run import dry_run
 from tools import composed
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = composed.compose(arguments)
         if not 0 <= arguments.rank < found.world.world_size:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {found.world.world_size - 1}")
-        rehearsal = rehearse(found.program, found.world, arguments.rank)
+        rehearsal = dry_run(found.program, found.world, arguments.rank)
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(plan.as_dict(rehearsal), indent=1) + "\n", encoding="utf-8")
     except (ConfigError, OSError) as error:

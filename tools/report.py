@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from deepzero.monitor.files import put
+from deepzero.monitor.metrics_file import put
 from deepzero.monitor.report.compare import comparison, runs_in, text_table
-from deepzero.monitor.report.reading import read_run
+from deepzero.monitor.report.run_data import read_run
 from deepzero.monitor.report.sections import report
 
 COMPARISON = "comparison.html"

@@ -5,9 +5,9 @@
     python -m tools.simulate --cluster here.json --ranks 2 zero.stage=2
     python -m tools.simulate --compare zero.stage=1 --compare zero=stage1_allreduce --cluster dgx_2h model=gpt2_1_3b
 
-Each telling rank is rehearsed (``deepzero/planning/sequence.py``), the rehearsal is played on the cluster's numbers
-(``deepzero/planning/timeline.py``). ``--probe`` measures instead what the machine at hand can do, on ranks that it
-starts, or on those that torchrun has started it as (``deepzero/planning/probe.py``).
+Each telling rank is rehearsed (``deepzero/planning/check_collective_order.py``), the rehearsal is played on the
+cluster's numbers (``deepzero/planning/event_simulator.py``). ``--probe`` measures instead what the machine at hand can
+do, on ranks that it starts, or on those that torchrun has started it as (``deepzero/planning/calibrate.py``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import deepzero.planning.probe
+import deepzero.planning.calibrate
 import train
 from deepzero.comm.launcher import RankFailed, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import run_here
-from deepzero.config.parse import ConfigError
-from deepzero.config.words import plain_names
+from deepzero.config.hydra_errors import plain_names
+from deepzero.config.strict import ConfigError
+from deepzero.planning.calibrate import probe_to_file
+from deepzero.planning.check_collective_order import check
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
-from deepzero.planning.probe import probe_to_file
-from deepzero.planning.sequence import check
 from deepzero.planning.simulate import simulate
-from deepzero.runtime.built import TORCH_DTYPES
+from deepzero.runtime.zero_components import TORCH_DTYPES
 from tools import composed
 
-PROBE = deepzero.planning.probe.__file__
+PROBE = deepzero.planning.calibrate.__file__
 DIFFERENT = 3
 """Exit status: ranks launch different collectives."""
 

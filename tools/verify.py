@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepzero.checkpoint.format import CheckpointError
-from deepzero.checkpoint.verify import Report, verify, whole_beside
+from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.verify import VerifyReport, verify, whole_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def table(report: Report) -> str:
+def table(report: VerifyReport) -> str:
     """What a whole checkpoint is, in a few lines."""
     manifest = report.manifest
     if manifest is None:

@@ -1,1 +1,1 @@
-"""Checkpoints: plain, verifiable files that any stage and any number of ranks can load. See ``format.py``."""
+"""Checkpoints: plain, verifiable files that any stage and any number of ranks can load. See ``manifest.py``."""

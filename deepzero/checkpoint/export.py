@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from deepzero.checkpoint.folder import complete_beside, find, read_manifest
-from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, CheckpointError, Manifest
+from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.json_codec import TORCH_DTYPES
+from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, CheckpointError, Manifest
 from deepzero.checkpoint.model_file import (
     DEFAULT_MAX_SHARD,
     MODEL_FILE,
@@ -29,8 +30,7 @@ from deepzero.checkpoint.model_file import (
     parse_size,
     wanted_dtype,
 )
-from deepzero.checkpoint.reader import CheckpointReader, Wanted
-from deepzero.checkpoint.values import TORCH_DTYPES
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -155,8 +155,8 @@ def _values(reader: CheckpointReader, sources: list[_Source]) -> Iterator[tuple[
     """The values, piece by piece; the memory of one piece is used again for the next of its size."""
     for source in sources:
         plan, dtype = source.plan, TORCH_DTYPES[source.plan.dtype]
-        for start, stop in plan.pieces():
+        for start, stop in plan.fragments():
             values = torch.empty(stop - start, dtype=reader.stored_dtype(source.key, source.name))
             with _naming_another(reader.path.parent, reader.path.name):
-                reader.read([Wanted(source.key, source.name, start, values)])
+                reader.read([ReadRequest(source.key, source.name, start, values)])
             yield plan, start, convert(values, dtype, plan.name) if dtype.is_floating_point else values

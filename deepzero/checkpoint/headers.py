@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepzero.checkpoint.format import HEAD_ALIGN, ITEMSIZE, CheckpointError
+from deepzero.checkpoint.manifest import HEAD_ALIGN, ITEMSIZE, CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""

@@ -22,17 +22,26 @@ from typing import Any
 import torch
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.collect import buffer_key, class_name
-from deepzero.checkpoint.folder import complete_beside, find, read_manifest
-from deepzero.checkpoint.foreign import is_foreign, model_names, read_foreign
-from deepzero.checkpoint.format import BUFFER, MASTER, PARAMETER, RNG, CheckpointError, Manifest, ParameterInfo, reason
-from deepzero.checkpoint.reader import CheckpointReader, Wanted
+from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.engine_state import EngineState, StateRun, plain_name
+from deepzero.checkpoint.huggingface import is_foreign, model_names, read_foreign
+from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
+from deepzero.checkpoint.manifest import (
+    BUFFER,
+    MASTER,
+    PARAMETER,
+    RNG,
+    CheckpointError,
+    Manifest,
+    ParameterInfo,
+    reason,
+)
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
+from deepzero.checkpoint.save_plan import buffer_key, class_name
 from deepzero.checkpoint.shard_file import remaining
-from deepzero.checkpoint.state import Holdings, Run, plain_name
-from deepzero.checkpoint.values import TORCH_DTYPES, decode, tensor_names
 from deepzero.comm import process_group
-from deepzero.layout import Interval, Slot
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.layout import Bucket, ParamSlot
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +50,7 @@ BROADCAST = "checkpoint.broadcast"
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoadOptions:
     """What is to be loaded, and how strictly."""
 
     optimizer: bool = True
@@ -60,7 +69,7 @@ def agree(problem: str | None) -> None:
             raise CheckpointError(theirs if mine or theirs == problem else f"rank {rank}: {theirs}")
 
 
-def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: Holdings | None = None) -> CheckpointReader:
+def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: EngineState | None = None) -> CheckpointReader:
     """1 find. A collective: rank 0 looks, and all have its manifest.
 
     Args:
@@ -121,7 +130,7 @@ def check_rest(reader: CheckpointReader, everyone: list[dict[str, list[tuple[int
     return None
 
 
-def _read_foreign(load_dir: str | Path, model: Holdings | None) -> tuple[Path, Manifest]:
+def _read_foreign(load_dir: str | Path, model: EngineState | None) -> tuple[Path, Manifest]:
     if model is None:
         raise CheckpointError(
             f"{load_dir} holds plain safetensors: weights, without the state of an optimizer; load_module_only=True "
@@ -140,7 +149,7 @@ class Loader:
         parts: what is wanted of it.
     """
 
-    def __init__(self, holdings: Holdings, reader: CheckpointReader, parts: Parts) -> None:
+    def __init__(self, holdings: EngineState, reader: CheckpointReader, parts: LoadOptions) -> None:
         self.holdings, self.reader, self.parts = holdings, reader, parts
         self.manifest: Manifest = reader.manifest
         self._stored_as = {
@@ -264,20 +273,20 @@ class Loader:
             agree(check_rest(self.reader, [theirs for _, theirs in everyone]))
         self._complete()
 
-    def _wanted(self) -> list[Wanted]:
+    def _wanted(self) -> list[ReadRequest]:
         wanted = []
         for group in self.holdings.groups:
             for run in self.holdings.runs(group):
                 if run.name not in self._absent:
                     wanted += self._of_run(run)
-        for name, piece, shard in self.holdings.frozen_runs():
+        for name, fragment, shard in self.holdings.frozen_runs():
             if name not in self._absent:
-                wanted.append(Wanted(self._values_key(name), self._stored_as[name], piece.start, shard))
+                wanted.append(ReadRequest(self._values_key(name), self._stored_as[name], fragment.start, shard))
         for name, key, tensor in self._mine_of_replicated():
-            wanted.append(Wanted(key, name, 0, tensor))
+            wanted.append(ReadRequest(key, name, 0, tensor))
         return wanted + self._generators()
 
-    def _generators(self) -> list[Wanted]:
+    def _generators(self) -> list[ReadRequest]:
         """This rank's, kept until :meth:`restore_rng`."""
         comm = self.holdings.comm
         if self.manifest.world_size != comm.world_size or not self.parts.optimizer:
@@ -292,17 +301,17 @@ class Loader:
                         f"take: {extent[0]} x {extent[1]}, not {now.numel()} x {now.dtype}"
                     )
                 self._rng[name] = torch.empty_like(now)
-        return [Wanted(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in self._rng.items()]
+        return [ReadRequest(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in self._rng.items()]
 
     def _values_key(self, name: str) -> str:
         return MASTER if MASTER in self._info(name).tensors else PARAMETER
 
-    def _of_run(self, run: Run) -> list[Wanted]:
+    def _of_run(self, run: StateRun) -> list[ReadRequest]:
         stored = self._stored_as[run.name]
         moments = self._moments(run.name, run.master)
         return [
-            Wanted(self._values_key(run.name), stored, run.start, run.cut(run.master)),
-            *(Wanted(key, stored, run.start, run.cut(moment)) for key, moment in moments.items()),
+            ReadRequest(self._values_key(run.name), stored, run.start, run.cut(run.master)),
+            *(ReadRequest(key, stored, run.start, run.cut(moment)) for key, moment in moments.items()),
         ]
 
     def _moments(self, name: str, master: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -347,14 +356,14 @@ class Loader:
         if self.manifest.world_size == comm.world_size:
             self._own_buffers()
         for group in self.holdings.groups:
-            if isinstance(group, FlatGroup) and group.whole and comm.world_size > 1:
-                for interval in group.layout.intervals:
-                    self._gather(group, interval)
+            if isinstance(group, FlatParamGroup) and group.whole and comm.world_size > 1:
+                for bucket in group.layout.buckets:
+                    self._gather(group, bucket)
 
     def _own_buffers(self) -> None:
         """Buffers that were another on this rank than on rank 0."""
         key = buffer_key(self.holdings.comm.rank)
-        own = [Wanted(key, n, 0, _flat(t)) for n, t in self.holdings.buffers().items() if self.reader.has(key, n)]
+        own = [ReadRequest(key, n, 0, _flat(t)) for n, t in self.holdings.buffers().items() if self.reader.has(key, n)]
         problem = None
         try:
             self.reader.read(own)
@@ -362,25 +371,25 @@ class Loader:
             problem = reason(error)
         agree(problem)
 
-    def _gather(self, group: FlatGroup, interval: Interval) -> None:
+    def _gather(self, group: FlatParamGroup, bucket: Bucket) -> None:
         """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
-        masters = {piece.slot.index: m for piece, m in zip(group.pieces, group.masters, strict=True)}
+        masters = {fragment.slot.index: m for fragment, m in zip(group.fragments, group.masters, strict=True)}
         # By key, from what the manifest says, **not** from what this rank's optimizer holds: it may hold state for the
         # parameters of its own runs only, and the ranks would not launch the same collectives.
-        by_key: dict[str, list[tuple[Slot, torch.Tensor]]] = {}
-        for slot in interval.slots:
+        by_key: dict[str, list[tuple[ParamSlot, torch.Tensor]]] = {}
+        for slot in bucket.slots:
             name = plain_name(group.names[slot.index])
             if slot.numel and name not in self._absent:
                 master = masters[slot.index]
                 for key, tensor in {MASTER: master, **self._moments(name, master)}.items():
                     by_key.setdefault(key, []).append((slot, tensor))
         for values in by_key.values():
-            whole = torch.empty(interval.numel, dtype=values[0][1].dtype, device=values[0][1].device)
+            whole = torch.empty(bucket.numel, dtype=values[0][1].dtype, device=values[0][1].device)
             for slot, value in values:
-                whole[slot.offset - interval.offset :][: slot.numel].copy_(value.detach())
-            self.holdings.comm.all_gather(ALL_GATHER, whole, 0, f"interval {interval.index}").wait()
+                whole[slot.offset - bucket.offset :][: slot.numel].copy_(value.detach())
+            self.holdings.comm.all_gather(ALL_GATHER, whole, 0, f"bucket {bucket.index}").wait()
             for slot, value in values:
-                value.detach().copy_(whole[slot.offset - interval.offset :][: slot.numel])
+                value.detach().copy_(whole[slot.offset - bucket.offset :][: slot.numel])
 
     # ---- 5 apply -----------------------------------------------------------------------------------------------------
 
@@ -411,12 +420,13 @@ class Loader:
             text = ", ".join(f"{key}={there} instead of {here}" for key, (here, there) in changed.items())
             log.warning("the optimizer goes on with the checkpoint's %s", text)
 
-    def _owned(self, group: Any) -> list[Run]:
+    def _owned(self, group: Any) -> list[StateRun]:
         """Every master of this rank: in stage 0 all of them, though each is read in parts."""
-        if isinstance(group, FlatGroup) and group.whole:
-            pairs = zip(group.pieces, group.masters, strict=True)
+        if isinstance(group, FlatParamGroup) and group.whole:
+            pairs = zip(group.fragments, group.masters, strict=True)
             return [
-                Run(plain_name(group.names[piece.slot.index]), 0, piece.numel, master, 0) for piece, master in pairs
+                StateRun(plain_name(group.names[fragment.slot.index]), 0, fragment.numel, master, 0)
+                for fragment, master in pairs
             ]
         return list(self.holdings.runs(group))
 

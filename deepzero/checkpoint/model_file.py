@@ -30,9 +30,9 @@ from typing import Any, BinaryIO
 import torch
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.format import COMMIT, ITEMSIZE, LATEST, MANIFEST, CheckpointError
 from deepzero.checkpoint.headers import make_header
-from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
+from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
+from deepzero.checkpoint.manifest import COMMIT, ITEMSIZE, LATEST, MANIFEST, CheckpointError
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 
 MODEL_FILE = "model.safetensors"
@@ -66,7 +66,7 @@ class TensorPlan:
         """Bytes in the file."""
         return self.numel * ITEMSIZE[self.dtype]
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
+    def fragments(self) -> Iterator[tuple[int, int]]:
         """(first, one past the last) element of each piece, at most :data:`PIECE_BYTES` of fp32 values."""
         step = max(1, PIECE_BYTES // max(4, ITEMSIZE[self.dtype]))
         for start in range(0, self.numel, step):
@@ -250,12 +250,12 @@ class ModelWriter:
             for plan in plans:
                 done = 0
                 while done < plan.numel:
-                    given, start, piece = next(values)
-                    if (given.name, start, piece.dtype) != (plan.name, done, TORCH_DTYPES[plan.dtype]):
+                    given, start, fragment = next(values)
+                    if (given.name, start, fragment.dtype) != (plan.name, done, TORCH_DTYPES[plan.dtype]):
                         raise CheckpointError(f"{path}: {given.name!r} from {start} came, {plan.name!r} was planned")
-                    shard_file.put(file, shard_file.bytes_of(piece.contiguous()))
-                    flushes.wrote(piece.nbytes)
-                    done += piece.numel()
+                    shard_file.put(file, shard_file.bytes_of(fragment.contiguous()))
+                    flushes.wrote(fragment.nbytes)
+                    done += fragment.numel()
             flushes.flush()
 
     def _index(self) -> bytes:

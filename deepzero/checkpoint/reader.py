@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from deepzero.checkpoint.format import CLIENT, ITEMSIZE, CheckpointError, Manifest, Row
-from deepzero.checkpoint.shard_file import Fragment, ShardReader
-from deepzero.checkpoint.values import TORCH_DTYPES, decode, tensor_names
+from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
+from deepzero.checkpoint.manifest import CLIENT, ITEMSIZE, CheckpointError, Manifest, Row
+from deepzero.checkpoint.shard_file import FileRange, ShardReader
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ReadRequest:
     """Elements that somebody wants."""
 
     key: str
@@ -51,13 +51,13 @@ class CheckpointReader:
         """Whether anything is stored under these names."""
         return (key, name) in self._rows
 
-    def fragments(self, wanted: Iterable[Wanted]) -> dict[str, list[Fragment]]:
+    def fragments(self, wanted: Iterable[ReadRequest]) -> dict[str, list[FileRange]]:
         """What has to be read, by file.
 
         Raises:
             CheckpointError: elements that no row holds.
         """
-        found: dict[str, list[Fragment]] = {}
+        found: dict[str, list[FileRange]] = {}
         for want in wanted:
             cursor, end = want.start, want.start + want.into.numel()
             for row, file in self._rows.get((want.key, want.name), ()):
@@ -65,7 +65,7 @@ class CheckpointReader:
                 if row.start <= cursor < stop:
                     offset = row.offset + (cursor - row.start) * ITEMSIZE[row.dtype]
                     into = want.into[cursor - want.start : stop - want.start]
-                    found.setdefault(file, []).append(Fragment(offset, stop - cursor, row.dtype, into))
+                    found.setdefault(file, []).append(FileRange(offset, stop - cursor, row.dtype, into))
                     cursor = stop
             if cursor < end:
                 raise CheckpointError(
@@ -73,7 +73,7 @@ class CheckpointReader:
                 )
         return found
 
-    def read(self, wanted: Iterable[Wanted]) -> dict[str, list[tuple[int, int]]]:
+    def read(self, wanted: Iterable[ReadRequest]) -> dict[str, list[tuple[int, int]]]:
         """Fill what is wanted; returns the runs of blocks that were read, by file."""
         runs = {}
         for file, fragments in sorted(self.fragments(wanted).items()):
@@ -97,7 +97,7 @@ class CheckpointReader:
             numel = sum(row.numel for row, _ in rows)
             dtype = TORCH_DTYPES[rows[0][0].dtype] if rows else torch.float32
             tensors[name] = torch.empty(numel, dtype=dtype)
-            wanted.append(Wanted(CLIENT, name, 0, tensors[name]))
+            wanted.append(ReadRequest(CLIENT, name, 0, tensors[name]))
         self.read(wanted)
         return decode(encoded, tensors)
 

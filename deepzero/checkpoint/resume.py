@@ -10,10 +10,17 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from deepzero.checkpoint.folder import RUN_CHECKPOINTS, complete_beside, complete_tags, find, latest_tag, read_manifest
-from deepzero.checkpoint.format import CheckpointError, Manifest, said_complete
+from deepzero.checkpoint.checkpoint_dir import (
+    RUN_CHECKPOINTS,
+    complete_beside,
+    complete_tags,
+    find,
+    latest_tag,
+    read_manifest,
+)
+from deepzero.checkpoint.manifest import CheckpointError, Manifest, said_complete
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 CHECKPOINTS = RUN_CHECKPOINTS
 """Inside the run folder."""

@@ -25,9 +25,9 @@ from typing import BinaryIO
 
 import torch
 
-from deepzero.checkpoint.format import ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
 from deepzero.checkpoint.headers import make_header
-from deepzero.checkpoint.values import DTYPES, TORCH_DTYPES
+from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
+from deepzero.checkpoint.manifest import ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
 from deepzero.durable import Flushes
 
 WRITE_BYTES = 1 << 20
@@ -232,7 +232,7 @@ def _use_page_cache(file: BinaryIO) -> None:
 
 
 @dataclass(frozen=True)
-class Fragment:
+class FileRange:
     """Bytes of a shard, and where their elements go."""
 
     offset: int
@@ -265,13 +265,13 @@ class ShardReader:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
 
-    def blocks(self, fragments: Iterable[Fragment]) -> list[tuple[int, int]]:
+    def blocks(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
         """Runs (first, one past the last) of the blocks that hold the fragments, ascending and apart."""
         spans = sorted((f.offset // self._block, -(-f.end // self._block)) for f in fragments if f.numel)
         # Without blocks each fragment is read by itself, from its start: so no element lies across two portions.
         return merge(spans) if self.info is not None else spans
 
-    def read(self, fragments: Iterable[Fragment]) -> list[tuple[int, int]]:
+    def read(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
         """Fill the fragments' tensors; returns the runs of blocks that were read and found right."""
         ordered = sorted((f for f in fragments if f.numel), key=lambda fragment: fragment.offset)
         runs = self.blocks(ordered)
@@ -343,7 +343,7 @@ def damage(path: Path, info: ShardInfo, block: int) -> str:
     return f"{path} is damaged: bytes {start} to {end} are not what was written ({what or 'the header'})"
 
 
-def _copy_out(fragment: Fragment, offset: int, data: memoryview) -> None:
+def _copy_out(fragment: FileRange, offset: int, data: memoryview) -> None:
     """The elements of ``fragment`` that lie in ``data``. Portions end at blocks, and no element lies across two."""
     size = ITEMSIZE[fragment.dtype]
     first = max(0, -(-(offset - fragment.offset) // size))

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepzero.checkpoint.folder import check_tag, complete_tags, find, latest_tag, others
-from deepzero.checkpoint.format import (
+from deepzero.checkpoint.checkpoint_dir import check_tag, complete_tags, find, latest_tag, others
+from deepzero.checkpoint.headers import read_header
+from deepzero.checkpoint.json_codec import tensor_names
+from deepzero.checkpoint.manifest import (
     BUFFER,
     CLIENT,
     COMMIT,
@@ -33,13 +35,11 @@ from deepzero.checkpoint.format import (
     ShardInfo,
     shard_name,
 )
-from deepzero.checkpoint.headers import read_header
 from deepzero.checkpoint.shard_file import READ_BYTES, merge
-from deepzero.checkpoint.values import tensor_names
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What was found."""
 
     path: Path
@@ -52,7 +52,7 @@ class Report:
     """Parameters that were left out when it was saved (not trained)."""
 
 
-def verify(checkpoint: str | Path, tag: str | None = None) -> Report:
+def verify(checkpoint: str | Path, tag: str | None = None) -> VerifyReport:
     """Check one checkpoint.
 
     Args:
@@ -62,7 +62,7 @@ def verify(checkpoint: str | Path, tag: str | None = None) -> Report:
     Raises:
         CheckpointError: there is nothing of that name to look at.
     """
-    report = Report(_locate(Path(checkpoint), tag))
+    report = VerifyReport(_locate(Path(checkpoint), tag))
     _check_manifest(report)
     if report.manifest is None:
         return report
@@ -76,7 +76,7 @@ def whole_beside(checkpoint: str | Path, tag: str | None) -> Path | None:
     return next((path for path in others(checkpoint, tag) if not verify(path).problems), None)
 
 
-def _guarded(report: Report, check: Callable[[Report, Manifest], None]) -> None:
+def _guarded(report: VerifyReport, check: Callable[[VerifyReport, Manifest], None]) -> None:
     """A manifest whose hash is wrong may hold anything; what cannot be understood is damage, too."""
     if report.manifest is None:
         return
@@ -108,7 +108,7 @@ def _locate(folder: Path, tag: str | None) -> Path:
 # ---- COMMIT and manifest ---------------------------------------------------------------------------------------------
 
 
-def _check_manifest(report: Report) -> None:
+def _check_manifest(report: VerifyReport) -> None:
     commit = _read(report, COMMIT)
     if commit is not None and not re.fullmatch(rb"[0-9a-f]{64}\n?", commit):
         report.problems.append(f"{COMMIT}: is not one SHA-256")
@@ -125,7 +125,7 @@ def _check_manifest(report: Report) -> None:
         report.problems.append(f"{MANIFEST}: {text}; nothing else can be checked")
 
 
-def _read(report: Report, name: str) -> bytes | None:
+def _read(report: VerifyReport, name: str) -> bytes | None:
     try:
         return (report.path / name).read_bytes()
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def _read(report: Report, name: str) -> bytes | None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _check_files(report: Report, manifest: Manifest) -> None:
+def _check_files(report: VerifyReport, manifest: Manifest) -> None:
     # Only these names are opened: a manifest may say anything.
     expected = {shard_name(rank, manifest.world_size) for rank in range(manifest.world_size)}
     for name in sorted(expected ^ set(manifest.files)):
@@ -149,14 +149,14 @@ def _check_files(report: Report, manifest: Manifest) -> None:
             report.problems.append(f"{name}: is missing, with {_shortened([row.tensor_name for row in info.rows])}")
             continue
 
-        def check(report: Report, manifest: Manifest, name: str = name, info: ShardInfo = info) -> None:
+        def check(report: VerifyReport, manifest: Manifest, name: str = name, info: ShardInfo = info) -> None:
             _check_bytes(report, name, info)
             _check_header(report, manifest, name, info)
 
         _guarded(report, check)
 
 
-def _check_bytes(report: Report, name: str, info: ShardInfo) -> None:
+def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> None:
     """Size, every block's CRC-32, and in the same pass the SHA-256."""
     size = (report.path / name).stat().st_size
     if size != info.bytes:
@@ -209,7 +209,7 @@ def _lost(name: str, info: ShardInfo, start: int, end: int) -> Iterator[str]:
             yield f"{where}: {row.key} of {row.name!r}, elements {first} to {last}"
 
 
-def _check_header(report: Report, manifest: Manifest, name: str, info: ShardInfo) -> None:
+def _check_header(report: VerifyReport, manifest: Manifest, name: str, info: ShardInfo) -> None:
     try:
         header = read_header(report.path / name)
     except CheckpointError as error:
@@ -238,7 +238,7 @@ def _check_header(report: Report, manifest: Manifest, name: str, info: ShardInfo
     report.problems += [f"{name}: its header has {other!r}, the manifest has not" for other in theirs_by_name]
 
 
-def _check_extra(report: Report, manifest: Manifest) -> None:
+def _check_extra(report: VerifyReport, manifest: Manifest) -> None:
     known = {MANIFEST, COMMIT, *manifest.files}
     for path in sorted(report.path.iterdir()):
         if path.name not in known:
@@ -248,7 +248,7 @@ def _check_extra(report: Report, manifest: Manifest) -> None:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _check_rows(report: Report, manifest: Manifest) -> None:
+def _check_rows(report: VerifyReport, manifest: Manifest) -> None:
     """Rows of all shards together are each thing that should be there, each element once."""
     rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     for file, info in manifest.files.items():
@@ -267,7 +267,7 @@ def _check_rows(report: Report, manifest: Manifest) -> None:
             report.problems.append(f"{found[0][1]}: holds {key} of {name!r}, which the manifest does not know")
 
 
-def _expected(report: Report, manifest: Manifest) -> Iterator[tuple[str, str, int, str | None]]:
+def _expected(report: VerifyReport, manifest: Manifest) -> Iterator[tuple[str, str, int, str | None]]:
     """(key, name, elements, dtype) of all that the manifest promises."""
     for name, info in manifest.parameters.items():
         if info.numel and not info.tensors and not info.trained:

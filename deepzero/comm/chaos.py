@@ -30,7 +30,7 @@ class Chaos:
             time.sleep(self._random.random() * self._max_seconds)
 
     def puts_off(self) -> bool:
-        """Whether a copy between device and host is to be made only when somebody waits for it. See ``wire.py``."""
+        """Whether a copy between device and host is made only when it is waited for (``copy_streams.py``)."""
         return self.enabled and self._random.random() < 0.5
 
     def poison(self, *buffers: torch.Tensor | None) -> None:

@@ -11,8 +11,8 @@ Two habits of the backends are settled here and nowhere else:
 - torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
 
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
-reducer does by launching intervals in the order of the layout, never in the order of arrival. Where ranks run different
-modules all the same, :mod:`deepzero.comm.watchdog` finds out and makes every rank raise.
+reducer does by launching buckets in the order of the layout, never in the order of arrival. Where ranks run different
+modules all the same, :mod:`deepzero.comm.desync_watchdog` finds out and makes every rank raise.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import pretended, process_group, watchdog
+from deepzero.comm import desync_watchdog, dry_run, process_group
 from deepzero.comm.chaos import Chaos
-from deepzero.comm.groups import Group, Nodes, make_group, split_ranks
+from deepzero.comm.comm_timer import CommTiming, OverlapMeter
+from deepzero.comm.desync_watchdog import Watchdog
+from deepzero.comm.flight_recorder import CollectiveRecord
+from deepzero.comm.groups import Nodes, RankGroup, make_group, split_ranks
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.overlap import Flight, OverlapMeter
-from deepzero.comm.trail import Launch
-from deepzero.comm.watchdog import Watchdog
 
 _all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -45,8 +45,8 @@ class Pending:
         ledger: Ledger,
         chaos: Chaos,
         watch: Watchdog,
-        launch: Launch,
-        flight: Flight | None = None,
+        launch: CollectiveRecord,
+        flight: CommTiming | None = None,
     ) -> None:
         self._works = [work for work in works if work is not None]
         self._ledger, self._chaos = ledger, chaos
@@ -93,15 +93,15 @@ class Communicator:
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
-        self._pairwise = self.backend == "gloo" and pretended.stands_for(device) == "cpu"
-        self._pretends = pretended.current() is not None
+        self._pairwise = self.backend == "gloo" and dry_run.real_device_type(device) == "cpu"
+        self._pretends = dry_run.current() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
-        self.everybody = Group(tuple(range(self.world_size)), self.rank, None)
-        self._watch = watchdog.current()
+        self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
+        self._watch = desync_watchdog.current()
         self.overlap = OverlapMeter(device, ledger)
         """How much of what is sent was hidden."""
 
-    def split(self, size: int) -> tuple[Group, Group]:
+    def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
         inside, across = split_ranks(self.world_size, size)
         with_handle = not self._pairwise and not self._pretends
@@ -136,7 +136,7 @@ class Communicator:
         recv: Sequence[torch.Tensor],
         padding: int = 0,
         where: str = "",
-        group: Group | None = None,
+        group: RankGroup | None = None,
         numel: int | None = None,
     ) -> Pending:
         """All-to-all: ``send[q]`` goes to the q-th rank of the group, ``recv[q]`` is filled by it; own ones are unused.
@@ -146,7 +146,7 @@ class Communicator:
             send: a tensor for each rank; what is empty is not sent.
             recv: the same, extents and dtypes as the senders'.
             padding: how many of the elements sent are padding.
-            where: which interval, for messages and traces.
+            where: which bucket, for messages and traces.
             group: who takes part; None: all ranks. All groups of a partition of the ranks do so at the same time.
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
@@ -173,7 +173,7 @@ class Communicator:
         whole: torch.Tensor,
         padding: int = 0,
         where: str = "",
-        group: Group | None = None,
+        group: RankGroup | None = None,
         numel: int | None = None,
     ) -> Pending:
         """Every rank's part, in place: 1-D ``whole`` has one for each rank, of equal extents, and this rank's is there.
@@ -228,11 +228,11 @@ class Communicator:
         if not self._pretends:
             process_group.broadcast_tensor(tensor, src, kind)
 
-    def _before(self, kind: str, where: str) -> Launch:
+    def _before(self, kind: str, where: str) -> CollectiveRecord:
         self.chaos.delay()
         return self._watch.trail.launch(kind, where)
 
-    def _pending(self, launch: Launch, start: Callable[[], _Works] | None = None) -> Pending:
+    def _pending(self, launch: CollectiveRecord, start: Callable[[], _Works] | None = None) -> Pending:
         """What ``start()`` has under way. It raises when the group is broken: the watchdog may know why."""
         if start is None:  # nothing travels
             return Pending([], self.ledger, self.chaos, self._watch, launch)
@@ -257,14 +257,14 @@ class Communicator:
         return tensor[:0]
 
     def _exchange_by_pairs(
-        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: Group, tag: int
+        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup, tag: int
     ) -> _Works:
         works = [dist.isend(send[q], among.ranks[q], tag=tag) for q in among.peers if send[q].numel()]
         receives = [dist.irecv(recv[q], among.ranks[q], tag=tag) for q in reversed(among.peers) if recv[q].numel()]
         return works + receives
 
     def _exchange_through_host(
-        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: Group
+        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup
     ) -> _Works:
         """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
         inputs = torch.cat(list(send)).cpu()

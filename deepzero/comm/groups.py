@@ -22,9 +22,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepzero.comm import pretended
-from deepzero.comm.meeting import behind_closed_doors
-from deepzero.config.parse import ConfigError
+from deepzero.comm import dry_run
+from deepzero.comm.rendezvous import behind_closed_doors
+from deepzero.config.strict import ConfigError
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Nodes:
 
 def told_by_launcher() -> int | None:
     """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
-    if (who := pretended.current()) is not None:
+    if (who := dry_run.current()) is not None:
         return who.ranks_of_host
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdigit() and int(told) > 0 else None
@@ -114,7 +114,7 @@ def divisors_text(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Some ranks, this one among them, in the order of their numbers."""
 
     ranks: tuple[int, ...]
@@ -151,7 +151,7 @@ _WORLD: list[dist.ProcessGroup] = []
 """The process group that they are parts of."""
 
 
-def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> Group:
+def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> RankGroup:
     """This rank's one of several groups. With a handle a collective of all ranks; made once in a process group.
 
     Args:
@@ -161,7 +161,7 @@ def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -
     """
     mine = next(some for some in ranks if rank in some)
     if not with_handle:
-        return Group(mine, mine.index(rank), None)
+        return RankGroup(mine, mine.index(rank), None)
     if not _WORLD or _WORLD[0] is not dist.group.WORLD:
         forget()  # the caller has ended that process group and begun another
         _WORLD.append(dist.group.WORLD)  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -
         if some not in _HANDLES:
             with behind_closed_doors():
                 _HANDLES[some] = dist.new_group(list(some), timeout=_timeout())
-    return Group(mine, mine.index(rank), _HANDLES[mine])
+    return RankGroup(mine, mine.index(rank), _HANDLES[mine])
 
 
 def _timeout() -> timedelta:

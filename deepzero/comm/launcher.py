@@ -4,12 +4,12 @@ Under ``torchrun`` (or anything else that sets ``RANK`` and friends) the ranks e
 :func:`under_launcher` tells. Otherwise :func:`launch` starts one process per rank on this machine, and ends all of them
 when one fails.
 
-- *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.meeting`), and listen for each
-  other on the loopback address. This process listens nowhere.
+- *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.rendezvous`), and listen for
+  each other on the loopback address. This process listens nowhere.
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.comm.rank_process`), the launcher picks the
   cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
-  comes as it is: ranks that have asked for time (:mod:`deepzero.comm.stop_request`) get it, and are killed after
+  comes as it is: ranks that have asked for time (:mod:`deepzero.comm.preemption`) get it, and are killed after
   :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
   ignored (``nohup``, a shell's ``&``).
 - *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
@@ -38,10 +38,10 @@ from types import FrameType
 from typing import Any
 
 from deepzero.comm.elastic import RESTART_VARIABLE
-from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
 from deepzero.comm.process_group import missing_gpu, say_cpu
-from deepzero.comm.rank_process import Report, read_reports, root_cause
-from deepzero.config.parse import ConfigError
+from deepzero.comm.rank_process import RankReport, read_reports, root_cause
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
+from deepzero.config.strict import ConfigError
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
@@ -344,7 +344,7 @@ def _signals() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _failure(reports: list[Report], exit_codes: Mapping[int, int]) -> Exception:
+def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Exception:
     """What to tell the user, from what the ranks said and how they ended."""
     cause = root_cause(reports)
     # A rank that left no report did not end by an exception. SIGTERM is the launcher's own way of ending the others.

@@ -5,7 +5,7 @@ in before the first step (:meth:`Ledger.predict`), real calls and real tensors a
 :meth:`Ledger.report` puts the two side by side.
 
 What is counted for a collective are the elements that *this rank sends*, as the sources count volume: with W ranks and
-an interval of B elements, an all-gather sends ``(W-1) * B/W``, a reduce-scatter the same, an all-reduce twice that.
+a bucket of B elements, an all-gather sends ``(W-1) * B/W``, a reduce-scatter the same, an all-reduce twice that.
 Padding travels too; it is listed apart so that the rest equals the closed form exactly.
 
 The ledger can also keep the order of events (:attr:`Ledger.trace`), which the tests read to check that a step runs in
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.storage import memory_of
+from deepzero.comm.storage import storage_ptr_of
 
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
@@ -111,7 +111,7 @@ class Ledger:
     """The most bytes held, by category, over all samples."""
     between_steps: dict[str, Traffic] = field(default_factory=dict)
     """Of what is no part of a step: evaluation, ``GatheredParameters``. Summed over the run."""
-    no_part_of_a_step: set[str] = field(default_factory=set)
+    untracked_kinds: set[str] = field(default_factory=set)
     """Which kinds those are."""
     trace: bool = False
     """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
@@ -146,7 +146,7 @@ class Ledger:
             sent_bytes: what they take on the wire.
             padding: how many of them are padding.
             between_bytes: how many of the bytes leave this rank's node.
-            where: which interval.
+            where: which bucket.
             ranks: that take part.
             ring: see :class:`Sent`.
             what: the event's word.
@@ -162,7 +162,7 @@ class Ledger:
 
     def in_step(self, kind: str) -> bool:
         """Whether what is sent now under this name is part of a step."""
-        return not (self._aside or kind in self.no_part_of_a_step)
+        return not (self._aside or kind in self.untracked_kinds)
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
         """Keep an event, when the order is being traced; tell it to the observer, when there is one."""
@@ -249,7 +249,7 @@ class Ledger:
                     total += sum(t.numel() * t.element_size() for t in (tensor._values(), tensor._indices()))
                     continue
                 storage = tensor.untyped_storage()
-                key = (tensor.device, memory_of(tensor))
+                key = (tensor.device, storage_ptr_of(tensor))
                 if key not in seen:
                     seen.add(key)
                     total += storage.nbytes()

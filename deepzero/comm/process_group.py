@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import groups, pretended, watchdog
-from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
-from deepzero.config.parse import ConfigError
+from deepzero.comm import desync_watchdog, dry_run, groups
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
+from deepzero.config.strict import ConfigError
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
 """Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""
@@ -32,7 +32,7 @@ _SECRETS: weakref.WeakKeyDictionary[dist.ProcessGroup, bytes] = weakref.WeakKeyD
 
 def is_initialized() -> bool:
     """Whether this process has joined a group."""
-    return pretended.current() is not None or _has_joined()
+    return dry_run.current() is not None or _has_joined()
 
 
 def _has_joined() -> bool:
@@ -63,7 +63,7 @@ def default_device() -> torch.device:
         ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
             machine; or the machine has no GPU of that number.
     """
-    if pretended.current() is not None:
+    if dry_run.current() is not None:
         return torch.device("meta")
     if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -137,7 +137,7 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
             )
-    watchdog.current()  # from now on this rank answers when others ask where it is
+    desync_watchdog.current()  # from now on this rank answers when others ask where it is
     if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
         with contextlib.suppress(OSError):  # a process that has outlived the launch
             Path(folder, JOINED).touch()
@@ -146,14 +146,14 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     if _has_joined():
-        watchdog.leave("has left the process group")
+        desync_watchdog.leave("has left the process group")
         groups.forget()
         dist.destroy_process_group()
 
 
 def backend_for(device: torch.device) -> str:
     """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
-    if (who := pretended.current()) is not None:
+    if (who := dry_run.current()) is not None:
         return who.backend
     if not _has_joined():
         return "none"
@@ -162,27 +162,27 @@ def backend_for(device: torch.device) -> str:
 
 def rank() -> int:
     """This process's number; 0 without a group."""
-    if (who := pretended.current()) is not None:
+    if (who := dry_run.current()) is not None:
         return who.rank
     return dist.get_rank() if _has_joined() else 0
 
 
 def world_size() -> int:
     """How many ranks there are; 1 without a group."""
-    if (who := pretended.current()) is not None:
+    if (who := dry_run.current()) is not None:
         return who.world_size
     return dist.get_world_size() if _has_joined() else 1
 
 
 def _talks() -> bool:
     """Whether there is anybody to talk to: pretended ranks all say what this one says."""
-    return pretended.current() is None and world_size() > 1
+    return dry_run.current() is None and world_size() > 1
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
     if _talks():
-        with watchdog.current().blocking("barrier"):
+        with desync_watchdog.current().blocking("barrier"):
             dist.barrier()
 
 
@@ -190,7 +190,7 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     """Every rank gets rank ``src``'s picklable ``value``."""
     if not _talks():
         return value
-    with watchdog.current().blocking("broadcast_object"):
+    with desync_watchdog.current().blocking("broadcast_object"):
         sealed = _seal(value) if rank() == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([sealed.numel()], device=_talking_device())
         dist.broadcast(size, src=src)
@@ -206,7 +206,7 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tens
     ``kind`` is its name in messages about ranks that wait.
     """
     if _talks():
-        with watchdog.current().blocking(kind):
+        with desync_watchdog.current().blocking(kind):
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
@@ -214,7 +214,7 @@ def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
     if not _talks():
         return [value] * world_size()
-    with watchdog.current().blocking("all_gather_object"):
+    with desync_watchdog.current().blocking("all_gather_object"):
         mine, sizes = _padded(value)
         boxes = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(boxes, mine)
@@ -228,7 +228,7 @@ def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
     """
     if not _talks():
         return [value] * world_size() if rank() == dst else None
-    with watchdog.current().blocking("gather_object"):
+    with desync_watchdog.current().blocking("gather_object"):
         mine, sizes = _padded(value)
         boxes = [torch.empty_like(mine) for _ in sizes] if rank() == dst else None
         dist.gather(mine, boxes, dst=dst)
@@ -302,7 +302,7 @@ def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tenso
         return vector * world_size()
     mine = vector.to(device)
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with watchdog.current().blocking("sum_in_rank_order"):
+    with desync_watchdog.current().blocking("sum_in_rank_order"):
         dist.all_gather(everyone, mine)
     total = torch.zeros_like(vector)
     for theirs in everyone:

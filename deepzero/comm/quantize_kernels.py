@@ -1,7 +1,7 @@
 """Block-wise quantisation of rows, three times: the truth in plain torch, the same bits without fresh memory, compiled.
 
-The format is that of ``comm/quantized.py``; here a block is a row of a matrix. Time is bytes, for nothing is computed
-that a processor would call work: packing bf16 in 8 bits reads 2 bytes an element and writes 1.
+The format is that of ``comm/quantization.py``; here a block is a row of a matrix. Time is bytes, for nothing is
+computed that a processor would call work: packing bf16 in 8 bits reads 2 bytes an element and writes 1.
 
 ``encode``, ``decode``  the truth: a line for each step, every temporary fresh memory, which costs several times the
                         copy. Every other kernel is compared with it.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepzero.comm.compiling import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.comm.compile import CompilationError, compilation, compile_apart, why_not_compiled
 
 TINY = 2.0**-126
 """The smallest normal number of fp32: no scale is smaller, so that its inverse is finite."""

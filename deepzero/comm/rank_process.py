@@ -6,12 +6,12 @@ already and calls :func:`run_here`.
 
 **Telling causes from consequences.** When one rank fails, its neighbours fail a moment later, because a collective
 lost its peer. A user wants the first error, not the three that follow from it. So every failure becomes a
-:class:`Report` with its time and a flag for "my peer is gone", and :func:`root_cause` picks.
+:class:`RankReport` with its time and a flag for "my peer is gone", and :func:`root_cause` picks.
 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
 does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
 rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
-SIGTERM and Ctrl-C says so with :func:`deepzero.comm.stop_request.on_stop_request`.
+SIGTERM and Ctrl-C says so with :func:`deepzero.comm.preemption.on_stop_request`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.comm.ending import finish, finish_within
-from deepzero.comm.stop_request import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
+from deepzero.comm.exit_hooks import finish, finish_within
+from deepzero.comm.preemption import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
 from deepzero.comm.threads import start_thread
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 CONFIG_ERROR_EXIT = 2
 """Exit status for settings that cannot be used, as argparse has it."""
@@ -60,7 +60,7 @@ _PEER_IS_GONE = re.compile(
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Why one rank ended."""
 
     rank: int
@@ -84,11 +84,11 @@ class Report:
         return f"rank {self.rank} failed: {self.title}" + (f"\n{self.frames}" if self.frames else "")
 
 
-def describe(error: BaseException, rank: int) -> Report:
-    """Make a :class:`Report` of an exception that is being handled."""
+def describe(error: BaseException, rank: int) -> RankReport:
+    """Make a :class:`RankReport` of an exception that is being handled."""
     full = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if isinstance(error, ConfigError):
-        return Report(rank, "config", str(error), "", full, time.time(), False)
+        return RankReport(rank, "config", str(error), "", full, time.time(), False)
     title = _title(error)
     cause = error.__cause__
     if cause is not None:
@@ -97,7 +97,7 @@ def describe(error: BaseException, rank: int) -> Report:
     gone = isinstance(error, (RuntimeError, OSError)) and _PEER_IS_GONE.search(chain) is not None
     gone = getattr(error, "peer_left", gone)  # the watchdog's errors know
     frames = "" if getattr(error, "says_it_all", False) else user_frames(error)
-    return Report(rank, "error", title, frames, full, time.time(), gone)
+    return RankReport(rank, "error", title, frames, full, time.time(), gone)
 
 
 def _title(error: BaseException) -> str:
@@ -113,7 +113,7 @@ def user_frames(error: BaseException, limit: int = 6) -> str:
     return "".join(traceback.format_list((own or list(frames))[-limit:])).rstrip()
 
 
-def root_cause(reports: Iterable[Report]) -> Report | None:
+def root_cause(reports: Iterable[RankReport]) -> RankReport | None:
     """The earliest failure that is not an echo; else the earliest echo; None when nobody reported."""
     return min(reports, key=lambda r: (r.peer_gone, r.seconds), default=None)
 
@@ -121,7 +121,7 @@ def root_cause(reports: Iterable[Report]) -> Report | None:
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
-    Where the program has called :func:`~deepzero.comm.stop_request.on_stop_request`, the first SIGTERM or SIGINT is
+    Where the program has called :func:`~deepzero.comm.preemption.on_stop_request`, the first SIGTERM or SIGINT is
     passed on to it, and ends the process only when the grace is over.
 
     Args:
@@ -180,9 +180,9 @@ def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> N
     leave(status)
 
 
-def _tell_peers(report: Report | None) -> None:
+def _tell_peers(report: RankReport | None) -> None:
     """What the other ranks will say of this one when they miss it. Not when it is stopped: that has to be quick."""
-    watchdog = sys.modules.get("deepzero.comm.watchdog")  # where it is not imported, no group was joined
+    watchdog = sys.modules.get("deepzero.comm.desync_watchdog")  # where it is not imported, no group was joined
     if watchdog is not None:
         with contextlib.suppress(Exception):
             watchdog.leave(f"has failed: {report.title.splitlines()[0]}" if report else "has ended its program")
@@ -232,14 +232,14 @@ def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None 
     _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.text(), on_failure)
 
 
-def _finish_after(report: Report) -> None:
+def _finish_after(report: RankReport) -> None:
     """Ranks often have the same error, and a save under way can still become complete; not where a peer is gone."""
     if not report.peer_gone:
         with contextlib.suppress(Exception):
             finish_within(FINISH_SECONDS)
 
 
-def _tell_torchrun(report: Report) -> None:
+def _tell_torchrun(report: RankReport) -> None:
     """The error file that torchrun shows as root cause, in torch's format, with our text in place of a traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -266,16 +266,16 @@ def load_program(path: str, name: str) -> Callable[..., None]:
     return program
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: RankReport) -> None:
     """Whole or not at all: the launcher may read while a rank writes."""
     temporary = folder / f".rank{report.rank}.json"
     temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
     temporary.replace(folder / f"rank{report.rank}.json")
 
 
-def read_reports(folder: Path) -> list[Report]:
+def read_reports(folder: Path) -> list[RankReport]:
     """All reports that ranks have left in ``folder``."""
-    return [Report(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank*.json"))]
+    return [RankReport(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank*.json"))]
 
 
 def main(job_path: str) -> NoReturn:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 
-def memory_of(tensor: torch.Tensor) -> int:
+def storage_ptr_of(tensor: torch.Tensor) -> int:
     """Where the tensor's memory begins; of what has none (the meta device), the number of torch's handle for it."""
     storage = tensor.untyped_storage()
     return int(storage.data_ptr() or storage._cdata)
 
 
-def place_of(tensor: torch.Tensor) -> int:
+def data_ptr_of(tensor: torch.Tensor) -> int:
     """Where its first element lies: ``data_ptr()``, and on the meta device a number that bytes can be added to as well.
 
     What has no elements lies nowhere, at 0.

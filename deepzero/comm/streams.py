@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 
 
-class Gate:
+class BufferEvent:
     """One event of one buffer: *record* it where the work is issued, *wait* for it where the buffer is needed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Gate:
             self._event.wait(torch.cuda.current_stream(self._device))
 
 
-class Lane:
+class SideStream:
     """A side stream of ``device``; on a device without streams, the caller's own order."""
 
     def __init__(self, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from deepzero.config.engine import (
     PrecisionConfig,
     SchedulerConfig,
 )
-from deepzero.config.parse import ConfigError, build, convert, unknown_key
+from deepzero.config.strict import ConfigError, build, convert, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 _SCALARS = (

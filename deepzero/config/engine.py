@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deepzero.config.parse import ConfigError, require
+from deepzero.config.strict import ConfigError, require
 from deepzero.config.zero import ZeroConfig
 
 DTYPES = ("bf16", "fp16", "fp32")

@@ -20,7 +20,7 @@ from deepzero.config.engine import (
     ZeroConfig,
     require,
 )
-from deepzero.config.parse import ConfigError, build, unknown_key
+from deepzero.config.strict import ConfigError, build, unknown_key
 
 
 @dataclass(frozen=True)

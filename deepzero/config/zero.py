@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from deepzero.config.parse import require
+from deepzero.config.strict import require
 
 MOST = 1 << 20
 UNIT = 64
@@ -28,7 +28,7 @@ class OffloadOptimizerConfig:
     rounds up to powers of two; the arena is exact."""
 
     ratio: float = 1.0
-    """Part of the states that goes to the host, in whole intervals; the device steps on the rest."""
+    """Part of the states that goes to the host, in whole buckets; the device steps on the rest."""
 
     delayed_update: bool = False
     """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
@@ -86,7 +86,7 @@ class OffloadParamConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """``zero.quantization``, deepzero's own: how qwZ and qgZ quantise. See ``comm/quantized.py``."""
+    """``zero.quantization``, deepzero's own: how qwZ and qgZ quantise. See ``comm/quantization.py``."""
 
     weight_bits: int = 8
     """Of gathered parameters: 8, or 4 for bf16 and fp16 runs."""
@@ -101,10 +101,10 @@ class QuantizationConfig:
     """qgZ: what a gradient lost on the wire is added to the next one. Takes two bytes an element."""
 
     meter_every: int = 50
-    """Measure the signal-to-noise ratio of every interval in every so-manieth optimizer step; 0: never."""
+    """Measure the signal-to-noise ratio of every bucket in every so-manieth optimizer step; 0: never."""
 
     min_weight_snr_db: float | Literal["never"] | None = None
-    """An interval whose weights fall below this ratio goes unquantised from then on. None: 25 for 8 bits, 8 for 4."""
+    """A bucket whose weights fall below this ratio goes unquantised from then on. None: 25 for 8 bits, 8 for 4."""
 
     min_gradient_snr_db: float | Literal["never"] | None = None
     """The same for its gradients. None: 20 for 8 bits, 3 for 4."""
@@ -136,7 +136,7 @@ class QuantizationConfig:
         require(self.meter_every >= 0, f"{where}.meter_every", self.meter_every, "must not be negative")
 
     def bound_db(self, what: Literal["weight", "gradient"]) -> float | None:
-        """The ratio below which an interval of ``what`` goes unquantised; None: it never does.
+        """The ratio below which a bucket of ``what`` goes unquantised; None: it never does.
 
         Where nothing is said, well below what numbers of a bell curve have in blocks of 2048: 42 dB in 8 bits, 17 in 4.
         """
@@ -156,10 +156,10 @@ class ZeroConfig:
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
 
     reduce_bucket_size: int = 500_000_000
-    """At most this many elements are reduced at a time. For small models see ``layout.interval_limit``."""
+    """At most this many elements are reduced at a time. For small models see ``layout.bucket_limit``."""
 
     allgather_bucket_size: int = 500_000_000
-    """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits an interval."""
+    """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits a bucket."""
 
     overlap_comm: bool = False
     """Let reductions run while the backward pass goes on, with two buckets in flight."""
@@ -169,7 +169,7 @@ class ZeroConfig:
 
     stage3_prefetch_bucket_size: int = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
-    small intervals, and then one interval ahead is the most; see ``build.fetch_limits``."""
+    small buckets, and then one bucket ahead is the most; see ``build.fetch_limits``."""
 
     stage3_max_live_parameters: int = 1_000_000_000
     """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
@@ -177,14 +177,14 @@ class ZeroConfig:
 
     stage3_max_reuse_distance: int = 1_000_000_000
     """Stage 3: keep what is used again within so many elements of other parameters. For small models as
-    ``stage3_prefetch_bucket_size``: one interval is the most."""
+    ``stage3_prefetch_bucket_size``: one bucket is the most."""
 
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
 
     sub_group_size: int = 1_000_000_000
     """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
-    cut into the layout's intervals instead."""
+    cut into the layout's buckets instead."""
 
     zero_quantized_weights: bool = False
     """qwZ, stage 3: parameters are gathered in ``quantization.weight_bits`` bits."""

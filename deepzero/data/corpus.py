@@ -29,8 +29,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import DataConfig
+from deepzero.config.strict import ConfigError
 
 Tokens = npt.NDArray[np.integer]
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 
 class TokenSequences:

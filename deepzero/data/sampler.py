@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 Indices = npt.NDArray[np.int64]
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
 from deepzero.models.cross_entropy import cross_entropy
 from deepzero.models.generate import generate
 

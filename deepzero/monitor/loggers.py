@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.background import Background, Sink, Tell
+from deepzero.monitor.async_logger import Background, Sink, Tell
 from deepzero.monitor.tensorboard_logger import TensorBoard
 from deepzero.monitor.wandb_logger import WandB
 

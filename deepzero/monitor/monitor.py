@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from deepzero.comm.ending import before_the_end
+from deepzero.comm.exit_hooks import before_the_end
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.background import Sink, finish_all
-from deepzero.monitor.files import METRICS, SUMMARY, MetricsFile, kept_metrics, write_failed_summary, write_summary
+from deepzero.monitor.async_logger import Sink, finish_all
 from deepzero.monitor.loggers import make_loggers
+from deepzero.monitor.metrics_file import (
+    METRICS,
+    SUMMARY,
+    MetricsFile,
+    kept_metrics,
+    write_failed_summary,
+    write_summary,
+)
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
 from deepzero.monitor.throughput import rates

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from deepzero.monitor.files import to_json
+from deepzero.monitor.metrics_file import to_json
 from deepzero.monitor.scalars import scalars
 from deepzero.monitor.terminal import ledger_table
 

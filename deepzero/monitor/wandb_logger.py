@@ -22,8 +22,8 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.background import Tell
-from deepzero.monitor.files import put
+from deepzero.monitor.async_logger import Tell
+from deepzero.monitor.metrics_file import put
 from deepzero.monitor.scalars import COMMUNICATION_COLUMNS, MEMORY_COLUMNS, communication_rows, memory_rows, scalars
 
 WandbMode = Literal["online", "offline", "disabled"]

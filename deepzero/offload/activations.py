@@ -38,7 +38,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from deepzero.offload.arena import HostArena, PageLockError, Region
-from deepzero.offload.wire import Copy, Wire, bytes_of_storage
+from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy, bytes_of_storage
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class HostBuffers:
     def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
         self.device, self.pin, self.poison = device, pin, poison
         # By size: buffers, each with the copies that it was used for last.
-        self._free: dict[int, list[tuple[torch.Tensor, list[Copy]]]] = {}
+        self._free: dict[int, list[tuple[torch.Tensor, list[PendingCopy]]]] = {}
         self._arenas: dict[int, HostArena] = {}
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -84,7 +84,7 @@ class HostBuffers:
             return buffer
         self._make_room()
         arena = self._arena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)])
-        made = arena.carve(HOST_ACTIVATIONS, nbytes, torch.uint8)
+        made = arena.allocate(HOST_ACTIVATIONS, nbytes, torch.uint8)
         self._arenas[made.data_ptr()] = arena
         return made
 
@@ -110,7 +110,7 @@ class HostBuffers:
                     self._arenas.pop(buffer.data_ptr()).close()
             self._free.clear()
 
-    def give(self, buffer: torch.Tensor, copies: list[Copy]) -> None:
+    def give(self, buffer: torch.Tensor, copies: list[PendingCopy]) -> None:
         """Nobody needs what is in it. ``copies`` are done, or come before the next one in the streams' order."""
         self._free.setdefault(buffer.numel(), []).append((buffer, copies))
 
@@ -136,7 +136,7 @@ class Parked:
         """The same, kept until another one is used: what two functions saved, one after the other, is fetched once."""
         self.asked_by = -1
         """The backward pass that has used it, or for which it has been fetched ahead."""
-        self.copies: list[Copy] = []
+        self.copies: list[PendingCopy] = []
         """Down, and up."""
         weakref.finalize(self, buffers.give, self.host, self.copies).atexit = False
 
@@ -166,16 +166,16 @@ class HostActivations:
     """
 
     def __init__(
-        self, wire: Wire, parameters: Callable[[], Iterable[torch.Tensor]], min_bytes: int, pin: bool = True
+        self, wire: HostDeviceCopier, parameters: Callable[[], Iterable[torch.Tensor]], min_bytes: int, pin: bool = True
     ) -> None:
         self.wire, self._parameters, self.min_bytes = wire, parameters, min_bytes
         self.buffers = HostBuffers(wire.device, pin, wire.chaos.enabled)
         self._serials = itertools.count()
         # By the storage's identity.
         self._parked: weakref.WeakValueDictionary[int, Parked] = weakref.WeakValueDictionary()
-        self._leaving: deque[tuple[torch.Tensor, Parked, Copy]] = deque()
+        self._leaving: deque[tuple[torch.Tensor, Parked, PendingCopy]] = deque()
         # Fetched ahead, by serial: nobody has asked for them yet.
-        self._ahead: dict[int, tuple[torch.Tensor, Copy]] = {}
+        self._ahead: dict[int, tuple[torch.Tensor, PendingCopy]] = {}
         self._last: weakref.ref[Parked] | None = None
         self._used: weakref.ref[Parked] | None = None
         self._stays: set[int] = set()
@@ -260,7 +260,7 @@ class HostActivations:
         task = torch._C._current_graph_task_id()
         here = parked.here() if parked.here is not None else None
         ahead = self._ahead.pop(parked.serial, None)
-        copy: Copy | None = None
+        copy: PendingCopy | None = None
         if here is None:
             here, copy = ahead if ahead is not None else self._launch(parked)
             parked.here = TensorWeakRef(here)
@@ -278,7 +278,7 @@ class HostActivations:
             copy.wait()
         return here
 
-    def _launch(self, parked: Parked) -> tuple[torch.Tensor, Copy]:
+    def _launch(self, parked: Parked) -> tuple[torch.Tensor, PendingCopy]:
         flat = torch.empty(parked.nbytes, dtype=torch.uint8, device=self.wire.device)
         parked.copies.append(self.wire.to_device(ACTIVATIONS_TO_DEVICE, flat, parked.host))
         return flat, parked.copies[-1]

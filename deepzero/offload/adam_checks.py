@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.pretended import stands_for
+from deepzero.comm.dry_run import real_device_type
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of parameters, and of what is written into ``out``."""
@@ -55,7 +55,7 @@ def check_param(param: torch.Tensor, name: str, placeholders: bool = False) -> N
         fits = param.layout == torch.strided and (param.is_contiguous() or (placeholders and not any(param.stride())))
     if not fits:
         raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
-    if stands_for(param.device) not in ("cpu", "cuda"):
+    if real_device_type(param.device) not in ("cpu", "cuda"):
         raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")
 
 

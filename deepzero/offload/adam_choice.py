@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepzero.comm.compiling import CompilationError
+from deepzero.comm.compile import CompilationError
 from deepzero.offload.adam_compiled import CompiledAdam, warn, why_not
 from deepzero.offload.adam_kernels import ChunkedAdam, Kernel, Variant
 

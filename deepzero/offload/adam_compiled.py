@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.compiling import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.comm.compile import CompilationError, compilation, compile_apart, why_not_compiled
 from deepzero.offload.adam_kernels import Lines, Numbers, Segment, Variant, adam_lines, exact_root, line_by_line
 
 SAMPLE = 2051

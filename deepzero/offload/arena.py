@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from deepzero.comm.storage import memory_of
+from deepzero.comm.storage import storage_ptr_of
 
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
@@ -172,7 +172,7 @@ class HostArena:
         if pin and device.type == "cuda" and self.nbytes:
             self._lock(device)
 
-    def carve(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next region, zero: a 1-D tensor of ``numel`` elements with a storage of its own.
 
         Raises:
@@ -196,7 +196,7 @@ class HostArena:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the arena's."""
         if self._pretends:
-            return any(memory_of(tensor) == memory_of(carved) for _, carved in self._carved)
+            return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
         first = self._address
         return tensor.device.type == "cpu" and first <= tensor.data_ptr() < first + max(self.nbytes, 1)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from deepzero.layout import Interval
+from deepzero.layout import Bucket
 from deepzero.offload.arena import HostArena, Region
-from deepzero.offload.wire import TO_HOST, Copy, Wire
+from deepzero.offload.copy_streams import TO_HOST, HostDeviceCopier, PendingCopy
 
 GRADIENTS, LANDING = "host_gradients", "host_buffers"
 
@@ -30,16 +30,16 @@ CHUNK = 1 << 17
 """Elements that are added at a time, and measured while they are in the core's cache."""
 
 Measure = Callable[[torch.Tensor, int], None]
-"""As in ``bucket.py``: called with each finished chunk of a sum, and where in the sum it starts."""
+"""As in ``reduce_scatter.py``: called with each finished chunk of a sum, and where in the sum it starts."""
 
 
 @dataclass
-class Slot:
+class StagingSlot:
     """A place for one part's sum on the device, and one on the host for what has to be added."""
 
     device: torch.Tensor
-    landing: torch.Tensor
-    copy: Copy | None = None
+    staging: torch.Tensor
+    copy: PendingCopy | None = None
     then: Callable[[], None] | None = None
     """What the host does with it when it has landed."""
     taken: bool = False
@@ -55,13 +55,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class HostSums:
-    """What the arena holds for gradients: which intervals, and in how many copies."""
+class HostGradLayout:
+    """What the arena holds for gradients: which buckets, and in how many copies."""
 
     counts: tuple[int, ...]
-    """Of each group: how many intervals, from the first, live on the host."""
+    """Of each group: how many buckets, from the first, live on the host."""
     extents: tuple[int, ...]
-    """Of each group: elements of the share that those intervals have, padding included."""
+    """Of each group: elements of the share that those buckets have, padding included."""
     copies: int
     """2 while the step of the last gradients may still run when the next ones come (delayed update), else 1."""
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class HostSums:
 
 
 class HostGradients:
-    """``grad_S`` of the intervals that live on the host.
+    """``grad_S`` of the buckets that live on the host.
 
     Args:
         plan: sizes.
@@ -83,36 +83,36 @@ class HostGradients:
         wire: to the host.
     """
 
-    def __init__(self, plan: HostSums, arena: HostArena, wire: Wire) -> None:
+    def __init__(self, plan: HostGradLayout, arena: HostArena, wire: HostDeviceCopier) -> None:
         self.plan, self.wire = plan, wire
         self.counts = plan.counts
-        self._sums = [[arena.carve(GRADIENTS, n, plan.dtype) for _ in range(plan.copies)] for n in plan.extents]
+        self._sums = [[arena.allocate(GRADIENTS, n, plan.dtype) for _ in range(plan.copies)] for n in plan.extents]
         self._current = 0
-        landings = [arena.carve(LANDING, plan.largest_part, torch.float32) for _ in range(plan.slots)]
+        landings = [arena.allocate(LANDING, plan.largest_part, torch.float32) for _ in range(plan.slots)]
         # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
         self._slots = [
-            Slot(torch.zeros(plan.largest_part, dtype=torch.float32, device=wire.device), landing)
-            for landing in landings
+            StagingSlot(torch.zeros(plan.largest_part, dtype=torch.float32, device=wire.device), staging)
+            for staging in landings
         ]
         self._next = 0
 
-    def holds(self, group: int, interval: Interval) -> bool:
-        """Whether the host has this interval's sums."""
-        return interval.index < self.counts[group]
+    def holds(self, group: int, bucket: Bucket) -> bool:
+        """Whether the host has this bucket's sums."""
+        return bucket.index < self.counts[group]
 
-    def sum_of(self, group: int, interval: Interval) -> torch.Tensor:
-        """This rank's part of the interval's sum, on the host; complete after :meth:`drain`."""
-        return self._sums[group][self._current][interval.shard_offset : interval.shard_offset + interval.part_numel]
+    def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
+        return self._sums[group][self._current][bucket.shard_offset : bucket.shard_offset + bucket.shard_numel]
 
     def swap(self) -> None:
         """The sums of this step are in use; the next ones go to the other copy."""
         self._current = (self._current + 1) % self.plan.copies
 
-    def stage(self, interval: Interval, accumulate: bool) -> tuple[Slot, torch.Tensor]:
-        """The oldest slot, free, and where in it the interval's sum is to be written.
+    def stage(self, bucket: Bucket, accumulate: bool) -> tuple[StagingSlot, torch.Tensor]:
+        """The oldest slot, free, and where in it the bucket's sum is to be written.
 
         Args:
-            interval: what will be reduced.
+            bucket: what will be reduced.
             accumulate: it will be added to a sum that is on the host; then it travels in fp32.
         """
         slot = self._slots[self._next]
@@ -122,28 +122,28 @@ class HostGradients:
         slot.settle()
         slot.taken = True
         dtype = torch.float32 if accumulate else self.plan.dtype
-        return slot, slot.device.view(dtype)[: interval.part_numel]
+        return slot, slot.device.view(dtype)[: bucket.shard_numel]
 
     def leave(
-        self, slot: Slot, group: int, interval: Interval, accumulate: bool, padding: int, measure: Measure | None
+        self, slot: StagingSlot, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None
     ) -> None:
         """The slot's sum is written: launch its copy. Called where it was written, in stream order.
 
         Args:
             slot: from :meth:`stage`.
-            group: the interval's.
-            interval: what was reduced.
+            group: the bucket's.
+            bucket: what was reduced.
             accumulate: as for :meth:`stage`.
             padding: elements of the part that belong to no parameter.
             measure: sees the sum on the host when something was added to it.
         """
-        target, where = self.sum_of(group, interval), f"interval {interval.index}"
+        target, where = self.sum_of(group, bucket), f"bucket {bucket.index}"
         if accumulate:
-            landing = slot.landing[: interval.part_numel]
-            slot.copy = self.wire.to_host(TO_HOST, landing, slot.device[: interval.part_numel], padding, where)
-            slot.then = lambda: _add(target, landing, measure)
+            staging = slot.staging[: bucket.shard_numel]
+            slot.copy = self.wire.to_host(TO_HOST, staging, slot.device[: bucket.shard_numel], padding, where)
+            slot.then = lambda: _add(target, staging, measure)
         else:
-            source = slot.device.view(self.plan.dtype)[: interval.part_numel]
+            source = slot.device.view(self.plan.dtype)[: bucket.shard_numel]
             slot.copy = self.wire.to_host(TO_HOST, target, source, padding, where)
         slot.taken = False
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A rehearsal takes seconds, and there are hundreds of settings. This sorts them: 
 ``runtime/closed_forms.py``, exact but for padding and buffers; *activations* and the time of forward and backward are
 those of the model alone, run on the meta device with few blocks and three micro-batches, and drawn out in straight
 lines; *communication* is the closed volumes at the cluster's bandwidth, hidden as far as the stage can hide it.
-What is shown to people as a prediction comes from a rehearsal instead: see ``advise.py``.
+What is shown to people as a prediction comes from a rehearsal instead: see ``autotune.py``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from typing import Literal
 
 import torch
 
+from deepzero.comm.dry_run import FakeRank, fake_process_group
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
-from deepzero.comm.pretended import Pretended, pretend
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
-from deepzero.layout import interval_limit
+from deepzero.config.strict import ConfigError
+from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.rehearse import Program, World
-from deepzero.planning.work import Work, WorkMeter, fused_attention
-from deepzero.runtime.built import Dtypes
+from deepzero.planning.dry_run import ClusterShape, TrainStep
+from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
 from deepzero.runtime.closed_forms import (
     Elements,
     HostElements,
@@ -37,11 +36,12 @@ from deepzero.runtime.closed_forms import (
     predicted_memory,
 )
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.outputs import scalar_loss
+from deepzero.runtime.pytree import scalar_loss
+from deepzero.runtime.zero_components import Dtypes
 
 Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
-MakeProgram = Callable[[RunConfig, int], Program]
-"""A run and a number of ranks to what a rank runs: ``deepzero.training.pieces.program_of``."""
+MakeProgram = Callable[[RunConfig, int], TrainStep]
+"""A run and a number of ranks to what a rank runs: ``deepzero.training.build_model.program_of``."""
 
 DEPTHS = (4, 8)
 """Blocks of the probed models; activations and time grow by the same with every further one. (With fewer
@@ -51,7 +51,7 @@ MICRO_BATCHES = (1, 4, 8)
 BACKWARD = 2 / 3
 """Of the time of a micro-batch: two matrix products where the forward pass has one."""
 BUFFERS = {0: 3, 1: 3, 2: 3, 3: 6}
-"""Buckets, and in stage 3 what is gathered, by stage: about so many times the largest interval."""
+"""Buckets, and in stage 3 what is gathered, by stage: about so many times the largest bucket."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +116,13 @@ class Estimate:
         return sum(size for name, size in self.memory.items() if name.startswith("host_"))
 
 
-def _measure(program: Program, dtype: torch.dtype, device_type: Literal["cpu", "cuda"]) -> tuple[int, int, int, Work]:
+def _measure(program: TrainStep, dtype: torch.dtype, device_type: Literal["cpu", "cuda"]) -> tuple[int, int, int, Work]:
     """Elements of the model, of its largest parameter; bytes beside the parameters; ops. One micro-batch.
 
     Gradients go as soon as they are there: they are ZeRO's to keep, and its closed forms count them.
     """
     meter = WorkMeter()
-    with pretend(Pretended(0, 1, device_type, 1)), meter, fused_attention():
+    with fake_process_group(FakeRank(0, 1, device_type, 1)), meter, fused_attention():
         with torch.device("meta"):
             model = program.model().to(dtype)
         for param in model.parameters():
@@ -153,7 +153,7 @@ def _line(at: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
 class Estimator:
     """Estimates for one model on one cluster; the model is probed once with checkpointing and once without."""
 
-    def __init__(self, run: RunConfig, make: MakeProgram, cluster: Cluster, world: World) -> None:
+    def __init__(self, run: RunConfig, make: MakeProgram, cluster: Cluster, world: ClusterShape) -> None:
         if run.engine.optimizer is None:
             raise ConfigError("the settings name no optimizer: choose one with optimizer=…")
         self.run, self.make, self.cluster, self.world = run, make, cluster, world
@@ -164,7 +164,7 @@ class Estimator:
         self.numel = self.largest = 0
         self._probes: dict[bool, Probe] = {}
 
-    def of(self, world: World) -> Estimator:
+    def of(self, world: ClusterShape) -> Estimator:
         """The same for another number of ranks, without another probe."""
         other = copy.copy(self)
         other.world, other.nodes = world, Nodes(world.world_size, self.nodes.per_node)
@@ -211,15 +211,15 @@ class Estimator:
         memory = {**self._states(setting), "activations": round(held)}
         total = self._step_seconds(setting, memory, seconds)
         tokens = setting.micro_batch * setting.accumulation * self.world.world_size * self.run.model.block_size
-        interval = max(self.limit, self.largest) * self.dtypes.compute.itemsize
-        return Estimate(setting, memory, BUFFERS[setting.stage] * interval, total, tokens / total)
+        bucket = max(self.limit, self.largest) * self.dtypes.compute.itemsize
+        return Estimate(setting, memory, BUFFERS[setting.stage] * bucket, total, tokens / total)
 
     @cached_property
     def limit(self) -> int:
-        """Elements of an interval, where no parameter is larger."""
+        """Elements of a bucket, where no parameter is larger."""
         self.probe(self.run.model.activation_checkpointing)
         zero = self.run.engine.zero
-        return interval_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
+        return bucket_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
 
     def _states(self, setting: Setting) -> dict[str, int]:
         zero, world_size = self.run.engine.zero, self.world.world_size

@@ -7,14 +7,14 @@ from typing import Any
 
 from deepzero.comm.ledger import Event
 from deepzero.monitor.terminal import short_bytes
-from deepzero.planning.rehearse import Rehearsal
+from deepzero.planning.dry_run import DryRunResult
 from deepzero.runtime.closed_forms import AGREEMENT
 
 MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publish")
 """What the table lists; gradients that arrive are counted in between."""
 
 
-def rows(rehearsal: Rehearsal, waits: bool = False) -> Iterator[dict[str, Any]]:
+def rows(rehearsal: DryRunResult, waits: bool = False) -> Iterator[dict[str, Any]]:
     """The step's moves in order.
 
     Args:
@@ -35,7 +35,7 @@ def rows(rehearsal: Rehearsal, waits: bool = False) -> Iterator[dict[str, Any]]:
             gradients = 0
 
 
-def _row(rehearsal: Rehearsal, event: Event, number: int, gradients: int) -> dict[str, Any]:
+def _row(rehearsal: DryRunResult, event: Event, number: int, gradients: int) -> dict[str, Any]:
     where, kind = event.where, event.kind
     if event.what == "fetch":
         kind = f"for {event.kind}"
@@ -51,7 +51,7 @@ def _row(rehearsal: Rehearsal, event: Event, number: int, gradients: int) -> dic
     }
 
 
-def as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
+def as_dict(rehearsal: DryRunResult) -> dict[str, Any]:
     """Everything, for a JSON file."""
     return {
         "stage": rehearsal.stage,
@@ -68,13 +68,13 @@ def as_dict(rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def memory(rehearsal: Rehearsal) -> dict[str, int]:
+def memory(rehearsal: DryRunResult) -> dict[str, int]:
     """Bytes of one rank by category, closed forms first; ``activations`` is what the rehearsal held beside them."""
     found = {category: size for category, size in rehearsal.memory.items() if size}
     return {**found, "activations": rehearsal.activation_bytes}
 
 
-def text(rehearsal: Rehearsal, moves: int | None = None) -> str:
+def text(rehearsal: DryRunResult, moves: int | None = None) -> str:
     """For a terminal.
 
     Args:
@@ -100,7 +100,7 @@ def text(rehearsal: Rehearsal, moves: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _memory_lines(rehearsal: Rehearsal) -> list[str]:
+def _memory_lines(rehearsal: DryRunResult) -> list[str]:
     found = memory(rehearsal)
     lines = [f"{'held by one rank':<34}{'bytes':>14}"]
     device = {name: size for name, size in found.items() if not name.startswith("host_")}
@@ -113,7 +113,7 @@ def _memory_lines(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def _traffic_lines(rehearsal: Rehearsal) -> list[str]:
+def _traffic_lines(rehearsal: DryRunResult) -> list[str]:
     lines = [f"{'sent by one rank in one step':<34}{'calls':>8}{'bytes':>14}{'between nodes':>16}"]
     for kind, traffic in rehearsal.predicted.items():
         between = short_bytes(traffic.between_node_bytes) if traffic.between_node_bytes else "-"

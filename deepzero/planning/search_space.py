@@ -1,4 +1,4 @@
-"""The question that ``advise.py`` answers, and the settings among which it looks: all that the user has not fixed."""
+"""The question that ``autotune.py`` answers, and the settings among which it looks: all that the user has not fixed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from deepzero.comm.groups import find_nodes
 from deepzero.config.engine import resolve_batch
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
 from deepzero.planning.clusters import Cluster
+from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.estimate import MakeProgram, Offloaded, Setting
-from deepzero.planning.rehearse import World
 
 HEADROOM = 0.1
 """Part of a memory that is left free: on the device for CUDA's context, NCCL's buffers and what the caching allocator
@@ -41,7 +41,7 @@ class Question:
     """Overrides to settings: ``train.compose``."""
     make: MakeProgram
     cluster: Cluster
-    world: World
+    world: ClusterShape
     headroom: float = HEADROOM
     global_batch: int | None = None
     """Sequences of an optimizer step; None: as the overrides say, or whatever is fastest."""
@@ -179,7 +179,7 @@ class Space:
 
         Args:
             best: the fastest so far.
-            limit: elements of an interval as it is cut now.
+            limit: elements of a bucket as it is cut now.
             numel: of the model.
         """
         zero, found = self.run.engine.zero, []

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepzero.monitor.report.limits import seconds
+from deepzero.monitor.report.bottlenecks import seconds
 from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.rehearse import Rehearsal
-from deepzero.planning.timeline import Timeline, play
+from deepzero.planning.dry_run import DryRunResult
+from deepzero.planning.event_simulator import SimulatedTimeline, play
 
 
 @dataclass(frozen=True)
 class Simulated:
     """One rank's step on one cluster."""
 
-    rehearsal: Rehearsal
+    rehearsal: DryRunResult
     cluster: Cluster
-    timeline: Timeline
+    timeline: SimulatedTimeline
     tokens: int | None
     """Of a global batch."""
 
@@ -86,6 +86,6 @@ class Simulated:
         return found
 
 
-def simulate(rehearsal: Rehearsal, cluster: Cluster, tokens: int | None = None) -> Simulated:
+def simulate(rehearsal: DryRunResult, cluster: Cluster, tokens: int | None = None) -> Simulated:
     """The rehearsed step on such a cluster."""
     return Simulated(rehearsal, cluster, play(rehearsal, cluster), tokens)

@@ -4,7 +4,7 @@ The files are Chrome traces, ``traces/rank0.<time>.pt.trace.json``. ``tensorboar
 torch-tb-profiler, https://ui.perfetto.dev opens them one by one, and ``python -m tools.trace_report RUN_FOLDER`` says
 what they mean. Beside what torch records they have
 
-- ranges in ZeRO's words, see [Note: the grammar of a range's name] in ``comm/ranges.py``;
+- ranges in ZeRO's words, see [Note: the grammar of a range's name] in ``comm/profiler_ranges.py``;
 - on a CPU lanes named *communication*: each collective from its launch until it is known to be complete;
 - counters named *held*: the bytes of the ledger's categories over time, which Perfetto plots.
 
@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import ranges
-from deepzero.config.parse import ConfigError
+from deepzero.comm import profiler_ranges
 from deepzero.config.run import ProfilerConfig
+from deepzero.config.strict import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Recording:
         self.with_stack = False
         """Each entry of the allocator's history with its lines of Python."""
         self._started_history = False
-        self._recorder: ranges.Recorder | None = None
+        self._recorder: profiler_ranges.Recorder | None = None
         self._broken = False
         self.tried = False
         """A trace was written, or it was said why not."""
@@ -162,13 +162,13 @@ class Recording:
                     context="all" if self.with_stack else None, stacks="python", max_entries=_SNAPSHOT_EVENTS
                 )
                 self._started_history = True
-            self._recorder = ranges.Recorder(self._held)
-            ranges.start(self._recorder)
+            self._recorder = profiler_ranges.Recorder(self._held)
+            profiler_ranges.start(self._recorder)
 
     def end(self) -> None:
         """Nothing is recorded any more. Never raises: the error that ends a run must stay the one that is seen."""
         if self._recorder is not None:
-            ranges.stop()
+            profiler_ranges.stop()
             self._recorder = None
         if self._started_history:
             self._started_history = False
@@ -182,7 +182,7 @@ class Recording:
         self.tried = True
         recorder, stem = self._recorder, f"{self.worker}.{time.time_ns()}"
         try:
-            ranges.stop()
+            profiler_ranges.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
             try:
@@ -211,7 +211,7 @@ def _history_is_on() -> bool:
 # ---- our events in torch's file --------------------------------------------------------------------------------------
 
 
-def weave(path: Path, recorder: ranges.Recorder | None, pid: int) -> None:
+def weave(path: Path, recorder: profiler_ranges.Recorder | None, pid: int) -> None:
     """Put what ``recorder`` has kept into a trace file, before torch's own events. The file is not parsed.
 
     Raises:
@@ -238,7 +238,7 @@ def weave(path: Path, recorder: ranges.Recorder | None, pid: int) -> None:
             woven.unlink(missing_ok=True)
 
 
-def our_events(recorder: ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
+def our_events(recorder: profiler_ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
     """Lanes and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``."""
 
     def at(moment_ns: int) -> float:

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from deepzero.comm.ranges import Label
+from deepzero.comm.profiler_ranges import Label
 from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
 
 PATTERNS = ("*.pt.trace.json", "*.pt.trace.json.gz")
 PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
-"""Ranges of the engine that others lie in; ``step`` without an interval."""
+"""Ranges of the engine that others lie in; ``step`` without a bucket."""
 
 Times = list[tuple[float, float]]
 """(begin, end), sorted, not overlapping."""
@@ -42,7 +42,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """Something that took time."""
 
     begin: float
@@ -57,7 +57,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """One ``ProfilerStep#N``."""
 
     number: int
@@ -73,17 +73,17 @@ class Trace:
     rank: int
     world_size: int | None
     device: Literal["cpu", "cuda"]
-    steps: list[Step]
+    steps: list[TraceStep]
     compute: Times = field(default_factory=list)
     """On a CPU empty: see :func:`computing`."""
     operators: Times = field(default_factory=list)
     """On a CPU: torch's operators on any thread, but for those that communicate."""
-    communication: list[Span] = field(default_factory=list)
-    copies: list[Span] = field(default_factory=list)
-    stands: list[Span] = field(default_factory=list)
+    communication: list[TraceSpan] = field(default_factory=list)
+    copies: list[TraceSpan] = field(default_factory=list)
+    stands: list[TraceSpan] = field(default_factory=list)
     """On a CPU: the launches and waits of the training thread."""
-    phases: list[Span] = field(default_factory=list)
-    host_steps: list[Span] = field(default_factory=list)
+    phases: list[TraceSpan] = field(default_factory=list)
+    host_steps: list[TraceSpan] = field(default_factory=list)
     """The optimizer's sub-groups in host memory, on the training thread."""
     held: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """The memory timeline: bytes by category."""
@@ -149,12 +149,12 @@ def length(times: Times) -> float:
     return sum(end - begin for begin, end in times)
 
 
-def times_of(spans: Iterable[Span]) -> Times:
+def times_of(spans: Iterable[TraceSpan]) -> Times:
     """Merged."""
     return union((span.begin, span.end) for span in spans)
 
 
-def computing(trace: Trace, step: Step) -> Times:
+def computing(trace: Trace, step: TraceStep) -> Times:
     """When the rank computed in ``step``, see the module's text."""
     if trace.device == "cuda":
         return inside(trace.compute, step.begin, step.end)
@@ -201,7 +201,7 @@ def load_trace(path: Path) -> Trace:
         raise TraceError(
             f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
         )
-    steps = [Step(int(_STEP.fullmatch(mark["name"])[1]), *_times(mark)) for mark in marks]  # type: ignore[index]
+    steps = [TraceStep(int(_STEP.fullmatch(mark["name"])[1]), *_scale_loss(mark)) for mark in marks]  # type: ignore[index]
     info = content.get("distributedInfo") or {}
     named = re.match(r"rank(\d+)\.", path.name)
     rank = info.get("rank", int(named[1]) if named else 0)
@@ -236,7 +236,7 @@ def _content(path: Path) -> Any:
         raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
 
 
-def _times(event: dict[str, Any]) -> tuple[float, float]:
+def _scale_loss(event: dict[str, Any]) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
@@ -250,21 +250,21 @@ def _ours(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], La
 def _read_ranges(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
     """Phases and the steps of sub-groups."""
     for event, label in _ours(events):
-        span = Span(*_times(event), event["name"], label)
-        if label.verb in PHASES and label.interval is None and not label.note:
+        span = TraceSpan(*_scale_loss(event), event["name"], label)
+        if label.verb in PHASES and label.bucket is None and not label.note:
             trace.phases.append(span)
         elif label.verb == "step" and event.get("tid") == thread:
             trace.host_steps.append(span)
 
 
 def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
-    flights: dict[tuple[int | None, str], list[Span]] = {}
+    flights: dict[tuple[int | None, str], list[TraceSpan]] = {}
     stands = []
     for event, label in _ours(events):
-        span = Span(*_times(event), event["name"], label)
+        span = TraceSpan(*_scale_loss(event), event["name"], label)
         if event["cat"] == COMMUNICATION:
             trace.communication.append(span)
-            flights.setdefault((label.interval, label.note), []).append(span)
+            flights.setdefault((label.bucket, label.note), []).append(span)
         elif event.get("tid") == thread and label.verb in ("launch", "wait"):
             stands.append((span, label))
         elif event.get("tid") == thread and label.verb in ("D2H", "H2D"):
@@ -272,16 +272,16 @@ def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> No
     over: dict[float, float] = {}
     for span, label in sorted(stands, key=lambda stand: stand[0].begin):
         # The last flight of this name that had begun; a flight is noted just before its launch.
-        begun = [f.begin for f in flights.get((label.interval, label.note), ()) if f.begin <= span.begin]
+        begun = [f.begin for f in flights.get((label.bucket, label.note), ()) if f.begin <= span.begin]
         flight = max(begun, default=None)
         if flight is not None and label.verb == "launch":
             over[flight] = span.end
         launched = None if flight is None or label.verb == "launch" else over.get(flight, flight)
-        trace.stands.append(Span(span.begin, span.end, span.name, label, launched, flight))
-    gloo = [Span(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
+        trace.stands.append(TraceSpan(span.begin, span.end, span.name, label, launched, flight))
+    gloo = [TraceSpan(*_scale_loss(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
     trace.communication += [*gloo, *trace.stands]
     operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
-    trace.operators = minus(union(_times(event) for event in operators), times_of([*trace.stands, *trace.copies]))
+    trace.operators = minus(union(_scale_loss(event) for event in operators), times_of([*trace.stands, *trace.copies]))
 
 
 def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
@@ -290,10 +290,10 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    by_thread: dict[Any, list[Span]] = {}
+    by_thread: dict[Any, list[TraceSpan]] = {}
     for event, ours in _ours(events):
         if event["cat"] == "user_annotation" and ours.verb in ("launch", "wait", "D2H", "H2D"):
-            by_thread.setdefault(event.get("tid"), []).append(Span(*_times(event), event["name"], ours))
+            by_thread.setdefault(event.get("tid"), []).append(TraceSpan(*_scale_loss(event), event["name"], ours))
     for spans in by_thread.values():
         spans.sort(key=lambda span: span.begin)
     compute = []
@@ -304,7 +304,7 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
         call = calls.get(event.get("args", {}).get("correlation"))
         launched = float(call["ts"]) if call else None
         label = _around(by_thread.get(call["tid"], []), float(call["ts"])) if call else None
-        span = Span(*_times(event), name, label, launched, launched)
+        span = TraceSpan(*_scale_loss(event), name, label, launched, launched)
         if kind == "kernel" and "nccl" in name.lower():
             trace.communication.append(span)
         elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
@@ -314,7 +314,7 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
     trace.compute = union(compute)
 
 
-def _around(spans: Sequence[Span], moment: float) -> Label | None:
+def _around(spans: Sequence[TraceSpan], moment: float) -> Label | None:
     """The range on one thread that ``moment`` lies in; these ranges do not overlap."""
     place = bisect.bisect_right(spans, moment, key=lambda span: span.begin) - 1
     return spans[place].label if place >= 0 and spans[place].end >= moment else None

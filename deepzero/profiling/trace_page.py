@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from deepzero.profiling.trace_advice import advise
-from deepzero.profiling.trace_events import Span, Step, Times, computing, inside, times_of
+from deepzero.profiling.trace_events import Times, TraceSpan, TraceStep, computing, inside, times_of
 from deepzero.profiling.trace_summary import TraceSummary
 from deepzero.profiling.trace_text import COLUMNS, WIDEST, between_ranks, heading, lead_in, mean, row
 
@@ -137,7 +137,7 @@ def _bars(summary: TraceSummary) -> str:
     return _key(colors) + bars
 
 
-def _timeline(summary: TraceSummary, step: Step) -> str:
+def _timeline(summary: TraceSummary, step: TraceStep) -> str:
     """Rows over the time of one step: phases, computing, communication, copies, exposed."""
     trace = summary.trace
     scale = WIDTH / (step.end - step.begin)
@@ -146,7 +146,7 @@ def _timeline(summary: TraceSummary, step: Step) -> str:
         shown = inside(times, step.begin, step.end)
         return "".join(_rect((b - step.begin) * scale, (e - b) * scale, LANE, color) for b, e in shown)
 
-    def named(spans: Iterable[Span], color: str) -> str:
+    def named(spans: Iterable[TraceSpan], color: str) -> str:
         kept = [s for s in spans if s.end > step.begin and s.begin < step.end]
         return "".join(
             _rect(

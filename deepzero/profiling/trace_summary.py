@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepzero.comm.ranges import Label
+from deepzero.comm.profiler_ranges import Label
 from deepzero.profiling import trace_events as events
-from deepzero.profiling.trace_events import Span, Step, Trace, inside, length, minus, times_of, union
+from deepzero.profiling.trace_events import Trace, TraceSpan, TraceStep, inside, length, minus, times_of, union
 
 OTHER = "communication without a name"
 GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")
@@ -103,16 +103,16 @@ class Gap:
 
     @property
     def what(self) -> str:
-        """In words: what for, which interval, where."""
+        """In words: what for, which bucket, where."""
         if self.label is None:
             return self.name
-        number = f" of interval {self.label.interval}" if self.label.interval is not None else ""
+        number = f" of bucket {self.label.bucket}" if self.label.bucket is not None else ""
         place = f" ({self.label.place})" if self.label.place else ""
         return f"{self.label.note or self.label.verb}{number}{place}"
 
 
 @dataclass(frozen=True)
-class Group:
+class GapKind:
     """Gaps of the same origin, over all steps. Milliseconds."""
 
     phase: str
@@ -141,13 +141,13 @@ class TraceSummary:
         """The sum over steps of one of :class:`StepTimes`' milliseconds."""
         return float(sum(getattr(step, name) for step in self.steps))
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[GapKind]:
         """The gaps by phase and origin, those with the most time first."""
         found: dict[tuple[str, str], list[Gap]] = {}
         for gap in self.gaps:
             found.setdefault((gap.phase, gap.what), []).append(gap)
         groups = [
-            Group(
+            GapKind(
                 phase,
                 what,
                 len({gap.collective for gap in gaps}),
@@ -183,13 +183,15 @@ def summarize(trace: Trace) -> TraceSummary:
     return TraceSummary(trace, steps, sorted(gaps, key=lambda gap: -gap.length))
 
 
-def _causes(trace: Trace) -> list[Span]:
+def _causes(trace: Trace) -> list[TraceSpan]:
     """What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran."""
     found = [*trace.stands, *trace.copies] if trace.device == "cpu" else [*trace.communication, *trace.copies]
     return sorted(found, key=lambda span: span.begin)
 
 
-def _gaps(trace: Trace, step: Step, exposed: Iterable[tuple[float, float]], causes: Sequence[Span]) -> list[Gap]:
+def _gaps(
+    trace: Trace, step: TraceStep, exposed: Iterable[tuple[float, float]], causes: Sequence[TraceSpan]
+) -> list[Gap]:
     """One for each piece of exposed time and each cause in it; what overlaps is put down to what began first."""
     mine = [cause for cause in causes if cause.end > step.begin and cause.begin < step.end]
     first = next((c for c in _by_launch(mine) if _kind(c) == GATHERS[0]), None)
@@ -216,17 +218,17 @@ def _gaps(trace: Trace, step: Step, exposed: Iterable[tuple[float, float]], caus
     return gaps
 
 
-def _by_launch(causes: Iterable[Span]) -> list[Span]:
+def _by_launch(causes: Iterable[TraceSpan]) -> list[TraceSpan]:
     return sorted(causes, key=lambda cause: cause.begin if cause.flight is None else cause.flight)
 
 
-def _kind(cause: Span) -> str:
+def _kind(cause: TraceSpan) -> str:
     return cause.label.note.split(" ")[0] if cause.label is not None else ""
 
 
-def _same(cause: Span, other: Span | None) -> bool:
+def _same(cause: TraceSpan, other: TraceSpan | None) -> bool:
     """Whether both are about one collective: its launch and its wait are two spans."""
     if other is None or cause.label is None or other.label is None:
         return False
     mine, theirs = cause.label, other.label
-    return (cause.flight, mine.interval, mine.note) == (other.flight, theirs.interval, theirs.note)
+    return (cause.flight, mine.bucket, mine.note) == (other.flight, theirs.bucket, theirs.note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from deepzero.profiling.trace_advice import Advice, advise
-from deepzero.profiling.trace_summary import Group, StepTimes, TraceSummary
+from deepzero.profiling.trace_summary import GapKind, StepTimes, TraceSummary
 
 WIDEST = 8
 APART = 0.05
@@ -37,7 +37,7 @@ def mean(summary: TraceSummary) -> StepTimes:
     return StepTimes(-1, *(summary.total(name) / count for name in names))
 
 
-def gap_line(group: Group, steps: int) -> str:
+def gap_line(group: GapKind, steps: int) -> str:
     """One origin of gaps: how much of a step, in which phase, for what."""
     phase = group.phase or "outside"
     wide = f"widest {group.widest.length:.2f} in step {group.widest.step}"

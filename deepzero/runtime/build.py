@@ -16,18 +16,17 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.quantized_bucket import QuantizedWay
+from deepzero.comm.quantized_reduce import QuantizedReduce
+from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
-from deepzero.config.parse import ConfigError
-from deepzero.layout import interval_limit, plan_layout
+from deepzero.config.strict import ConfigError
+from deepzero.layout import bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.placement import Placement
-from deepzero.runtime.built import Built, Dtypes
+from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import open_ledger
-from deepzero.runtime.open_meter import open_meter
+from deepzero.runtime.open_ledger import build_ledger
+from deepzero.runtime.open_meter import build_quantization_monitor
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.zero.build_stage3 import (
     Partitioning,
@@ -37,21 +36,22 @@ from deepzero.runtime.zero.build_stage3 import (
     place_whole,
     plan_partitioning,
 )
-from deepzero.runtime.zero.delayed_step import DelayedStep
-from deepzero.runtime.zero.flat_group import FlatGroup, check_unclaimed, lost_on_error
-from deepzero.runtime.zero.gradient_partition import GradientPartition
-from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, schedule
-from deepzero.runtime.zero.offloading import Offload, PlannedGroup, open_host, place
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup, check_unclaimed, lost_on_error
+from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
 from deepzero.runtime.zero.quantizers import build_quantizer
 from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
 
 
-def place_model(model: nn.Module, planned: Sequence[PlannedGroup], comm: Communicator, dtype: torch.dtype) -> None:
+def place_model(model: nn.Module, planned: Sequence[GroupLayout], comm: Communicator, dtype: torch.dtype) -> None:
     """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one.
 
     Frozen parameters have no master and no place in the layout; they are cast.
@@ -96,12 +96,12 @@ def choose_parameters(
     return chosen
 
 
-def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[PlannedGroup]:
+def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[GroupLayout]:
     """Stages 0-2: the layout of the trainable parameters, one group per optimizer group."""
     total = sum(param.numel() for params in chosen for param in params)
-    limit = interval_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
+    limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
     return [
-        PlannedGroup(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned=False)
+        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned=False)
         for index, params in enumerate(chosen)
         if params
     ]
@@ -109,17 +109,17 @@ def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, 
 
 def build_groups(
     names: dict[nn.Parameter, str],
-    planned: Sequence[PlannedGroup],
-    placements: Sequence[Placement],
+    planned: Sequence[GroupLayout],
+    placements: Sequence[OffloadPlan],
     config: EngineConfig,
     comm: Communicator,
     dtype: torch.dtype,
     offload: Offload | None,
-) -> list[FlatGroup]:
+) -> list[FlatParamGroup]:
     """Stages 0-2: move the trainable parameters into flat buffers."""
     arena, whole = offload.arena if offload is not None else None, config.zero.stage == 0
     return [
-        FlatGroup(
+        FlatParamGroup(
             [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
             group.optimizer_group or 0, None if whole else placement, arena,
         )
@@ -127,14 +127,14 @@ def build_groups(
     ]  # fmt: skip
 
 
-def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Placement], device: torch.device) -> None:
+def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], device: torch.device) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
     The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of them:
     neither their device nor their dtype is that of the masters which the CPU will step on. Where one host cannot
     compile, or compiling fails there, all use the chunks. A collective.
     """
-    offloads = any(placed.optimizer_intervals for placed in placements)
+    offloads = any(placed.optimizer_buckets for placed in placements)
     sends = offloads and dtypes.compute != torch.float32
     masters = 0
     if offloads or device.type == "cpu":
@@ -154,7 +154,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Place
         optimizer.use("chunked", f"because rank {without} cannot compile")
 
 
-def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
+def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
     """The optimizer sees only the masters from now on; what state it had is cut the same way.
 
     Optimizers that make state when they are constructed (Adagrad), or that were loaded, keep it: state of a parameter's
@@ -172,12 +172,12 @@ def hand_over_masters(optimizer: torch.optim.Optimizer, groups: Sequence[Paramet
             _cut_state(optimizer, flat_group, [state or {} for state in states])
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, group: ParameterGroup, states: list[dict[str, Any]]) -> None:
+def _cut_state(optimizer: torch.optim.Optimizer, group: ParamGroup, states: list[dict[str, Any]]) -> None:
     """Cut one group's optimizer state as its parameters are cut."""
-    for piece, master in zip(group.pieces, group.masters, strict=True):
-        for key, value in states[piece.slot.index].items():
-            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == piece.slot.numel:
-                cut = value.reshape(-1)[piece.start : piece.start + piece.numel]
+    for fragment, master in zip(group.fragments, group.masters, strict=True):
+        for key, value in states[fragment.slot.index].items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == fragment.slot.numel:
+                cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel]
                 value = cut.to(device=master.device, dtype=torch.float32, copy=True)
             elif torch.is_tensor(value):
                 value = value.clone()
@@ -186,7 +186,7 @@ def _cut_state(optimizer: torch.optim.Optimizer, group: ParameterGroup, states: 
 
 def build_zero(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
-) -> Built:
+) -> ZeroComponents:
     """Step 0: everything that has to stand before the first forward pass.
 
     Args:
@@ -210,12 +210,12 @@ def build_zero(
     planned = plan.groups if plan is not None else plan_groups(chosen, config, comm.world_size)
     placements = place(planned, config.zero, dtypes.compute)
     depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
-    offload = open_host(
+    offload = build_host(
         planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
         makes_state_in_advance(optimizer),
     )  # fmt: skip
     partitioning: Partitioning | None = None
-    groups: list[ParameterGroup]
+    groups: list[ParamGroup]
     with lost_on_error(model):
         model.zero_grad()  # what was computed before counts in no step
         if plan is not None:
@@ -228,22 +228,22 @@ def build_zero(
             groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
         if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
             choose_kernel(optimizer, dtypes, placements, comm.device)
-        hand_over_masters(optimizer, groups)
+        set_optimizer_params(optimizer, groups)
         allocate_state(optimizer)
         if offload is not None:
             offload.move_moments(optimizer, groups)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        source = GradientSource(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
+        source = GradAccumulator(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
         reducer = _build_reducer(groups, config, comm, dtypes, depth)
         made = _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload)
-        built = Built(
+        built = ZeroComponents(
             groups, source, reducer, made, dtypes, next((size for size in moment_bytes if size), 0),
             partitioning, offload,
         )  # fmt: skip
         if offload is not None and not isinstance(built.stage, ZeroStage0):
-            offload.open_ways(groups, comm.rank, built.stage.arrived)
-        open_ledger(built, optimizer, config, comm, micro_batches)
-        return dataclasses.replace(built, meter=open_meter(built, config, comm, micro_batches))
+            offload.build_uploads(groups, comm.rank, built.stage.arrived)
+        build_ledger(built, optimizer, config, comm, micro_batches)
+        return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
@@ -255,22 +255,22 @@ def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device
 
 def _build_stage(
     model: nn.Module,
-    groups: Sequence[ParameterGroup],
+    groups: Sequence[ParamGroup],
     partitioning: Partitioning | None,
     arrival: dict[nn.Parameter, int],
-    source: GradientSource,
+    source: GradAccumulator,
     reducer: BucketReducer,
     config: EngineConfig,
     offload: Offload | None,
 ) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
     order, comm, accumulation = schedule(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
-    host = offload.open_gradients() if offload is not None else None
+    host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
         return ZeroStage3(
             model, groups, partitioning.frozen, order, source, reducer, comm,
             partitioning.coordinator, accumulation, host,
         )  # fmt: skip
-    flat = [group for group in groups if isinstance(group, FlatGroup)]
+    flat = [group for group in groups if isinstance(group, FlatParamGroup)]
     if config.zero.stage == 0:
         return ZeroStage0(flat, order, source, reducer, accumulation)
     overlap = config.zero.overlap_comm
@@ -278,18 +278,18 @@ def _build_stage(
 
 
 def _build_reducer(
-    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
+    groups: Sequence[ParamGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
 ) -> BucketReducer:
-    way = _build_way(groups, config, comm, dtypes)
-    method = config.comm.reduce or ("native" if comm.backend == "nccl" and way is None else "exact")
+    strategy = _build_reduce_strategy(groups, config, comm, dtypes)
+    method = config.comm.reduce or ("native" if comm.backend == "nccl" and strategy is None else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter
-    capacity = max(group.layout.largest_interval for group in groups)
-    return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth, way=way)
+    capacity = max(group.layout.largest_bucket for group in groups)
+    return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth, strategy=strategy)
 
 
-def _build_way(
-    groups: Sequence[ParameterGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
-) -> QuantizedWay | None:
+def _build_reduce_strategy(
+    groups: Sequence[ParamGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
+) -> QuantizedReduce | None:
     """qgZ's, where it is asked for and anything travels."""
     if not config.zero.zero_quantized_gradients or comm.world_size == 1:
         return None
@@ -297,15 +297,17 @@ def _build_way(
     if config.zero.stage == 3:
         # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
         # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
-        exact = frozenset(number for number, group in enumerate(groups) if isinstance(group, FlatGroup))
+        exact = frozenset(number for number, group in enumerate(groups) if isinstance(group, FlatParamGroup))
     layouts = [group.layout for group in groups]
     numel = 2 * sum(layout.padded_numel for layout in layouts)
     dtypes_on_the_way = {dtypes.wire, torch.float32}
     quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
-    return QuantizedWay(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)
+    return QuantizedReduce(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)
 
 
-def build_step(built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig) -> ShardedStep | DelayedStep:
+def build_step(
+    built: ZeroComponents, optimizer: torch.optim.Optimizer, config: EngineConfig
+) -> ShardedStep | DelayedStep:
     """Step 4's: the optimizer over this rank's masters, on the device, on the host, or on both."""
     limit = config.zero.sub_group_size if config.zero.stage == 3 else None
     parts = built.stage.gradients.master_parts()
@@ -315,6 +317,6 @@ def build_step(built: Built, optimizer: torch.optim.Optimizer, config: EngineCon
         log.info(built.offload.describe(optimizer))
     step, settings = ShardedStep(optimizer, parts, limit, built.offload.host_steps(parts)), built.offload.settings
     gradients = built.stage.gradients
-    if settings.delayed_update and isinstance(gradients, GradientPartition):
+    if settings.delayed_update and isinstance(gradients, GradientReducer):
         return DelayedStep(step, gradients, built.groups, settings.delay_after_steps)
     return step

@@ -24,7 +24,7 @@ Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-sc
 ``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch; stage
 3 gathers twice and reduces once in every micro-batch, less what its plan saves (``fetch_plan.py``), which is known, and
 put in here, when the first step has shown the order of modules.
-Besides, ranks exchange one message of 2 KiB per step (``agreement.py``).
+Besides, ranks exchange one message of 2 KiB per step (``consistency.py``).
 
 Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes; ZeRO paper, sections 3, 5 and 7.
 """
@@ -36,16 +36,16 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
-from deepzero.comm.quantized import Format
-from deepzero.layout import FlatLayout, Interval
-from deepzero.offload.placement import Placement
-from deepzero.offload.wire import TO_DEVICE, TO_HOST
-from deepzero.runtime.agreement import AGREEMENT, OWN_WORDS
+from deepzero.comm.quantization import Format
+from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
+from deepzero.layout import Bucket, FlatLayout
+from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST
+from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
+from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.optimizer_trial import borrowed, settings_of, state_like
 from deepzero.runtime.quantized_forms import mail_bytes, reduction_traffic
 from deepzero.runtime.zero.publish import ALL_GATHER
 
@@ -64,7 +64,7 @@ class StateSizes:
     whole_reduce: bool
     """Gradients are all-reduced: stage 0, or stage 1 with ``reduce_scatter=False``."""
     exact: bool
-    few_bits: Format | None = None
+    quantized_grads: Format | None = None
     """qgZ's messages; None: gradients travel in the wire dtype."""
 
     @property
@@ -172,21 +172,21 @@ class HostElements:
     """The CPU steps on them, and their parameters are on the device."""
 
     @classmethod
-    def of(cls, placements: Sequence[tuple[Placement, bool, bool]], count: Callable[[Interval], int]) -> HostElements:
+    def of(cls, placements: Sequence[tuple[OffloadPlan, bool, bool]], count: Callable[[Bucket], int]) -> HostElements:
         """Count.
 
         Args:
             placements: of every group, whether it is trained, and whether its parameters are partitioned.
-            count: elements of an interval, the true ones or the others.
+            count: elements of a bucket, the true ones or the others.
         """
         sums = dict.fromkeys((f.name for f in fields(cls)), 0)
         for placed, trained, partitioned in placements:
-            for interval in placed.layout.intervals:
-                numel = count(interval)
-                side = "host" if placed.steps_on_host(interval) else "device"
+            for bucket in placed.layout.buckets:
+                numel = count(bucket)
+                side = "host" if placed.steps_on_host(bucket) else "device"
                 sums[f"{side}_optimizer"] += numel if trained else 0
-                sums[f"{side}_masters"] += numel if trained and not placed.own_masters_at(interval) else 0
-                kept = "host" if placed.keeps_on_host(interval) else "device"
+                sums[f"{side}_masters"] += numel if trained and not placed.own_masters_at(bucket) else 0
+                kept = "host" if placed.keeps_on_host(bucket) else "device"
                 sums[f"{kept}_parameters"] += numel if partitioned else 0
                 sums["sent"] += numel if (side, kept) == ("host", "device") else 0
         return cls(**sums)
@@ -231,7 +231,7 @@ def predicted_wire(
         padding: the others.
         world_size: W.
         sizes: bytes per element.
-        calls: intervals that the CPU steps on, and how many of them have their parameters on the device.
+        calls: buckets that the CPU steps on, and how many of them have their parameters on the device.
     """
     down, up = Traffic(), Traffic()
     true, rest = elements.host_optimizer / world_size, padding.host_optimizer / world_size
@@ -262,31 +262,31 @@ def bucket_bytes(
     Exact sums receive the other ranks' parts, the backend's own reduce-scatter one part; qgZ's messages have room in
     the same place.
     """
-    capacity = max(layout.largest_interval for layout in layouts)
+    capacity = max(layout.largest_bucket for layout in layouts)
     part = capacity // world_size
     received = part * (world_size - 1) if sizes.exact else (0 if sizes.whole_reduce else part)
     mail, chunk = received * sizes.wire, chunk_for(device, part)
-    if sizes.few_bits is not None:
-        mail = max(mail, mail_bytes(part, nodes, sizes.few_bits))
-        chunk = max(chunk // sizes.few_bits.block, 1) * sizes.few_bits.block
+    if sizes.quantized_grads is not None:
+        mail = max(mail, mail_bytes(part, nodes, sizes.quantized_grads))
+        chunk = max(chunk // sizes.quantized_grads.block, 1) * sizes.quantized_grads.block
     depth = 2 if sizes.overlap and world_size > 1 else 1
     return depth * (capacity * sizes.wire + mail) + 2 * chunk * 4
 
 
-def wire_bytes(placements: Sequence[Placement], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
+def wire_bytes(placements: Sequence[OffloadPlan], sizes: StateSizes, world_size: int, delayed: bool) -> tuple[int, int]:
     """What an offloaded step takes beside its state, on the device and on the host.
 
     A slot for each bucket and one more on both sides, of the largest part in fp32; and on the host two buffers for new
-    parameters that are not fp32, or with a delayed update one for each interval.
+    parameters that are not fp32, or with a delayed update one for each bucket.
     """
-    parts = [(p, i) for p in placements for i in p.layout.intervals if p.steps_on_host(i)]
+    parts = [(p, i) for p in placements for i in p.layout.buckets if p.steps_on_host(i)]
     if not parts:
         return 0, 0
     slots = 3 if sizes.overlap and world_size > 1 else 2
-    landing = slots * max(interval.part_numel for _, interval in parts) * 4
-    sent = [i.part_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 else []
+    staging = slots * max(bucket.shard_numel for _, bucket in parts) * 4
+    sent = [i.shard_numel for p, i in parts if not p.keeps_on_host(i)] if sizes.compute < 4 else []
     staged = sum(sent) if delayed else max(sent, default=0) * min(2, len(sent))
-    return landing, landing + staged * sizes.compute
+    return staging, staging + staged * sizes.compute
 
 
 def predicted_traffic(
@@ -305,10 +305,10 @@ def predicted_traffic(
     """
     times, world_size = sizes.micro_batches if sizes.stage >= 2 else 1, nodes.world_size
     forms: dict[str, Traffic] = {}
-    if sizes.few_bits is not None:
+    if sizes.quantized_grads is not None:
         exact = {group for group, layout in enumerate(layouts) if layout in persistent}
         goes_exact = lambda group, _: group in exact
-        forms |= reduction_traffic(layouts, nodes, sizes.few_bits, sizes.wire, goes_exact, times)
+        forms |= reduction_traffic(layouts, nodes, sizes.quantized_grads, sizes.wire, goes_exact, times)
     elif sizes.whole_reduce and not sizes.exact:
         forms[ALL_REDUCE] = one_collective(layouts, nodes, sizes.wire, times, halves=2)
     else:
@@ -318,7 +318,7 @@ def predicted_traffic(
     if sizes.stage in (1, 2):
         forms[ALL_GATHER] = one_collective(layouts, nodes, sizes.compute)
     if sizes.stage == 3 and persistent:
-        # What is partitioned travels as its intervals say: forecast.py.
+        # What is partitioned travels as its buckets say: forecast.py.
         forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
     message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)
@@ -331,7 +331,7 @@ def one_collective(
     """``times`` reduce-scatters or all-gathers of everything; ``halves=2``: all-reduces."""
     true = sum(layout.numel for layout in layouts)
     padding = sum(layout.padded_numel for layout in layouts) - true
-    calls = sum(len(layout.intervals) for layout in layouts)
+    calls = sum(len(layout.buckets) for layout in layouts)
     share = halves * (nodes.world_size - 1) / nodes.world_size
     sent_bytes = (true + padding) * share * itemsize
     traffic = Traffic()

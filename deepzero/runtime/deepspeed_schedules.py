@@ -33,7 +33,7 @@ from typing import Literal
 
 import torch
 
-from deepzero.config.parse import ConfigError, require
+from deepzero.config.strict import ConfigError, require
 
 PerGroup = float | tuple[float, ...]
 """One number for all parameter groups, or one for each."""

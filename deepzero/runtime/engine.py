@@ -7,7 +7,7 @@ One optimizer step, with the numbers that the comments, the book and the order t
     2 gradient ready     autograd completes a gradient; stage 2 sends full buckets
     3 boundary   after the last micro-batch: flush, wait
     4 step       agree on finiteness and norm, unscale and clip, optimizer on the masters
-    5 publish    cast into the flat buffer, gather the intervals
+    5 publish    cast into the flat buffer, gather the buckets
 
 Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` counts calls of :meth:`Engine.step`,
 ``global_steps`` optimizer steps whether applied or skipped, ``skipped_steps`` those that overflowed, ``global_samples``
@@ -33,23 +33,23 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from deepzero.comm import process_group, ranges
-from deepzero.comm.autopsy import CollectiveTimeoutError
+from deepzero.comm import process_group, profiler_ranges
+from deepzero.comm.desync_watchdog import RankDivergenceError
+from deepzero.comm.hang_report import CollectiveTimeoutError
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.watchdog import RankDivergenceError
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.runtime.agreement import StepAgreement, agree
 from deepzero.runtime.build import build_step, build_zero
+from deepzero.runtime.consistency import StepAgreement, agree
+from deepzero.runtime.diagnostics import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.engine_checkpoints import EngineCheckpoints
-from deepzero.runtime.inspect import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.outputs import output_tensors, scalar_loss
+from deepzero.runtime.pytree import output_tensors, scalar_loss
+from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.world import open_communicator
-from deepzero.runtime.zero.flat_group import lost_on_error
+from deepzero.runtime.zero.flat_param_group import lost_on_error
 from deepzero.runtime.zero.fragments import TensorFragments
-from deepzero.runtime.zero.gradients import GradientHooks
+from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ class Engine(EngineCheckpoints):
         self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
         self._trained = TrainedParameters(model, self._zero.groups)
         self._fragments = TensorFragments(
-            model, self._zero.groups, self._sharded_step, self.stage.gradients, self._mean_divisor, self._reduces_now,
-            self.finish_delayed_update,
+            model, self._zero.groups, self._sharded_step, self.stage.gradients,
+            self._mean_divisor, self._is_reduction_boundary, self.finish_delayed_update,
         )  # fmt: skip
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
@@ -166,7 +166,7 @@ class Engine(EngineCheckpoints):
         self.comm.step = self.global_steps + 1
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
-        with self._watch_activations(), ranges.span("forward"):
+        with self._watch_activations(), profiler_ranges.span("forward"):
             outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             loss = scalar_loss(outputs)
@@ -178,7 +178,7 @@ class Engine(EngineCheckpoints):
 
     def _refuse_broken_pass(self) -> None:
         self._refuse_half_loaded()
-        if self._boundary_open or self._hooks.broke_off():
+        if self._boundary_open or self._hooks.backward_aborted():
             what = "optimizer step broke off before ranks had agreed on it"
             if not self._boundary_open:
                 what = "backward pass broke off before its end"
@@ -214,8 +214,8 @@ class Engine(EngineCheckpoints):
         # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
         factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
         try:
-            with ranges.span("backward"):
-                self._times(loss, factor).backward(retain_graph=retain_graph)
+            with profiler_ranges.span("backward"):
+                self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
         finally:
             self._inside_backward = self._loss_is_scaled = False
             self._given_loss = None
@@ -225,9 +225,9 @@ class Engine(EngineCheckpoints):
         """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
         _check_loss("scale", loss)
         loss.register_hook(partial(self._given_pass_begins, loss.detach()))
-        return self._times(loss, self._scaler.scale)
+        return self._scale_loss(loss, self._scaler.scale)
 
-    def _times(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+    def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
         """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
         self._refuse_away("backward")
         if factor == 1:
@@ -245,7 +245,7 @@ class Engine(EngineCheckpoints):
         self._given_loss = loss
 
     @torch.no_grad()
-    def _scale_late(self, param: nn.Parameter) -> None:
+    def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:
         """fp16, a plain ``loss.backward()``: the step will divide by the scale, so multiply here at the latest."""
         if self._loss_is_scaled or self._scaler.scale == 1 or param.grad is None:
             return
@@ -271,8 +271,8 @@ class Engine(EngineCheckpoints):
     def _gradient_ready(self, param: nn.Parameter) -> None:
         self.ledger.note("gradient_ready")
         if self._scaled:
-            self._scale_late(param)
-        self.stage.gradient_ready(param, self._reduces_now())
+            self._apply_loss_scale_to_grad(param)
+        self.stage.gradient_ready(param, self._is_reduction_boundary())
 
     def _backward_end(self, reached: bool) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
@@ -285,10 +285,10 @@ class Engine(EngineCheckpoints):
         self._backward_passes += 1
         if loss is not None:
             self._losses.append(loss)
-        self.stage.backward_end(self._reduces_now())
+        self.stage.backward_end(self._is_reduction_boundary())
         self.ledger.note("backward_end")
 
-    def _reduces_now(self) -> bool:
+    def _is_reduction_boundary(self) -> bool:
         return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
 
     # ---- 3, 4, 5: step -----------------------------------------------------------------------------------------------
@@ -333,13 +333,13 @@ class Engine(EngineCheckpoints):
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         self._boundary_open = True
         # 3 boundary: flush, wait. A rank in trouble does so too, as the others count on it.
-        with ranges.span("boundary"):
+        with profiler_ranges.span("boundary"):
             trouble = self._trouble()
             self.stage.finish_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
-        with ranges.span("agree"):
-            words, loss = self.stage.gradients.square_words(), self._mean_loss()
+        with profiler_ranges.span("agree"):
+            words, loss = self.stage.gradients.norm_sq_partials(), self._mean_loss()
             agreement = agree(self.comm, words, loss, self._asked_to_stop, trouble is not None)
         self._boundary_open = False
         self.stopping = agreement.stop
@@ -354,11 +354,11 @@ class Engine(EngineCheckpoints):
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
-            with ranges.span("step"):
+            with profiler_ranges.span("step"):
                 self._sharded_step.step(mean_divisor * clip)
             self.ledger.note("step")
-            # 5 publish: cast into the flat buffer, gather the intervals.
-            with ranges.span("publish"):
+            # 5 publish: cast into the flat buffer, gather the buckets.
+            with profiler_ranges.span("publish"):
                 self.stage.publish()
             self.ledger.note("publish")
         else:

@@ -17,26 +17,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.checkpoint.collect import Collected, Facts, class_name, collect
-from deepzero.checkpoint.folder import check_tag
-from deepzero.checkpoint.format import CheckpointError, reason
-from deepzero.checkpoint.gathered_model import save_gathered
-from deepzero.checkpoint.load import Loader, Parts, agree, naming_another, open_checkpoint
+from deepzero.checkpoint.async_save import Saver, Target
+from deepzero.checkpoint.checkpoint_dir import check_tag
+from deepzero.checkpoint.engine_state import EngineState
+from deepzero.checkpoint.json_codec import decode
+from deepzero.checkpoint.load import Loader, LoadOptions, agree, naming_another, open_checkpoint
+from deepzero.checkpoint.manifest import CheckpointError, reason
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
-from deepzero.checkpoint.saver import Saver, Target
-from deepzero.checkpoint.state import Holdings
-from deepzero.checkpoint.values import decode
+from deepzero.checkpoint.save_16bit_model import save_gathered
+from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.ending import before_the_end
+from deepzero.comm.exit_hooks import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
-from deepzero.runtime.built import Built
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
-from deepzero.runtime.zero.partitioned_interval import send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero_components import ZeroComponents
 from deepzero.version import __version__
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class EngineCheckpoints(EngineOffload):
     global_steps: int
     skipped_steps: int
     global_samples: int
-    _zero: Built
+    _zero: ZeroComponents
     _scaler: LossScaler
     _backward_passes: int
     _destroyed: bool
@@ -134,7 +134,7 @@ class EngineCheckpoints(EngineOffload):
         holdings = self._holdings()
         self._agree_to_save(arguments)
 
-        def gather(save_id: str) -> Collected:
+        def gather(save_id: str) -> SavePlan:
             return collect(
                 holdings, self._facts(), client_state or {}, save_id, tag, with_frozen=not exclude_frozen_parameters
             )
@@ -156,7 +156,7 @@ class EngineCheckpoints(EngineOffload):
             if (keep_last := arguments["keep_last"]) is not None and keep_last < 1:
                 raise CheckpointError(f"keep_last={keep_last} must be at least 1")
             for group in self._zero.groups:
-                group.take_over_writes()
+                group.sync_masters_from_params()
         except RuntimeError as error:
             problem = str(error)
         agree(problem)
@@ -224,15 +224,15 @@ class EngineCheckpoints(EngineOffload):
 
     save_fp16_model = save_16bit_model
 
-    def _holdings(self) -> Holdings:
+    def _holdings(self) -> EngineState:
         if self._destroyed:
             raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
         partitioning = self._zero.partitioning
         frozen = partitioning.frozen if partitioning is not None else []
-        return Holdings(self.module, self.optimizer, self._zero.groups, frozen, self.comm, self._zero.dtypes.compute)
+        return EngineState(self.module, self.optimizer, self._zero.groups, frozen, self.comm, self._zero.dtypes.compute)
 
-    def _facts(self) -> Facts:
-        return Facts(
+    def _facts(self) -> TrainingState:
+        return TrainingState(
             zero_stage=self.config.zero.stage,
             precision=self.config.precision.dtype,
             batch={
@@ -298,7 +298,7 @@ class EngineCheckpoints(EngineOffload):
         with naming_another(load_dir, tag):
             reader = open_checkpoint(load_dir, tag, holdings if load_module_only else None)
         optimizer = load_optimizer_states and not load_module_only
-        loader = Loader(holdings, reader, Parts(optimizer, load_module_strict, buffers=reader.checked))
+        loader = Loader(holdings, reader, LoadOptions(optimizer, load_module_strict, buffers=reader.checked))
         loader.compare()
         saved = self._saved_schedule(loader) if load_lr_scheduler_states and not load_module_only else None
         with naming_another(load_dir, tag):
@@ -351,10 +351,10 @@ class EngineCheckpoints(EngineOffload):
                 self._zero.offload.lay()
             self.stage.publish()
         for group in loader.holdings.frozen:
-            for interval in group.intervals:
-                interval.generation += 1
+            for bucket in group.buckets:
+                bucket.generation += 1
             with self.comm.ledger.aside():
-                send_to_replicas(group.intervals)
+                send_to_replicas(group.buckets)
 
     def _saved_schedule(self, loader: Loader) -> Any:
         """The schedule's state as it is stored, when there is one here and there.
@@ -378,7 +378,7 @@ class EngineCheckpoints(EngineOffload):
         self.skipped_steps = manifest.counters["skipped_steps"]
         self.global_samples = manifest.counters["global_samples"]
         self.micro_steps = self.global_steps * self.batch.accumulation
-        self._sharded_step.goes_on_after(self.global_steps - self.skipped_steps)
+        self._sharded_step.set_applied_steps(self.global_steps - self.skipped_steps)
         if optimizer:
             loader.restore_rng()
             if manifest.precision == self.config.precision.dtype == "fp16":

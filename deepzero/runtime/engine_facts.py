@@ -15,8 +15,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.config.engine import BatchSizes, EngineConfig
-from deepzero.runtime.built import Built
 from deepzero.runtime.grad_norm import layer_of
+from deepzero.runtime.zero_components import ZeroComponents
 
 
 class EngineFacts(nn.Module):
@@ -27,7 +27,7 @@ class EngineFacts(nn.Module):
     optimizer: torch.optim.Optimizer
     global_rank: int
     _asked_to_stop: bool
-    _zero: Built
+    _zero: ZeroComponents
     last_step: Any
     comm: Communicator
     skipped_steps: int
@@ -151,7 +151,7 @@ class EngineFacts(nn.Module):
         """What the error meter has read last: signal-to-noise ratios in dB; empty where nothing is quantised.
 
         Returns:
-            ``weights`` and ``gradients``, each by interval; ``unquantized``, what fell below a bound and travels as it
+            ``weights`` and ``gradients``, each by bucket; ``unquantized``, what fell below a bound and travels as it
             is.
         """
         meter = self._zero.meter
@@ -160,7 +160,7 @@ class EngineFacts(nn.Module):
     def step_metrics(self) -> dict[str, float]:
         """What the last step has to say beside its record.
 
-        Communication that was hidden (``comm/overlap.py``), :meth:`offload_metrics`, the error meter's readings.
+        Communication that was hidden (``comm/comm_timer.py``), :meth:`offload_metrics`, the error meter's readings.
         """
         meter = self._zero.meter
         overlap = self.comm.overlap.metrics()
@@ -179,7 +179,7 @@ class EngineFacts(nn.Module):
         record = self.last_step
         if record is None or record.skipped:
             return {}
-        squares = torch.cat(self._zero.stage.gradients.parameter_squares()).tolist()
+        squares = torch.cat(self._zero.stage.gradients.param_norm_sq()).tolist()
         names = [name for group in self._zero.groups for name in group.names]
         layers = dict.fromkeys(map(layer_of, names), 0.0)  # the same layers in the same order on every rank
         for name, square in zip(names, squares, strict=True):

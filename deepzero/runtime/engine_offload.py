@@ -34,33 +34,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.checkpoint.saver import Saver
+from deepzero.checkpoint.async_save import Saver
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.offload.activations import HOST_ACTIVATIONS, HostActivations
 from deepzero.offload.arena import HostMemoryError, available_host_bytes, required_bytes
-from deepzero.offload.wire import PipelineMeter, Wire
-from deepzero.runtime.away import (
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
+from deepzero.runtime.engine_facts import EngineFacts
+from deepzero.runtime.offload_states import (
     ADVICE,
     HOST_STATES,
     STATES_TO_DEVICE,
     STATES_TO_HOST,
-    Departure,
-    Leaving,
-    StatesAwayError,
+    OffloadedStorages,
+    StatesOffloadedError,
+    StorageSpec,
     plan,
 )
-from deepzero.runtime.built import Built
-from deepzero.runtime.engine_facts import EngineFacts
 from deepzero.runtime.zero.buffer_pool import references
-from deepzero.runtime.zero.delayed_step import DelayedStep
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.fragments import TensorFragments
-from deepzero.runtime.zero.gradients import GradientHooks
+from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
-from deepzero.runtime.zero.partitioned_group import PartitionedGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
+from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
 from deepzero.runtime.zero.sharded_step import ShardedStep
+from deepzero.runtime.zero_components import ZeroComponents
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """What can be moved, in DeepSpeed's words."""
@@ -76,20 +76,20 @@ class EngineOffload(EngineFacts):
     device: torch.device
     comm: Communicator
     stage: Any
-    _zero: Built
+    _zero: ZeroComponents
     _hooks: GradientHooks
     _fragments: TensorFragments
     _sharded_step: ShardedStep | DelayedStep
     _saver: Saver | None = None
     _destroyed: bool
-    _departures: tuple[Departure, ...] = ()
+    _departures: tuple[OffloadedStorages, ...] = ()
     """Away, one for each call of :meth:`offload_states`."""
-    _arriving: tuple[Departure, ...] = ()
+    _arriving: tuple[OffloadedStorages, ...] = ()
     """Back; perhaps the last bytes are still on their way."""
     _away: frozenset[str] = frozenset()
     """Which categories are away, on any rank."""
     _away_hook: Any = None
-    _state_wire: Wire | None = None
+    _state_wire: HostDeviceCopier | None = None
     _activations: HostActivations | None = None
 
     # ---- delayed update (zero.offload_optimizer) ---------------------------------------------------------------------
@@ -100,14 +100,14 @@ class EngineOffload(EngineFacts):
         Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
         training as if this step had not been delayed; a run that is continued takes the same course.
         """
-        if not self._sharded_step.unsent:
+        if not self._sharded_step.update_pending:
             return
         self._before_writes()
         self._sharded_step.finish()
         with self.comm.ledger.aside():
             self.stage.publish()
         for group in self._zero.groups:
-            group.has_new_values()
+            group.bump_param_versions()
 
     def _before_writes(self) -> None:
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
@@ -157,7 +157,7 @@ class EngineOffload(EngineFacts):
         problem = None
         try:
             if leaving:
-                departure = Departure(leaving, reachable, self._wire_of_states(), pin_memory, non_blocking)
+                departure = OffloadedStorages(leaving, reachable, self._wire_of_states(), pin_memory, non_blocking)
         except HostMemoryError as error:
             problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
         first = next((text for text in process_group.all_gather_object(problem) if text is not None), None)
@@ -195,8 +195,8 @@ class EngineOffload(EngineFacts):
 
     def _after_return(self) -> None:
         for group in self._zero.stores:
-            if isinstance(group, FlatGroup):
-                group.has_moved()
+            if isinstance(group, FlatParamGroup):
+                group.refresh_data_ptrs()
         self._post_notices()
 
     def _refuse_away(self, call: str) -> None:
@@ -204,7 +204,7 @@ class EngineOffload(EngineFacts):
         self._settle_arrivals()
         missing = [name for name in NEEDS.get(call, STATES) if name in self._away]
         if missing:
-            raise StatesAwayError(f"{call}: {', '.join(missing)} are away, {ADVICE}")
+            raise StatesOffloadedError(f"{call}: {', '.join(missing)} are away, {ADVICE}")
 
     # ---- 1: at rest --------------------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class EngineOffload(EngineFacts):
             raise RuntimeError("offload_states after engine.destroy(): there is nothing to move")
         if in_backward():
             raise RuntimeError("offload_states inside a backward pass: call it between two passes")
-        if self._hooks.broke_off():
+        if self._hooks.backward_aborted():
             raise RuntimeError(
                 "offload_states: the last backward pass broke off before its end; call engine.discard_gradients() first"
             )
@@ -228,10 +228,10 @@ class EngineOffload(EngineFacts):
         partitioning = self._zero.partitioning
         if parameters and partitioning is not None and "lp_params" not in self._away:
             partitioning.coordinator.release_all()
-            for interval in partitioning.coordinator.intervals:
-                if interval.status is not ZeroParamStatus.NOT_AVAILABLE:
-                    raise RuntimeError(f"offload_states inside GatheredParameters({interval.names}): leave it first")
-                _ = interval.shard  # what is on its way to it from the host has arrived
+            for bucket in partitioning.coordinator.buckets:
+                if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+                    raise RuntimeError(f"offload_states inside GatheredParameters({bucket.names}): leave it first")
+                _ = bucket.shard  # what is on its way to it from the host has arrived
             partitioning.clear()
 
     def _settle_arrivals(self) -> None:
@@ -241,7 +241,7 @@ class EngineOffload(EngineFacts):
 
     # ---- 2: which storages -------------------------------------------------------------------------------------------
 
-    def _leaving(self, chosen: frozenset[str]) -> tuple[list[Leaving], frozenset[str]]:
+    def _leaving(self, chosen: frozenset[str]) -> tuple[list[StorageSpec], frozenset[str]]:
         """The storages of some categories, each once; and all categories that have one of these."""
         owners: dict[int, set[str]] = {}
         storages: dict[int, torch.UntypedStorage] = {}
@@ -258,7 +258,7 @@ class EngineOffload(EngineFacts):
                     kept |= {storage._cdata} if keep else set()
         found = [key for key, names in owners.items() if names & chosen]
         moved = frozenset().union(*(owners[key] for key in found))
-        return [Leaving(storages[key], key in kept) for key in found], moved
+        return [StorageSpec(storages[key], key in kept) for key in found], moved
 
     def _in_arena(self, tensor: torch.Tensor) -> bool:
         return self._zero.offload is not None and self._zero.offload.arena.holds(tensor)
@@ -303,7 +303,7 @@ class EngineOffload(EngineFacts):
 
     # ---- 3: on every rank or on none ---------------------------------------------------------------------------------
 
-    def _check_hosts(self, leaving: list[Leaving], moved: frozenset[str]) -> frozenset[str]:
+    def _check_hosts(self, leaving: list[StorageSpec], moved: frozenset[str]) -> frozenset[str]:
         """Whether every host has room for its ranks' arenas. Returns what any rank moves.
 
         Raises:
@@ -335,15 +335,15 @@ class EngineOffload(EngineFacts):
         self._fragments.away = self._refuse_away if self._away else None
         notice = f"lp_params are away, {ADVICE}" if "lp_params" in self._away else None
         for group in self._zero.stores:
-            if isinstance(group, PartitionedGroup):
-                for interval in group.intervals:
-                    interval.away = notice if not interval.shard_on_host else None
+            if isinstance(group, PartitionedParamGroup):
+                for bucket in group.buckets:
+                    bucket.away = notice if not bucket.shard_on_host else None
 
-    def _wire_of_states(self) -> Wire:
+    def _wire_of_states(self) -> HostDeviceCopier:
         if self._state_wire is None:
             ledger = self.comm.ledger
-            self._state_wire = Wire(self.device, ledger, self.comm.chaos, PipelineMeter())
-            ledger.no_part_of_a_step |= {STATES_TO_HOST, STATES_TO_DEVICE}
+            self._state_wire = HostDeviceCopier(self.device, ledger, self.comm.chaos, OffloadStats())
+            ledger.untracked_kinds |= {STATES_TO_HOST, STATES_TO_DEVICE}
             ledger.watch(HOST_STATES, lambda: [t for departure in self._departures for t in departure.tensors()])
         return self._state_wire
 
@@ -356,7 +356,7 @@ class EngineOffload(EngineFacts):
             return contextlib.nullcontext()
         if self._activations is None:
             ledger = self.comm.ledger
-            wire = Wire(self.device, ledger, self.comm.chaos, PipelineMeter())
+            wire = HostDeviceCopier(self.device, ledger, self.comm.chaos, OffloadStats())
             self._activations = HostActivations(
                 wire, self._lasting, settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
             )

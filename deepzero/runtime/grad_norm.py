@@ -8,7 +8,7 @@ stage. So the sum of squares is made in two parts, neither of which depends on t
    computed from its ``ALIGN`` elements alone, is too.
 2. **Integers.** An fp32 block norm is ``m * 2**e`` with ``1 <= m < 2``. The square of m, rounded to fp32, is a multiple
    of ``2**-23``, so for each of the 256 exponents the squares are added as integers, which is exact and can be done in
-   any order, over blocks, intervals, groups and ranks. The ranks add their 256 integers with one small all-reduce;
+   any order, over blocks, buckets, groups and ranks. The ranks add their 256 integers with one small all-reduce;
    Python's big integers make the total, and one square root rounds once.
 
 The blocks are measured where the reduction has just written them, while they are in the core's cache
@@ -25,8 +25,8 @@ from collections.abc import Sequence
 
 import torch
 
-from deepzero.comm.pretended import stands_for
-from deepzero.layout import ALIGN, Piece
+from deepzero.comm.dry_run import real_device_type
+from deepzero.layout import ALIGN, Fragment
 
 EXPONENTS = 256
 FRACTION_BITS = 23
@@ -48,7 +48,7 @@ def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch
         fp32, ``grad.numel() // ALIGN`` elements; each depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
-    if stands_for(device or grad.device) == "cpu":
+    if real_device_type(device or grad.device) == "cpu":
         return torch.linalg.vector_norm(blocks, dim=1)
     # A GPU reduction picks its order by the number of rows. Halving with elementwise adds has one order only.
     squares = blocks * blocks
@@ -83,7 +83,7 @@ def _histogram(field: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 class BlockNorms:
-    """The block norms of a rank's share of the gradients, taken interval by interval as the sums are written.
+    """The block norms of a rank's share of the gradients, taken bucket by bucket as the sums are written.
 
     Args:
         numel: elements of the share, a multiple of ``ALIGN``.
@@ -108,25 +108,25 @@ class BlockNorms:
         if there is not None:
             there[blocks].zero_()
 
-    def square_words(self) -> torch.Tensor:
+    def norm_sq_partials(self) -> torch.Tensor:
         """int64 ``[WORDS]``, of everything measured."""
         words = exact_square_sum(self.norms)
         return words if self._on_host is None else words + exact_square_sum(self._on_host).to(words.device)
 
-    def squares(self, pieces: Sequence[Piece], count: int) -> torch.Tensor:
+    def squares(self, fragments: Sequence[Fragment], count: int) -> torch.Tensor:
         """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's pieces.
 
         Args:
-            pieces: where in the share each parameter's elements lie; a piece begins where a block does.
+            fragments: where in the share each parameter's elements lie; a piece begins where a block does.
             count: parameters of the group.
         """
         blocks = self.norms.to(torch.float64).square().cpu()
         if self._on_host is not None:
             blocks += self._on_host.to(torch.float64).square()
         found = torch.zeros(count, dtype=torch.float64)
-        for piece in pieces:
-            first = piece.shard_start // ALIGN
-            found[piece.slot.index] += blocks[first : first + -(-piece.numel // ALIGN)].sum()
+        for fragment in fragments:
+            first = fragment.shard_start // ALIGN
+            found[fragment.slot.index] += blocks[first : first + -(-fragment.numel // ALIGN)].sum()
         return found
 
 

@@ -15,15 +15,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from deepzero.comm import process_group
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.config.parse import ConfigError
-from deepzero.runtime.agreement import agree_to_start, check_parameters, check_precision, describe
+from deepzero.config.strict import ConfigError
+from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.world import check_ranks
-from deepzero.runtime.zero.flat_group import check_unclaimed
+from deepzero.runtime.topology import check_ranks
+from deepzero.runtime.zero.flat_param_group import check_unclaimed
 from deepzero.runtime.zero.init_context import Init
 from deepzero.runtime.zero.partition_parameters import ZeroParameter
-from deepzero.runtime.zero.partitioned_group import make_whole
+from deepzero.runtime.zero.partitioned_param_group import unpartition
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def _gather(model: nn.Module, stage: int) -> None:
     cut = {name: param for name, param in model.named_parameters() if isinstance(param, ZeroParameter)}
     check_unclaimed({param: name for name, param in cut.items()})
     for param in cut.values():
-        make_whole(param)
+        unpartition(param)
     if cut and process_group.rank() == 0:
         log.warning(
             "zero.Init has partitioned the model, and zero stage %d keeps its parameters whole: they are gathered on "

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from deepzero.config.engine import PrecisionConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 GROWTH = 2.0
 """The scale doubles and halves: a power of two changes no digit of a gradient, only its exponent."""

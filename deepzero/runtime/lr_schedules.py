@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import torch
 
 from deepzero.config.engine import SchedulerConfig
-from deepzero.config.parse import ConfigError, build, convert, require
+from deepzero.config.strict import ConfigError, build, convert, require
 from deepzero.runtime.deepspeed_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 

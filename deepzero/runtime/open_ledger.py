@@ -9,11 +9,10 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
-from deepzero.comm.storage import memory_of
+from deepzero.comm.storage import storage_ptr_of
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
 from deepzero.offload.host_gradients import GRADIENTS, LANDING
-from deepzero.runtime.built import Built
 from deepzero.runtime.closed_forms import (
     Counts,
     HostElements,
@@ -27,16 +26,21 @@ from deepzero.runtime.closed_forms import (
     wire_bytes,
 )
 from deepzero.runtime.quantized_forms import residual_bytes
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.forecast import expected, secondary_bytes
-from deepzero.runtime.zero.masters import HOST_MASTERS
-from deepzero.runtime.zero.offloading import MOMENTS
-from deepzero.runtime.zero.partitioned_group import HOST_PARAMETERS, PartitionedGroup
+from deepzero.runtime.zero.master_shard import HOST_MASTERS
+from deepzero.runtime.zero.offload_setup import MOMENTS
+from deepzero.runtime.zero.partitioned_param_group import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_0 import ZeroStage0
+from deepzero.runtime.zero_components import ZeroComponents
 
 
-def open_ledger(
-    built: Built, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
+def build_ledger(
+    built: ZeroComponents,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    comm: Communicator,
+    micro_batches: int,
 ) -> None:
     """Put the closed forms in, and say which tensors are measured against them."""
     ledger, dtypes, world = comm.ledger, built.dtypes, comm.world_size
@@ -50,7 +54,7 @@ def open_ledger(
         micro_batches=micro_batches,
         whole_reduce=built.reducer.whole,
         exact=built.reducer.method == "exact",
-        few_bits=built.few_bits.format if built.few_bits is not None else None,
+        quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
     )
     layouts = [group.layout for group in built.groups]
     persistent, frozen = _layouts_of_stage3(built)
@@ -63,27 +67,27 @@ def open_ledger(
         traffic |= _wire(built, world, sizes)
 
     if built.partitioning is not None:
-        intervals = built.partitioning.coordinator.intervals
-        traffic |= expected(intervals, micro_batches) if intervals else {}
-        memory[SECONDARY] = sum(secondary_bytes(interval.gather) for interval in intervals)
+        buckets = built.partitioning.coordinator.buckets
+        traffic |= expected(buckets, micro_batches) if buckets else {}
+        memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
     memory["buckets"] = bucket_bytes(layouts, world, comm.device, sizes, comm.nodes)
     if built.offload is not None:
         delayed = config.zero.offload_optimizer.delayed_update
         placements = [group.placement for group in built.groups]
         on_device, memory[LANDING] = wire_bytes(placements, sizes, world, delayed)
         memory["buckets"] += on_device
-    if built.few_bits is not None and config.zero.quantization.error_feedback:
+    if built.quantized_grads is not None and config.zero.quantization.error_feedback:
         memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
     _watch(built, optimizer, ledger)
 
 
-def _buckets(built: Built) -> list[torch.Tensor]:
+def _bucket_buffers(built: ZeroComponents) -> list[torch.Tensor]:
     """What is kept for gradients on their way, and means nothing in between."""
     return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
 
 
-def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
     """Which tensors are measured, and how much of each is padding: what is more than this rank's pieces."""
 
     def stepped_on_host() -> list[torch.Tensor]:
@@ -103,8 +107,8 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger) -> No
     def moments() -> list[torch.Tensor]:
         # Counters of steps, 4 bytes for each tensor, are no moments, and lie on the host.
         kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
-        there = {memory_of(t) for t in host_moments()}
-        return [t for t in kept if memory_of(t) not in there]
+        there = {storage_ptr_of(t) for t in host_moments()}
+        return [t for t in kept if storage_ptr_of(t) not in there]
 
     padding = _padding(built)
 
@@ -112,7 +116,7 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger) -> No
     ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
-    ledger.watch("buckets", lambda: [*_buckets(built), *built.reducer.kept()])
+    ledger.watch("buckets", lambda: [*_bucket_buffers(built), *built.reducer.kept()])
     if built.partitioning is not None:
         ledger.watch("gathered", built.partitioning.gather_buffers, most=built.partitioning.most_gathered)
         if built.partitioning.secondaries():
@@ -126,7 +130,9 @@ def _watch(built: Built, optimizer: torch.optim.Optimizer, ledger: Ledger) -> No
             ledger.watch(category, held, padding.get(category, 0))
 
 
-def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> tuple[dict[str, int], dict[str, int]]:
+def _with_host(
+    built: ZeroComponents, counts: Counts, world: int, sizes: StateSizes
+) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by category, and what of each is padding, where a part is in host memory."""
     offload = built.offload
     copies = offload.sums.copies if offload is not None and offload.sums is not None else 1
@@ -144,7 +150,7 @@ def _with_host(built: Built, counts: Counts, world: int, sizes: StateSizes) -> t
     return memory, padding
 
 
-def _padding(built: Built) -> dict[str, int]:
+def _padding(built: ZeroComponents) -> dict[str, int]:
     """Bytes of this rank's flat tensors that are in none of its pieces, by category; measured, not predicted."""
     found: Counter[str] = Counter()
 
@@ -153,10 +159,10 @@ def _padding(built: Built) -> dict[str, int]:
             found[category] += tensor.nbytes - numel * tensor.itemsize
 
     for group in built.stores:
-        pieces, placement, store = group.pieces, group.placement, group.master_store
-        if isinstance(group, PartitionedGroup):
-            on_host = sum(p.numel for p in pieces if p.shard_start < placement.parameter_numel)
-            count("parameters", group.shard_on_device, sum(p.numel for p in pieces) - on_host)
+        fragments, placement, store = group.fragments, group.placement, group.master_store
+        if isinstance(group, PartitionedParamGroup):
+            on_host = sum(p.numel for p in fragments if p.shard_start < placement.parameter_numel)
+            count("parameters", group.shard_on_device, sum(p.numel for p in fragments) - on_host)
             count(HOST_PARAMETERS, group.shard_on_host, on_host)
         else:
             count("parameters", group.parameter_storage[0], group.layout.numel)
@@ -164,41 +170,42 @@ def _padding(built: Built) -> dict[str, int]:
             ("masters", placement.device_masters, store.on_device),
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
-            count(category, tensor, sum(p.numel for p in pieces if span.holds(p.shard_start)))
+            count(category, tensor, sum(p.numel for p in fragments if span.holds(p.shard_start)))
     gradients, whole = built.stage.gradients, built.reducer.whole
     sums = gradients.grad_P if isinstance(gradients, ZeroStage0) else gradients.grad_S
     for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
         count("gradients", flat, group.layout.numel)
         there = group.placement.optimizer_numel
-        kept = sum(p.numel for p in group.pieces if p.shard_start >= there)
+        kept = sum(p.numel for p in group.fragments if p.shard_start >= there)
         count("gradients", mine, group.layout.numel if whole else kept)
     if built.offload is not None and built.offload.sums is not None:
-        of_host = [p for g in built.groups for p in g.pieces if p.shard_start < g.placement.optimizer_numel]
+        of_host = [p for g in built.groups for p in g.fragments if p.shard_start < g.placement.optimizer_numel]
         size = built.dtypes.accumulation.itemsize
         held = sum(t.nbytes for t in built.offload.arena.tensors(GRADIENTS))
         found[GRADIENTS] = held - built.offload.sums.copies * size * sum(p.numel for p in of_host)
     return found
 
 
-def _elements(built: Built) -> tuple[HostElements, HostElements]:
+def _elements(built: ZeroComponents) -> tuple[HostElements, HostElements]:
     stores = built.stores
     placed = [
-        (group.placement, group.optimizer_group is not None, isinstance(group, PartitionedGroup)) for group in stores
+        (group.placement, group.optimizer_group is not None, isinstance(group, PartitionedParamGroup))
+        for group in stores
     ]
-    true = HostElements.of(placed, lambda interval: interval.true_numel())
-    return true, HostElements.of(placed, lambda interval: interval.numel - interval.true_numel())
+    true = HostElements.of(placed, lambda bucket: bucket.true_numel())
+    return true, HostElements.of(placed, lambda bucket: bucket.numel - bucket.true_numel())
 
 
-def _wire(built: Built, world: int, sizes: StateSizes) -> dict[str, Traffic]:
+def _wire(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, Traffic]:
     true, rest = _elements(built)
-    inside = [(g.placement, i) for g in built.groups for i in g.layout.intervals if g.placement.steps_on_host(i)]
-    sent = [interval for placement, interval in inside if not placement.keeps_on_host(interval)]
+    inside = [(g.placement, i) for g in built.groups for i in g.layout.buckets if g.placement.steps_on_host(i)]
+    sent = [bucket for placement, bucket in inside if not placement.keeps_on_host(bucket)]
     return predicted_wire(true, rest, world, sizes, (len(inside), len(sent)))
 
 
-def _layouts_of_stage3(built: Built) -> tuple[list[FlatLayout], list[FlatLayout]]:
+def _layouts_of_stage3(built: ZeroComponents) -> tuple[list[FlatLayout], list[FlatLayout]]:
     """Layouts of persistent and of frozen parameters."""
     if built.partitioning is None:
         return [], []
     frozen = [group.layout for group in built.partitioning.frozen]
-    return [group.layout for group in built.groups if isinstance(group, FlatGroup)], frozen
+    return [group.layout for group in built.groups if isinstance(group, FlatParamGroup)], frozen

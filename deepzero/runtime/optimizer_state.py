@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.optimizer_trial import borrowed, settings_of
+from deepzero.runtime.elementwise_check import borrowed, settings_of
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

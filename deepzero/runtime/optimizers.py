@@ -6,7 +6,7 @@ other class of ``torch.optim`` goes by its name, any class at all by its dotted 
 name ``DeepSpeedCPUAdam``, is deepzero's own Adam for tensors in the CPU's memory. Upper and lower case do not matter in
 names without a dot. All other arithmetic is torch's, in its fused kernels where they exist.
 
-What ZeRO needs of an optimizer is found out elsewhere and for any class: :mod:`deepzero.runtime.optimizer_trial` asks
+What ZeRO needs of an optimizer is found out elsewhere and for any class: :mod:`deepzero.runtime.elementwise_check` asks
 whether it may be cut up, :mod:`deepzero.runtime.optimizer_state` allocates its state in advance.
 
 Source: DeepSpeed's ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/`` for names and defaults.
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from deepzero.config.engine import OptimizerConfig
-from deepzero.config.parse import ConfigError, convert, unknown_key
+from deepzero.config.strict import ConfigError, convert, unknown_key
 from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizer_state import allocate_state
-from deepzero.runtime.optimizer_trial import check_elementwise
 
 __all__ = ["allocate_state", "build_optimizer", "check_elementwise"]
 

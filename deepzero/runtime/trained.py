@@ -14,7 +14,7 @@ from operator import is_
 import torch
 from torch import nn
 
-from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.grad_accumulator import ParamGroup
 
 ADVICE = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
 
@@ -27,7 +27,7 @@ class TrainedParameters:
         groups: of the trained parameters.
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[ParameterGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Iterable[ParamGroup]) -> None:
         self._model = model
         names = {param: name for name, param in model.named_parameters()}
         grouped = {param for group in groups for param in group.params}

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepzero.checkpoint.folder import read_manifest
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.checkpoint_dir import read_manifest
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.resume import find_start
-from deepzero.config.parse import ConfigError
-from deepzero.config.words import split
+from deepzero.config.hydra_errors import split
+from deepzero.config.strict import ConfigError
 
 FOLDER = ".hydra"
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from deepzero.config.engine import resolve_batch
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.models.hf import check_library
 from deepzero.profiling.trace import check_profiler
-from deepzero.runtime.agreement import check_precision
+from deepzero.runtime.consistency import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.world import check_ranks
-from deepzero.training.pieces import sequences
+from deepzero.runtime.topology import check_ranks
+from deepzero.training.build_model import sequences
 
 
 def preflight(run: RunConfig, world_size: int, device: str) -> None:

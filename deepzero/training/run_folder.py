@@ -13,16 +13,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.checkpoint.folder import LOCK, acquire, holds, point_latest
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.checkpoint_dir import LOCK, acquire, holds, point_latest
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import elastic, process_group
+from deepzero.comm.preemption import stop_signal
 from deepzero.comm.rank_process import leave
-from deepzero.comm.stop_request import stop_signal
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
-from deepzero.monitor.files import METRICS, clear
+from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
 from deepzero.runtime.engine import Engine
 from deepzero.training.command import Command

@@ -9,8 +9,8 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 import train
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
 
 
 def settings(*overrides: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import deepzero
-from deepzero.checkpoint.state import Holdings
+from deepzero.checkpoint.engine_state import EngineState
 from deepzero.comm import process_group
 from tests.distributed.training import make_model, my_micro_batches, start
 
@@ -18,7 +18,7 @@ GLOBAL_BATCH = 12
 
 
 def settings(stage: int, **changes: Any) -> dict[str, Any]:
-    """Arguments of ``start``: a bucket size that makes several intervals, persistent parameters in stage 3."""
+    """Arguments of ``start``: a bucket size that makes several buckets, persistent parameters in stage 3."""
     zero = {"stage3_param_persistence_threshold": 100} if stage == 3 else {}
     return {"stage": stage, "bucket": 900, "zero": zero, **changes}
 
@@ -49,7 +49,7 @@ def steps(engine: deepzero.Engine, rank: int, world: int, until: int) -> list[tu
 
 def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
     """SHA-256 of every parameter's whole master and moments, by name; the same for all stages and numbers of ranks."""
-    holdings: Holdings = engine._holdings()
+    holdings: EngineState = engine._holdings()
     mine: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for group in holdings.groups:
         for run in holdings.runs(group):

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.pretended import Pretended, pretend
+from deepzero.comm.dry_run import FakeRank, fake_process_group
 from deepzero.offload import arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
@@ -537,7 +537,7 @@ def null_gpu(mirrors=0):
         for holder, name, value in replaced:
             stack.enter_context(mock.patch.object(holder, name, value))
         if mirrors:
-            stack.enter_context(pretend(Pretended(0, mirrors, "cuda", mirrors)))
+            stack.enter_context(fake_process_group(FakeRank(0, mirrors, "cuda", mirrors)))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
         stack.enter_context(_Operations(machine))

@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import absence, process_group, watchdog
+from deepzero.comm import absence, desync_watchdog, process_group
 from deepzero.comm.absence import Absence
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.flight_recorder import FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.side_channel import SideChannel
-from deepzero.comm.trail import Board, State, Trail
+from deepzero.comm.store_mailbox import SideChannel
 from deepzero.config.engine import ChaosConfig, CommConfig
 from tests.distributed.test_divergence import one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start
@@ -32,8 +32,8 @@ class Ranks:
 
     def __init__(self, launches: list[str], host_waits: bool = True, silent: tuple[int, ...] = ()) -> None:
         store, world = dist.HashStore(), len(launches)
-        self.boards = [Board(store, rank, world, "absence") for rank in range(world)]
-        self.trails = [Trail() for _ in launches]
+        self.boards = [RankStore(store, rank, world, "absence") for rank in range(world)]
+        self.trails = [FlightRecorder() for _ in launches]
         self.looks = [Absence(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
         self.now, self.silent, self.host_waits = 0.0, silent, host_waits
         for rank, wheres in enumerate(launches):
@@ -166,7 +166,7 @@ def impatient() -> Iterator[None]:
     """A process group of this call's own, where a short wait is told, and told again."""
     with (
         mock.patch.multiple(absence, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
-        mock.patch.object(watchdog, "TICK_SECONDS", 0.02),
+        mock.patch.object(desync_watchdog, "TICK_SECONDS", 0.02),
     ):
         process_group.init_distributed(backend="gloo", timeout_seconds=110)
         try:
@@ -198,7 +198,7 @@ def test_ranks_that_train(ranks, missing, speaker):
     said = ranks.run(come_when_missed, missing, world_size=2, process_group=False)
     assert said[missing] == ""
     first, place, *_ = said[speaker].splitlines()
-    assert "(step 2, reduction of the interval of " in first
+    assert "(step 2, reduction of the bucket of " in first
     assert f"rank {speaker} waits for rank {missing}, which has not launched collective " in first
     assert f": rank {missing}'s own code is running at test_absence.py:" in first
     assert place.startswith(f"  rank {missing}, for ") and "step 2, at test_absence.py:" in place
@@ -206,7 +206,7 @@ def test_ranks_that_train(ranks, missing, speaker):
 
 def beside(rank: int, world: int) -> str:
     """What the thread beside NCCL prints, on ranks whose hosts do not wait."""
-    with mock.patch.object(watchdog, "_speaks_gloo", lambda: False), impatient():
+    with mock.patch.object(desync_watchdog, "_speaks_gloo", lambda: False), impatient():
         posts = Posts("stderr of 0") if rank == 0 else io.StringIO()
         comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
         one_exchange(comm, "the first")
@@ -252,7 +252,7 @@ def test_a_side_channel_of_one_rank():
     assert channel.look("a") is None
 
 
-def test_the_intervals_are_far_apart():
+def test_the_buckets_are_far_apart():
     assert absence.NOTICE_SECONDS == 30
     assert absence.AGAIN_SECONDS == 60
     assert CommConfig().timeout_seconds >= 10 * absence.NOTICE_SECONDS

@@ -15,13 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import autopsy, process_group, watchdog
-from deepzero.comm.autopsy import CollectiveTimeoutError, RollCall, Standstill, Verdict, failure_of, summary, within
+from deepzero.comm import desync_watchdog, hang_report, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.desync_watchdog import RankLeftError, Watchdog
+from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, RankStore, State
+from deepzero.comm.hang_report import (
+    CollectiveTimeoutError,
+    Diagnosis,
+    NcclStallReporter,
+    StateCollector,
+    failure_of,
+    summary,
+    within,
+)
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.trail import Board, Gone, State, Trail
-from deepzero.comm.watchdog import RankLeftError, Watchdog
 from deepzero.config.engine import ChaosConfig
 from tests.distributed.test_divergence import one_exchange
 
@@ -31,7 +39,7 @@ TIMED_OUT = RuntimeError("Timed out waiting 3000ms for recv operation to complet
 
 def state(launches: str, waits: bool, **values: object) -> State:
     """A rank that has launched one collective a letter, and waits for the last or runs."""
-    trail = Trail()
+    trail = FlightRecorder()
     for where in launches:
         trail.waiting = trail.launch("gather", where)
     trail.waiting = trail.waiting if waits else None
@@ -43,7 +51,7 @@ def state(launches: str, waits: bool, **values: object) -> State:
 
 
 def test_a_state_travels() -> None:
-    trail = Trail()
+    trail = FlightRecorder()
     assert State.from_json(trail.state(3, "x.py:1").to_json()) == trail.state(3, "x.py:1")
     trail.waiting, trail.step = trail.launch("gather", "a"), 7
     assert State.from_json(trail.state(3, "").to_json()) == trail.state(3, "")
@@ -85,18 +93,18 @@ def test_summary_of_a_rank_that_is_busy() -> None:
             2,
             "rank 0 and rank 1 wait for collective 2, gather of b, wh",
         ),
-        ({0: state("ab", True)}, {1: Gone(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
+        ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
         ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
         ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
     ],
 )
-def test_summary(states: dict[int, State], gone: dict[int, Gone], world: int, said: str) -> None:
+def test_summary(states: dict[int, State], gone: dict[int, DepartedRank], world: int, said: str) -> None:
     assert said in summary(states, gone, world, 3.0)
 
 
 def test_what_the_roll_is_called_for() -> None:
-    assert failure_of(LOST)[0] == autopsy.CONNECTION
-    assert failure_of(TIMED_OUT) == (autopsy.TIMEOUT, 3.0)
+    assert failure_of(LOST)[0] == hang_report.CONNECTION
+    assert failure_of(TIMED_OUT) == (hang_report.TIMEOUT, 3.0)
     assert failure_of(RuntimeError("CUDA out of memory"))[0] == ""
 
 
@@ -122,7 +130,7 @@ def test_a_rank_without_a_sign_of_life() -> None:
     began = time.monotonic()
     with pytest.raises(RankLeftError) as error:
         dogs[0].explain(LOST)
-    assert time.monotonic() - began < autopsy.ASKING_SECONDS + 1
+    assert time.monotonic() - began < hang_report.ASKING_SECONDS + 1
     assert str(error.value) == (
         "rank 1 gave no sign of life: it was killed or its machine is gone. "
         "Rank 0 still needs it: it is waiting for collective 1, gather of a"
@@ -187,7 +195,7 @@ class BrokenStore:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_a_store_the_error_stays_what_it_is(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "ASKING_SECONDS", 0.5)
+    monkeypatch.setattr(desync_watchdog, "ASKING_SECONDS", 0.5)
     dog = Watchdog(BrokenStore(hangs), 0, 2, "broken", seconds=1e9)  # type: ignore[arg-type]
     began = time.monotonic()
     dog.explain(LOST)
@@ -203,17 +211,17 @@ def test_within() -> None:
 
 
 def test_the_first_verdict_counts() -> None:
-    board = Board(dist.HashStore(), 0, 2, "first")
-    assert Verdict.read(board) is None
-    Verdict("timeout", 0, "a").write(board)
-    Verdict("missing", 1, "b").write(board)
-    assert Verdict.read(board) == Verdict("timeout", 0, "a")
-    assert RollCall(board, Trail(), 0)._answers([0, 1]) == {}
+    board = RankStore(dist.HashStore(), 0, 2, "first")
+    assert Diagnosis.read(board) is None
+    Diagnosis("timeout", 0, "a").write(board)
+    Diagnosis("missing", 1, "b").write(board)
+    assert Diagnosis.read(board) == Diagnosis("timeout", 0, "a")
+    assert StateCollector(board, FlightRecorder(), 0)._answers([0, 1]) == {}
 
 
 def test_standing_still_is_said_once() -> None:
     """What the thread does beside NCCL, by a made-up clock."""
-    trail, still = Trail(), Standstill(100.0)
+    trail, still = FlightRecorder(), NcclStallReporter(100.0)
     assert not any(still.look(trail, now) for now in (0.0, 500.0))  # nothing was launched
     trail.launch("gather", "a")
     trail.step, trail.position = 3, "backward"
@@ -227,7 +235,7 @@ def test_standing_still_is_said_once() -> None:
 
 @pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    dog = Watchdog(None, 1, 2, "nccl", standstill=Standstill(1.0))
+    dog = Watchdog(None, 1, 2, "nccl", standstill=NcclStallReporter(1.0))
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
     dog.leave("is done")
@@ -248,9 +256,9 @@ def sleep_through(rank: int, world: int, blocking: bool) -> tuple[str, str, floa
             if rank == 1:
                 time.sleep(10)
             if blocking:
-                process_group.all_gather_object("interval 3")
+                process_group.all_gather_object("bucket 3")
             else:
-                one_exchange(comm, "interval 3")
+                one_exchange(comm, "bucket 3")
         return str(error.value), printed.getvalue(), time.monotonic() - began, error.value.peer_left
     finally:
         process_group.shutdown()
@@ -265,7 +273,7 @@ def test_a_rank_that_sleeps_is_named(ranks, world, blocking):
     assert len({text for text, *_ in ends}) == 1  # all say the same
     text = ends[0][0]
     waiting = "rank 0 waits" if world == 2 else "rank 0 and rank 2 wait"
-    what = "all_gather_object" if blocking else "parameters.all_gather of interval 3"
+    what = "all_gather_object" if blocking else "parameters.all_gather of bucket 3"
     first = f"{waiting} for rank 1, which has not launched collective 2, {what}: "
     assert text.startswith("a collective did not complete within 4 s (comm.timeout_seconds): " + first)
     assert "rank 1's own code is running at test_autopsy.py:" in text.splitlines()[0]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.training import SGD, TinyModel, start

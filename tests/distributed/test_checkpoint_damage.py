@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deepzero.checkpoint.export import export
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.resume import find_start
 from deepzero.comm import process_group
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.damages import ALL, FILES, MANIFESTS
 from tests.distributed.training import TinyModel, my_micro_batches

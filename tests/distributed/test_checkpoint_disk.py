@@ -21,9 +21,9 @@ import pytest
 import torch
 
 from deepzero import durable
-from deepzero.checkpoint import folder as folders
-from deepzero.checkpoint import model_file, saver, shard_file
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint import async_save, model_file, shard_file
+from deepzero.checkpoint import checkpoint_dir as folders
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm import process_group
 from deepzero.offload.arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
@@ -94,7 +94,7 @@ def fail_while_the_other_writes(rank, world, folder):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             full_after(5000, patch)
-            patch.setattr(saver.shutil, "rmtree", lambda *args, **kwargs: None)
+            patch.setattr(async_save.shutil, "rmtree", lambda *args, **kwargs: None)
         message = said(engine.save_checkpoint, folder)
         left = names(folder)
     engine.destroy()
@@ -149,7 +149,7 @@ def no_memory(rank, world, folder, victim):
     engine = engine_for(world, 2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
-            patch.setattr(saver.Saver, "_snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+            patch.setattr(async_save.Saver, "_snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
         began = time.monotonic()
         if rank == victim:
             with pytest.raises(MemoryError):
@@ -190,7 +190,7 @@ def test_folders_that_cannot_be_written(ranks, tmp_path):
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from deepzero.checkpoint.folder import acquire, holds
+from deepzero.checkpoint.checkpoint_dir import acquire, holds
 acquire(Path(sys.argv[1]))
 if os.fork() == 0:
     print("forked", holds(Path(sys.argv[1])), flush=True)
@@ -304,9 +304,9 @@ def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
         if len(told) == 4:
             enough.set()
 
-    monkeypatch.setattr(saver, "BEAT_SECONDS", 0.001)
-    monkeypatch.setattr(saver, "SideChannel", lambda name: SimpleNamespace(post=post))
-    job = saver._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
+    monkeypatch.setattr(async_save, "BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(async_save, "SideChannel", lambda name: SimpleNamespace(post=post))
+    job = async_save._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
     assert enough.wait(60)
     job.end_beating()
     assert {key for key, _ in told} == {"1/beat"} and len(set(told)) == len(told)
@@ -323,8 +323,8 @@ def two_engines(rank, world, folder):
         found = [said(first.wait_for_checkpoint), said(second.wait_for_checkpoint)]
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(saver._Job, "_write_and_commit", lambda *_: 1 / 0)
-        patch.setattr(saver, "GONE_SECONDS", 1.0)
+            patch.setattr(async_save._Job, "_write_and_commit", lambda *_: 1 / 0)
+        patch.setattr(async_save, "GONE_SECONDS", 1.0)
         first.save_checkpoint(folder, tag="third", asynchronous=True)
         found.append(said(first.wait_for_checkpoint))
     first.destroy()
@@ -496,12 +496,12 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
     """At every look it would fill a store that is a file, which keeps each note."""
     now, posted = [0.0], []
     clock = {"monotonic": lambda: now[0], "monotonic_ns": lambda: int(1e9 * now[0])}
-    monkeypatch.setattr(saver, "time", SimpleNamespace(**clock, sleep=lambda s: now.append(now.pop() + s)))
-    info = saver.ShardInfo(1, 8, "", 8, [], ())
-    job = object.__new__(saver._Job)
+    monkeypatch.setattr(async_save, "time", SimpleNamespace(**clock, sleep=lambda s: now.append(now.pop() + s)))
+    info = async_save.ShardInfo(1, 8, "", 8, [], ())
+    job = object.__new__(async_save._Job)
     job.saver = SimpleNamespace(rank=0, world_size=2, silence_seconds=1800, poll_seconds=0.02)
     job._lost = lambda rank: None
-    written = saver._shard_text(info)
+    written = async_save._shard_text(info)
     job.channel = SimpleNamespace(
         look=lambda key: written if key == "1/written" and now[0] > 10 else None,
         post=lambda key, text: posted.append((key, text)),
@@ -513,14 +513,14 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
 def write_in_steps(rank, world, folder):
     """How much each flush had to write, and what was told to the others after it."""
     engine = engine_for(world, 2)
-    told, sizes, flush, put, alive = [], [0], os.fsync, shard_file.put, saver._Job._alive
+    told, sizes, flush, put, alive = [], [0], os.fsync, shard_file.put, async_save._Job._alive
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(durable, "FLUSH_BYTES", 8192)
         patch.setattr(shard_file, "WRITE_BYTES", 4096)
         patch.setattr(model_file, "PIECE_BYTES", 4096)
         patch.setattr(shard_file, "put", lambda file, view: (put(file, view), sizes.append(sizes.pop() + len(view))))
         patch.setattr(os, "fsync", lambda handle: (flush(handle), sizes.append(0)))
-        patch.setattr(saver._Job, "_alive", lambda job, written: (told.append(written), alive(job, written)))
+        patch.setattr(async_save._Job, "_alive", lambda job, written: (told.append(written), alive(job, written)))
         for asynchronous in (False, True):
             engine.save_checkpoint(folder, tag=f"behind={asynchronous}", asynchronous=asynchronous)
             engine.wait_for_checkpoint()
@@ -556,7 +556,7 @@ def test_a_copy_locks_no_more_than_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None, synchronize=None))
-    found = saver.Saver(torch.device("cuda"), 1.0)
+    found = async_save.Saver(torch.device("cuda"), 1.0)
     needed = []
     for numel in (700_000, 300_000, 1_100_000):
         values = torch.arange(numel, dtype=torch.float32)

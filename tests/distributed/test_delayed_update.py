@@ -15,9 +15,9 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.ops import CPUAdam
-from deepzero.runtime.zero.delayed_step import DelayedStep
+from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.test_offload import CPU_ADAM, go, settings
 from tests.distributed.training import make_batch, make_model, my_micro_batches
@@ -274,7 +274,7 @@ def skips(rank, world):
     engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
     engine.step()
     assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
-    assert not engine._sharded_step.unsent
+    assert not engine._sharded_step.update_pending
 
 
 def test_a_skipped_step_sends_what_is_ready(ranks):

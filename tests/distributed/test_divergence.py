@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import deepzero
-from deepzero.comm import process_group, watchdog
+from deepzero.comm import desync_watchdog, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.desync_watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
+from deepzero.comm.flight_recorder import RankStore
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.trail import Board
-from deepzero.comm.watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
 from deepzero.config.engine import ChaosConfig
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
@@ -52,12 +52,12 @@ def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
 def test_who_is_stuck(trails, gone, expected):
     states = {rank: waiting_state(list(launches), waits_for) for rank, (launches, waits_for) in trails.items()}
     states = {rank: State.from_json(state.to_json()) for rank, state in states.items()}
-    assert watchdog.stuck(states, gone) == expected
+    assert desync_watchdog.stuck(states, gone) == expected
 
 
 def test_verdict_names_everything():
     states = {0: waiting_state(["a", "b"], 2), 2: waiting_state(["a", "c"], 2)}
-    text = watchdog.verdict(states, {}, 3)
+    text = desync_watchdog.verdict(states, {}, 3)
     assert "rank 0: in forward of b, at train.py:7, waiting for collective 2, gather of b" in text
     assert "rank 1: its own code is running" in text
     assert "rank 0 launched collective 2, gather of b; rank 2 launched collective 2, gather of c" in text
@@ -82,7 +82,7 @@ def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
     """A store that is a file keeps each post."""
     store, posted = dist.HashStore(), []
     dog, other = (Watchdog(store, rank, 2, "long", seconds=1e9) for rank in range(2))
-    monkeypatch.setattr(dog._board, "set", lambda key, text: (posted.append(key), Board.set(dog._board, key, text)))
+    monkeypatch.setattr(dog._board, "set", lambda key, text: (posted.append(key), RankStore.set(dog._board, key, text)))
     for where in "ab":
         for watched in (dog, other):
             watched.trail.waiting = watched.trail.launch("gather", where)
@@ -128,7 +128,7 @@ def test_who_goes_on_is_left_alone():
 
 def join(seconds: float = QUICK_SECONDS) -> Communicator:
     """A process group of this call's own, and a watchdog that is quicker than the default."""
-    watchdog.DIVERGENCE_SECONDS = seconds
+    desync_watchdog.DIVERGENCE_SECONDS = seconds
     process_group.init_distributed(backend="gloo")
     return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), process_group.rank()))
 
@@ -150,7 +150,7 @@ def take_different_paths(rank, world, how):
         with pytest.raises(RankDivergenceError) as error:
             comm.position = f"forward of blocks.{rank}"
             if how == "exchange":  # small messages: nothing but the tag keeps them apart
-                one_exchange(comm, f"interval {rank}")
+                one_exchange(comm, f"bucket {rank}")
             elif how == "blocking" and rank == 0:
                 process_group.all_gather_object("a")
             elif how == "blocking" and rank == 1:
@@ -159,7 +159,7 @@ def take_different_paths(rank, world, how):
                 comm.broadcast("setup", torch.zeros(7), src=1)
             elif how == "running":  # ranks 0 and 1 differ while rank 2 is busy; it finds out when it comes
                 time.sleep(8 if rank == 2 else 0)
-                one_exchange(comm, f"interval {rank}")
+                one_exchange(comm, f"bucket {rank}")
         return str(error.value), time.monotonic() - started
     finally:
         process_group.shutdown()
@@ -181,7 +181,7 @@ def test_different_collectives(ranks, how, world):
     for rank in range(world if how != "running" else 2):
         assert f"rank {rank}: in forward of blocks.{rank}, at test_divergence.py:" in text
     if how == "exchange":
-        assert "waiting for collective 2, parameters.all_gather of interval 0" in text
+        assert "waiting for collective 2, parameters.all_gather of bucket 0" in text
         assert "the first difference: rank 0 launched collective 2" in text
     assert all(seconds < 15 for _, seconds in ends)
 
@@ -205,7 +205,7 @@ def test_a_slow_rank_is_no_divergence(ranks):
 
 
 def one_backward_more(rank, world, stage):
-    join(watchdog.DIVERGENCE_SECONDS)
+    join(desync_watchdog.DIVERGENCE_SECONDS)
     try:
         engine = start(make_model(), stage=stage, optimizer=SGD, bucket=800)
         batch = my_micro_batches(0, rank, world, 2, 1)[0]
@@ -223,7 +223,7 @@ def one_backward_more(rank, world, stage):
 def test_one_rank_runs_one_backward_pass_more(ranks):
     ends = ranks.run(one_backward_more, 2, world_size=2, process_group=False)
     for rank in range(2):
-        assert all(f"rank {rank}: step 1, in reduction of the interval of " in text for text, _ in ends)
+        assert all(f"rank {rank}: step 1, in reduction of the bucket of " in text for text, _ in ends)
     assert all("waiting for collective" in text and "gradients.reduce_scatter" in text for text, _ in ends)
     assert all(seconds < 15 for _, seconds in ends)
 
@@ -255,7 +255,7 @@ def leave_by_the_back_door(rank, world):
     store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    second = watchdog.current()
+    second = desync_watchdog.current()
     process_group.barrier()
     first._thread.join(5)
     alive = first._thread.is_alive(), second._thread.is_alive()
@@ -297,7 +297,7 @@ def test_stage_3_names_the_modules(ranks):
     """Each message has both ranks' modules, and what to do about experts."""
     for text, seconds in ranks.run(branch, world_size=2, process_group=False):
         assert (
-            "in reduction of the interval of right.weight" in text
+            "in reduction of the bucket of right.weight" in text
             and "in forward of right" in text
             and "set_z3_leaf_modules" in text
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.agreement import RankMismatchError
+from deepzero.runtime.consistency import RankMismatchError
 from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, one_step, start
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The error meter: what it reads, when it reads, and what happens to an interval that loses too much."""
+"""The error meter: what it reads, when it reads, and what happens to a bucket that loses too much."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero.error_meter import METER
+from deepzero.runtime.zero.quantization_monitor import METER
 from tests.distributed.training import config
 
 SIZE = 128
@@ -55,7 +55,7 @@ def run(rank, world, given, outlier, steps):
             messages.append(record.getMessage())
 
     handler = Keep()
-    logging.getLogger("deepzero.runtime.zero.error_meter").addHandler(handler)
+    logging.getLogger("deepzero.runtime.zero.quantization_monitor").addHandler(handler)
     engine, *_ = deepzero.initialize(model=model(outlier), config=given)
     generator = torch.Generator().manual_seed(rank)
     seen = []
@@ -65,7 +65,7 @@ def run(rank, world, given, outlier, steps):
         engine.step()
         same = {name: value for name, value in engine.step_metrics().items() if not name.startswith("comm/")}
         seen.append((same, engine.quantization_report()))
-    logging.getLogger("deepzero.runtime.zero.error_meter").removeHandler(handler)
+    logging.getLogger("deepzero.runtime.zero.quantization_monitor").removeHandler(handler)
     return seen, messages, engine.report(), engine.params_sha256()
 
 
@@ -87,7 +87,7 @@ def test_readings(ranks):
     assert metrics[0][f"quantization/weights_snr_db/{name}"] == report["weights"][name]
 
 
-def test_an_interval_that_loses_too_much_goes_unquantised(ranks):
+def test_a_bucket_that_loses_too_much_goes_unquantised(ranks):
     """Said once, by rank 0; the account follows; the others stay quantised."""
     results = ranks.run(run, settings(block_size=2048), 100.0, 5, world_size=4)
     assert len({sha for *_, sha in results}) == 1
@@ -149,7 +149,7 @@ def test_a_skipped_step_is_measured_later(ranks):
 
 
 def stopped(rank, world, given):
-    """The account of the step in which intervals have just been stopped, and of the next."""
+    """The account of the step in which buckets have just been stopped, and of the next."""
     engine, *_ = deepzero.initialize(model=model(100.0), config=given)
     accounts = []
     for _ in range(4):

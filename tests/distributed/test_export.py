@@ -14,10 +14,10 @@ from torch import nn
 
 import deepzero
 from deepzero.checkpoint import model_file, shard_file
+from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.export import export
-from deepzero.checkpoint.folder import read_manifest
-from deepzero.checkpoint.format import CheckpointError
 from deepzero.checkpoint.headers import read_header
+from deepzero.checkpoint.manifest import CheckpointError
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
 from tools.export import main
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepzero.comm import process_group
-from deepzero.comm.pretended import Pretended, pretend
+from deepzero.comm.dry_run import FakeRank, fake_process_group
 
 
 def told(rank: int, world_size: int) -> tuple[list[Any] | None, list[Any] | None]:
@@ -21,5 +21,5 @@ def test_one_rank_hears_all(ranks: Any) -> None:
 def test_alone_and_pretended() -> None:
     assert process_group.gather_object(7) == [7]
     for rank, heard in ((0, [7, 7, 7]), (1, None)):
-        with pretend(Pretended(rank, 3, "cpu", 3)):
+        with fake_process_group(FakeRank(rank, 3, "cpu", 3)):
             assert process_group.gather_object(7) == heard

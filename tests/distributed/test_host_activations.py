@@ -21,7 +21,7 @@ from deepzero.offload.activations import (
     HostActivations,
     Saved,
 )
-from deepzero.offload.wire import PipelineMeter, Wire
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from tests.distributed.test_stage3_bits import KINDS
 from tests.distributed.training import LENGTH, VOCAB, WIDTH, config, my_micro_batches
 
@@ -171,7 +171,9 @@ def test_evaluation_keeps_nothing(ranks):
 
 def hooks(min_bytes=1, chaos=False, keep=()):
     ledger = Ledger()
-    wire = Wire(torch.device("cpu"), ledger, Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0.1), 0), PipelineMeter())
+    wire = HostDeviceCopier(
+        torch.device("cpu"), ledger, Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0.1), 0), OffloadStats()
+    )
     return HostActivations(wire, lambda: keep, min_bytes), ledger
 
 

@@ -13,10 +13,10 @@ import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import Gate, Lane
+from deepzero.comm.streams import BufferEvent, SideStream
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import HostActivations
-from deepzero.offload.wire import PipelineMeter, Wire
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -140,7 +140,7 @@ def activations(steps=4, pin=True, chaos=False, refuses_to_lock=False):
     with null_gpu() as machine:
         machine.refuses_to_lock = refuses_to_lock
         made = nn.Linear(32, 32).to(GPU)
-        wire = Wire(GPU, Ledger(), Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0), 0), PipelineMeter())
+        wire = HostDeviceCopier(GPU, Ledger(), Chaos(ChaosConfig(enabled=chaos, max_delay_ms=0), 0), OffloadStats())
         host = HostActivations(wire, lambda: list(made.parameters()), 1, pin)
         for _ in range(steps):
             x = torch.randn(8, 32, device=GPU, requires_grad=True)
@@ -197,7 +197,7 @@ def test_init_keeps_parts_on_the_host(world):
 
 
 def wired():
-    return Wire(GPU, Ledger(), Chaos(ChaosConfig(), 0), PipelineMeter())
+    return HostDeviceCopier(GPU, Ledger(), Chaos(ChaosConfig(), 0), OffloadStats())
 
 
 def test_planted_faults():
@@ -239,9 +239,9 @@ def test_planted_faults():
 
 def test_a_gate_orders_streams():
     with null_gpu():
-        gate, device = Gate(GPU), torch.zeros(4, device=GPU)
+        gate, device = BufferEvent(GPU), torch.zeros(4, device=GPU)
         gate.record()
-        with Lane(GPU).running():
+        with SideStream(GPU).running():
             gate.wait()
             device.add_(1)
             gate.record()

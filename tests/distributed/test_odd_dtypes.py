@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from tests.distributed.training import config
 
 NAMES = [

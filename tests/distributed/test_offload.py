@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.offload import arena
-from deepzero.runtime.zero import offloading
+from deepzero.runtime.zero import offload_setup
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -200,7 +200,7 @@ def order_of_events(rank, world):
 
 
 def test_order_of_events(ranks):
-    """Gradients leave during the backward pass; an interval's parameters leave before the next one's, and are gathered
+    """Gradients leave during the backward pass; a bucket's parameters leave before the next one's, and are gathered
     while the CPU steps on.
     """
     events = ranks.run(order_of_events, world_size=2)[0]
@@ -333,7 +333,7 @@ def crowded(rank, world):
 def bound(rank, world):
     """Rank 1 may use one core alone, for which eight threads are too many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offloading, "usable_cores", lambda: frozenset([0] if rank == 1 else range(64)))
+        patch.setattr(offload_setup, "usable_cores", lambda: frozenset([0] if rank == 1 else range(64)))
         return refused(rank, world, settings(2, 1.0, offload={"threads": 8}))
 
 

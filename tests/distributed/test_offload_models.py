@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.comm.bucket import BucketReducer
+from deepzero.comm.reduce_scatter import BucketReducer
 from tests.distributed.test_offload import go, settings
 from tests.distributed.training import make_model, my_micro_batches
 
@@ -100,10 +100,10 @@ def broken_reduction(rank, world):
     ids, labels = my_micro_batches(1, rank, world, engine.batch.micro_batch, 1)[0]
     acquire = BucketReducer.acquire
 
-    def full(self, interval, *rest):
-        if interval.index == 3:
+    def full(self, bucket, *rest):
+        if bucket.index == 3:
             raise torch.OutOfMemoryError("no room")
-        return acquire(self, interval, *rest)
+        return acquire(self, bucket, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BucketReducer, "acquire", full)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.away import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesAwayError
 from deepzero.runtime.engine_offload import STATES
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.runtime.offload_states import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -208,7 +208,7 @@ def refusals(rank, world, stage, precision, folder):
     engine.offload_states(include=["optim_states"])
     engine.params_sha256()
     engine.backward(engine(*batch(rank, world)))
-    with pytest.raises(StatesAwayError, match=r"engine.step\(\): optim_states are away"):
+    with pytest.raises(StatesOffloadedError, match=r"engine.step\(\): optim_states are away"):
         engine.step()
     with pytest.raises(RuntimeError, match="optim_states"):
         engine.save_checkpoint(folder)
@@ -338,7 +338,7 @@ def counted(rank, world, stage):
     assert [traffic.bytes for traffic in moved] == [host, host]
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
     for group in engine._zero.groups:
-        if isinstance(group, FlatGroup):
+        if isinstance(group, FlatParamGroup):
             assert group._places == [param.data_ptr() for param in group.params]
 
 

@@ -17,7 +17,7 @@ def events(rank, world, settings):
     for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
         engine.backward(engine(ids, labels))
         engine.step()
-    return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine._zero.groups[0].layout.intervals)
+    return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine._zero.groups[0].layout.buckets)
 
 
 def positions(log, what, kind=""):
@@ -26,13 +26,13 @@ def positions(log, what, kind=""):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
-    log, intervals = ranks.run(events, config(stage=2, bucket=800, overlap=overlap), world_size=2)[0]
+    log, buckets = ranks.run(events, config(stage=2, bucket=800, overlap=overlap), world_size=2)[0]
     launches, end = positions(log, "launch", REDUCE), positions(log, "backward_end")[0]
-    assert len(launches) == intervals > 3
+    assert len(launches) == buckets > 3
     # 2: most buckets leave while gradients are still to come; all have left when the pass ends.
     assert launches[-1] < end and launches[0] < positions(log, "gradient_ready")[-1]
     # In the order of the layout, on every rank.
-    assert [log[i][2] for i in launches] == [f"interval {k}" for k in range(intervals)]
+    assert [log[i][2] for i in launches] == [f"bucket {k}" for k in range(buckets)]
     # With two buckets, the second leaves before the first has been waited for; with one, never.
     first_wait = positions(log, "wait", REDUCE)[0]
     assert (launches[1] < first_wait) is overlap
@@ -42,17 +42,17 @@ def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_stage_1_reduces_once(ranks, overlap):
     settings = config(stage=1, bucket=800, gradient_accumulation_steps=3, overlap=overlap)
-    log, intervals = ranks.run(events, settings, world_size=2)[0]
+    log, buckets = ranks.run(events, settings, world_size=2)[0]
     launches, ends = positions(log, "launch", REDUCE), positions(log, "backward_end")
-    assert len(launches) == intervals and len(ends) == 3
+    assert len(launches) == buckets and len(ends) == 3
     # After the last backward pass, or during it; never in an earlier one.
     assert launches[0] > ends[1] and (launches[0] > ends[2]) is not overlap
     check_tail(log, max(launches[-1], ends[2]) if not overlap else ends[2])
 
 
 def test_stage_0_reduces_and_gathers_gradients(ranks):
-    log, intervals = ranks.run(events, config(stage=0, bucket=800), world_size=2)[0]
-    assert len(positions(log, "launch", "gradients.all_gather")) == intervals
+    log, buckets = ranks.run(events, config(stage=0, bucket=800), world_size=2)[0]
+    assert len(positions(log, "launch", "gradients.all_gather")) == buckets
     assert not positions(log, "launch", GATHER)
 
 

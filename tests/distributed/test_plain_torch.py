@@ -51,14 +51,14 @@ def one_rank_bits(rank, world, name, stage, bucket):
 
 
 def moment(engine, optimizer, param, state):
-    """One parameter's optimizer state, put together from the masters of its intervals."""
+    """One parameter's optimizer state, put together from the masters of its buckets."""
     for group in engine._zero.groups:
         for slot, candidate in zip(group.layout.slots, group.params, strict=True):
             if candidate is param:
                 whole = torch.zeros(group.layout.padded_numel)
-                for piece, master in zip(group.pieces, group.masters, strict=True):
-                    start = piece.slot.offset + piece.start
-                    whole[start : start + piece.numel] = optimizer.state[master][state]
+                for fragment, master in zip(group.fragments, group.masters, strict=True):
+                    start = fragment.slot.offset + fragment.start
+                    whole[start : start + fragment.numel] = optimizer.state[master][state]
                 return whole[slot.offset : slot.end]
     raise AssertionError("parameter in no group")
 

@@ -9,18 +9,18 @@ import torch
 
 import deepzero
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
-from deepzero.planning.rehearse import Program, World, follow, rehearse
-from deepzero.runtime.zero.error_meter import METER
+from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run, follow
+from deepzero.runtime.zero.quantization_monitor import METER
 
 MODEL = ModelConfig(n_layer=3, n_embd=64, n_head=2, block_size=32, vocab_size=128)
 MICRO_BATCH = 2
 
 
 def settings(**zero: Any) -> dict[str, Any]:
-    """Accumulation 2, small intervals, so that there is something to plan."""
+    """Accumulation 2, small buckets, so that there is something to plan."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
         "gradient_accumulation_steps": 2,
@@ -30,14 +30,14 @@ def settings(**zero: Any) -> dict[str, Any]:
     }
 
 
-def program(config: dict[str, Any], model: ModelConfig = MODEL) -> Program:
+def program(config: dict[str, Any], model: ModelConfig = MODEL) -> TrainStep:
     """The same model and settings, to be rehearsed."""
 
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.zeros(MICRO_BATCH, model.block_size, dtype=torch.long, device="meta")
         return ids, ids
 
-    return Program(lambda: GPT(model), batch, load_engine_config(config))
+    return TrainStep(lambda: GPT(model), batch, load_engine_config(config))
 
 
 def what_happened(events: list[Any]) -> list[tuple[Any, ...]]:
@@ -65,7 +65,7 @@ def run_for_real(config: dict[str, Any], steps: int, model: ModelConfig = MODEL,
 
 def plan_and_run(rank: int, world_size: int, config: dict[str, Any], model: ModelConfig) -> list[str]:
     """What is wrong on this rank; nothing, if all is well."""
-    planned = rehearse(program(config, model), World(world_size, world_size, "cpu"), rank)
+    planned = dry_run(program(config, model), ClusterShape(world_size, world_size, "cpu"), rank)
     engine, (first, *later) = run_for_real(config, 3, model)
     problems = []
     if what_happened(planned.recording) != first:
@@ -112,7 +112,7 @@ def test_the_plan_with_other_features(ranks: Any, case: str) -> None:
 
 def follow_from_the_first_step(rank: int, world_size: int, config: dict[str, Any]) -> tuple[bool, bool, int]:
     """Whether the first step went by a plan that was never recorded here, and ended with the same bits."""
-    planned = rehearse(program(config), World(world_size, world_size, "cpu"), rank)
+    planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
     recorded, _ = run_for_real(config, 2)
     followed, seen = run_for_real(config, 2, plan=planned.plan)
     alike = recorded.params_sha256() == followed.params_sha256()
@@ -142,7 +142,7 @@ def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
         ({}, {**config, "zero_optimization": {"stage": 2}}),
     ):
         other = {**config, "zero_optimization": {**zero, **planned_with}}
-        plan = rehearse(program(other), World(2, 2, "cpu"), rank).plan
+        plan = dry_run(program(other), ClusterShape(2, 2, "cpu"), rank).plan
         assert plan is not None
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=run_with)
         with pytest.raises(ConfigError) as caught:
@@ -153,7 +153,7 @@ def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
 
 
 def test_a_plan_for_others_is_refused(ranks: Any) -> None:
-    other_intervals, other_limits, stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
-    assert "rehearse with the same model, settings and number of ranks" in other_intervals
+    other_buckets, other_limits, stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
+    assert "rehearse with the same model, settings and number of ranks" in other_buckets
     assert "the plan keeps to FetchLimits(prefetch_numel=1000," in other_limits
     assert "zero.stage=2: only stage 3 follows a plan" in stage_2

@@ -9,9 +9,9 @@ import torch
 
 import deepzero
 from deepzero.models.gpt import GPT
-from deepzero.planning.probe import fit_line, probe
-from deepzero.planning.rehearse import World, rehearse
-from deepzero.planning.work import WorkMeter
+from deepzero.planning.calibrate import fit_line, probe
+from deepzero.planning.dry_run import ClusterShape, dry_run
+from deepzero.planning.op_cost import WorkMeter
 from tests.distributed.test_plan import CASES, MICRO_BATCH, MODEL, program, settings
 
 MORE: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def held(rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> list[s
     problems = []
     for case, zero in cases.items():
         config = settings(**zero)
-        planned = rehearse(program(config), World(world_size, world_size, "cpu"), rank)
+        planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=config)
         for _ in range(2 * 2):
             ids = torch.randint(0, MODEL.vocab_size, (MICRO_BATCH, MODEL.block_size))
@@ -69,7 +69,7 @@ def test_held_by_category_in_every_case(ranks: Any, world_size: int) -> None:
 def peaks(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[int, int]:
     """The most that is alive in a step, rehearsed and real, counted by the same meter."""
     config = settings(**zero)
-    planned = rehearse(program(config), World(world_size, world_size, "cpu"), rank)
+    planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
     with WorkMeter("cpu") as meter:
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=config)
         for _ in range(2):

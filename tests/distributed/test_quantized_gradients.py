@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepzero.comm.bucket import REDUCE_SCATTER
-from deepzero.comm.quantized_bucket import BETWEEN, INSIDE
+from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
+from deepzero.comm.reduce_scatter import REDUCE_SCATTER
 from deepzero.runtime.engine import NonFiniteError
 from tests.distributed.training import config, make_batch, make_model, one_step, start, train
 
@@ -226,18 +226,18 @@ def metered(rank, world):
     settings["zero_optimization"]["quantization"]["meter_every"] = 0  # switched here, not by the engine
     changes = {"zero": settings["zero_optimization"], "comm": settings["comm"], "precision": "bf16", "bucket": 2500}
     plain, watched = (start(make_model(), stage=3, **changes) for _ in range(2))
-    few_bits = watched._zero.few_bits
+    quantized_grads = watched._zero.quantized_grads
     for step in range(2):
-        few_bits.metering = step == 1
+        quantized_grads.metering = step == 1
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
     lost = [t.clone() for t in watched._zero.reducer.kept()]
     watched.offload_states()
     watched.reload_states()
     same = all(torch.equal(a, b) for a, b in zip(lost, watched._zero.reducer.kept(), strict=True))
-    intervals = {(g, i.index) for g, group in enumerate(watched._zero.groups) for i in group.layout.intervals}
-    exact = {key for key in intervals if not few_bits.takes(key)}
-    return plain.params_sha256() == watched.params_sha256(), same, intervals - exact, exact, few_bits.measured
+    buckets = {(g, i.index) for g, group in enumerate(watched._zero.groups) for i in group.layout.buckets}
+    exact = {key for key in buckets if not quantized_grads.takes(key)}
+    return plain.params_sha256() == watched.params_sha256(), same, buckets - exact, exact, quantized_grads.measured
 
 
 def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(ranks):

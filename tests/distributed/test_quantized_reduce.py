@@ -7,20 +7,20 @@ from collections import defaultdict
 import pytest
 import torch
 
-from deepzero.comm.bucket import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Ledger, Traffic
-from deepzero.comm.quantized import Format, Quantizer
-from deepzero.comm.quantized_bucket import BETWEEN, INSIDE, QuantizedWay
+from deepzero.comm.quantization import Format, Quantizer
+from deepzero.comm.quantized_reduce import BETWEEN, INSIDE, QuantizedReduce
+from deepzero.comm.reduce_scatter import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
 from deepzero.config.engine import ChaosConfig
 from deepzero.layout import plan_layout
 from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
 
 CPU = torch.device("cpu")
 SIZES = [700, 64, 3000, 5, 900]
-"""Elements: intervals of several parameters, padding in some owners' parts, blocks that end early."""
+"""Elements: buckets of several parameters, padding in some owners' parts, blocks that end early."""
 
 
 def layout_of(world, sizes=SIZES, limit=1000):
@@ -28,12 +28,12 @@ def layout_of(world, sizes=SIZES, limit=1000):
 
 
 def gradients(layout, rank, step, dtype):
-    """One rank's gradients of one pass, an interval's each; zero where there is no parameter."""
+    """One rank's gradients of one pass, a bucket's each; zero where there is no parameter."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     out = []
-    for interval in layout.intervals:
-        grad = torch.randn(interval.numel, generator=generator) * 10.0 ** (rank % 3 - 1)
-        for lo, hi in interval.gaps():
+    for bucket in layout.buckets:
+        grad = torch.randn(bucket.numel, generator=generator) * 10.0 ** (rank % 3 - 1)
+        for lo, hi in bucket.gaps():
             grad[lo:hi] = 0
         out.append(grad.to(dtype))
     return out
@@ -47,9 +47,9 @@ class Plain:
         self.form, self.quantizer = form, Quantizer(form)
         self.lost, self.measured = {}, defaultdict(lambda: [0.0, 0.0])
 
-    def travels(self, x, sender, interval, which):
+    def travels(self, x, sender, bucket, which):
         """``x`` as the receiver decodes it."""
-        x, key = x.float(), (sender, interval.index, which)
+        x, key = x.float(), (sender, bucket.index, which)
         if self.feedback:
             x = x + self.lost.get(key, torch.zeros(x.numel())).float()
         packed = self.form.open(torch.zeros(self.form.message_bytes(x.numel()), dtype=torch.uint8), x.numel())
@@ -57,58 +57,58 @@ class Plain:
         decoded = torch.empty(x.numel())
         self.quantizer.unpack(packed, decoded)
         self.lost[key] = (x - decoded).nan_to_num(0, 0, 0).to(self.dtype)
-        tally = self.measured[sender, interval.index]
+        tally = self.measured[sender, bucket.index]
         tally[0] += float(x.double().square().sum())
         tally[1] += float((x.double() - decoded.double()).square().sum())
         return decoded
 
-    def reduce(self, interval, grads):
-        """Every owner's sum. ``grads``: every rank's interval."""
+    def reduce(self, bucket, grads):
+        """Every owner's sum. ``grads``: every rank's bucket."""
         per_node, sums = self.nodes.per_node, []
         for owner in range(self.nodes.world_size):
-            mine = slice(owner * interval.part_numel, (owner + 1) * interval.part_numel)
+            mine = slice(owner * bucket.shard_numel, (owner + 1) * bucket.shard_numel)
             total = None
             for node in range(self.nodes.count):
                 messenger, inside = node * per_node + owner % per_node, None
                 for rank in range(node * per_node, (node + 1) * per_node):
                     part = grads[rank][mine]
-                    part = part.float() if rank == messenger else self.travels(part, rank, interval, (1, owner))
+                    part = part.float() if rank == messenger else self.travels(part, rank, bucket, (1, owner))
                     inside = part if inside is None else inside + part
                 if messenger != owner:
-                    inside = self.travels(inside, messenger, interval, (3, owner))
+                    inside = self.travels(inside, messenger, bucket, (3, owner))
                 total = inside if total is None else total + inside
             sums.append(total)
         return sums
 
 
 def reducer_over(comm, layout, form, dtype, depth, feedback=False, exact_groups=frozenset()):
-    way = QuantizedWay(comm, [layout], dtype, Quantizer(form), exact_groups, feedback)
-    return BucketReducer(comm, layout.largest_interval, dtype, "exact", whole=False, depth=depth, way=way)
+    strategy = QuantizedReduce(comm, [layout], dtype, Quantizer(form), exact_groups, feedback)
+    return BucketReducer(comm, layout.largest_bucket, dtype, "exact", whole=False, depth=depth, strategy=strategy)
 
 
 def passes(comm, layout, form, dtype, depth, steps, feedback=False):
-    """``steps`` passes that add up, all intervals in flight one after the other. The sums, and what was counted."""
+    """``steps`` passes that add up, all buckets in flight one after the other. The sums, and what was counted."""
     reducer = reducer_over(comm, layout, form, dtype, depth, feedback)
-    reducer.way.metering = True
-    outputs = [torch.full((interval.part_numel,), float("nan")) for interval in layout.intervals]
+    reducer.strategy.metering = True
+    outputs = [torch.full((bucket.shard_numel,), float("nan")) for bucket in layout.buckets]
     for step in range(steps):
-        for interval, output, grad in zip(
-            layout.intervals, outputs, gradients(layout, comm.rank, step, dtype), strict=True
+        for bucket, output, grad in zip(
+            layout.buckets, outputs, gradients(layout, comm.rank, step, dtype), strict=True
         ):
-            reducer.acquire(interval, output, step > 0).copy_(grad)
-            reducer.launch(interval, output, step > 0)
+            reducer.acquire(bucket, output, step > 0).copy_(grad)
+            reducer.launch(bucket, output, step > 0)
     reducer.drain()
-    return outputs, comm.ledger.traffic, reducer.way.measured, [t.nbytes for t in reducer.kept()]
+    return outputs, comm.ledger.traffic, reducer.strategy.measured, [t.nbytes for t in reducer.kept()]
 
 
 def check(found, nodes, layout, form, dtype, steps, feedback=False):
     """What every rank found is what the definition says."""
     world, plain = nodes.world_size, Plain(nodes, form, dtype, feedback)
-    sums = [[torch.zeros(i.part_numel) for i in layout.intervals] for _ in range(world)]
+    sums = [[torch.zeros(i.shard_numel) for i in layout.buckets] for _ in range(world)]
     for step in range(steps):
         grads = [gradients(layout, rank, step, dtype) for rank in range(world)]
-        for number, interval in enumerate(layout.intervals):
-            for rank, total in enumerate(plain.reduce(interval, [grad[number] for grad in grads])):
+        for number, bucket in enumerate(layout.buckets):
+            for rank, total in enumerate(plain.reduce(bucket, [grad[number] for grad in grads])):
                 sums[rank][number] = sums[rank][number] + total if step else total
     mean = defaultdict(Traffic)
     for rank, (outputs, traffic, measured, kept) in enumerate(found):
@@ -161,16 +161,16 @@ def test_the_plain_definition(ranks, world, sizes):
 
 
 def large(rank, world, form):
-    """An interval whose parts are several chunks; qgZ's sum and the exact one, and what each sent."""
+    """A bucket whose parts are several chunks; qgZ's sum and the exact one, and what each sent."""
     layout = plan_layout([world * 300_000], world, 1 << 30)
-    (interval,), (grad,) = layout.intervals, gradients(layout, rank, 0, torch.bfloat16)
+    (bucket,), (grad,) = layout.buckets, gradients(layout, rank, 0, torch.bfloat16)
     outputs, sent = [], []
     for exact in (False, True):
         comm = communicator(Nodes(world, 2))
         reducer = reducer_over(comm, layout, form, torch.bfloat16, 1, exact_groups=frozenset({0} if exact else ()))
-        outputs.append(torch.empty(interval.part_numel))
-        reducer.acquire(interval, outputs[-1], False).copy_(grad)
-        reducer.launch(interval, outputs[-1], False)
+        outputs.append(torch.empty(bucket.shard_numel))
+        reducer.acquire(bucket, outputs[-1], False).copy_(grad)
+        reducer.launch(bucket, outputs[-1], False)
         reducer.drain()
         sent.append(comm.ledger.traffic)
     return outputs, sent
@@ -181,7 +181,7 @@ def test_chunks_error_and_bytes_between_nodes(ranks):
     found = ranks.run(large, form, world_size=4)
     layout = plan_layout([4 * 300_000], 4, 1 << 30)
     grads = [gradients(layout, rank, 0, torch.bfloat16)[0] for rank in range(4)]
-    plain = Plain(Nodes(4, 2), form, torch.bfloat16).reduce(layout.intervals[0], grads)
+    plain = Plain(Nodes(4, 2), form, torch.bfloat16).reduce(layout.buckets[0], grads)
     step = torch.stack([grad.float().abs().max() for grad in grads]).sum() / 7
     for rank, ((few, exact), (sent, sent_exact)) in enumerate(found):
         assert torch.equal(few, plain[rank])
@@ -208,12 +208,12 @@ def constant(rank, world, per_node, feedback, steps):
     layout, form = plan_layout([512], world, 512), Format(4, 64)
     comm = communicator(Nodes(world, per_node))
     reducer = reducer_over(comm, layout, form, torch.float32, 2, feedback)
-    interval, output = layout.intervals[0], torch.zeros(512 // world)
+    bucket, output = layout.buckets[0], torch.zeros(512 // world)
     for step in range(steps):
-        grad = reducer.acquire(interval, output, step > 0)
+        grad = reducer.acquire(bucket, output, step > 0)
         grad.fill_(0.3)
         grad[::64] = 7
-        reducer.launch(interval, output, step > 0)
+        reducer.launch(bucket, output, step > 0)
     reducer.drain()
     small = torch.arange(output.numel()) % 64 != 0
     kept = [t.clone() for t in reducer.kept()]
@@ -234,16 +234,16 @@ def test_feedback_takes_the_bias_away(ranks, per_node):
 def overflow(rank, world, bad):
     layout = layout_of(world)
     reducer = reducer_over(communicator(Nodes(world, 2)), layout, Format(4, 64), torch.float16, 2, True)
-    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
+    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
     seen = []
     for step in range(2):
-        for interval, output, grad in zip(
-            layout.intervals, outputs, gradients(layout, rank, step, torch.float16), strict=True
+        for bucket, output, grad in zip(
+            layout.buckets, outputs, gradients(layout, rank, step, torch.float16), strict=True
         ):
-            if step == 0 and rank == 3 and interval.index == 1:
+            if step == 0 and rank == 3 and bucket.index == 1:
                 grad[0] = bad
-            reducer.acquire(interval, output, False).copy_(grad)
-            reducer.launch(interval, output, False)
+            reducer.acquire(bucket, output, False).copy_(grad)
+            reducer.launch(bucket, output, False)
         reducer.drain()
         seen.append([bool(output.isfinite().all()) for output in outputs])
     return seen, all(t.isfinite().all() for t in reducer.kept())
@@ -253,7 +253,7 @@ def overflow(rank, world, bad):
 def test_an_overflow_is_seen_and_does_not_linger(ranks, bad):
     found = ranks.run(overflow, bad, world_size=4)
     for rank, ((first, second), kept) in enumerate(found):
-        # Element 0 of interval 1 belongs to rank 0.
+        # Element 0 of bucket 1 belongs to rank 0.
         assert first == [not (rank == 0 and number == 1) for number in range(len(first))]
         assert all(second) and kept
 
@@ -262,33 +262,34 @@ def exceptions(rank, world):
     layout = layout_of(world)
     comm = communicator(Nodes(world, 2), chaos=2)
     reducer = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, 2)
-    reducer.way.exact_intervals.add((0, 1))
-    reducer.way.metering = True
-    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
-    for interval, output, grad in zip(
-        layout.intervals, outputs, gradients(layout, rank, 0, torch.bfloat16), strict=True
-    ):
-        reducer.acquire(interval, output, False).copy_(grad)
-        reducer.launch(interval, output, False)
+    reducer.strategy.exact_buckets.add((0, 1))
+    reducer.strategy.metering = True
+    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
+    for bucket, output, grad in zip(layout.buckets, outputs, gradients(layout, rank, 0, torch.bfloat16), strict=True):
+        reducer.acquire(bucket, output, False).copy_(grad)
+        reducer.launch(bucket, output, False)
     reducer.drain()
-    measured = reducer.way.measured
-    assert {key: reducer.way.take_measured(key) for key in measured} == measured
-    assert reducer.way.take_measured((0, 0)) == reducer.way.take_measured((0, 1)) == (0, 0) and not reducer.way.measured
+    measured = reducer.strategy.measured
+    assert {key: reducer.strategy.take_measured(key) for key in measured} == measured
+    assert (
+        reducer.strategy.take_measured((0, 0)) == reducer.strategy.take_measured((0, 1)) == (0, 0)
+        and not reducer.strategy.measured
+    )
     return outputs, comm.ledger.traffic, measured
 
 
-def test_an_interval_goes_the_exact_way(ranks):
+def test_a_bucket_goes_the_exact_way(ranks):
     layout, plain = layout_of(4), Plain(Nodes(4, 2), Format(4, 64), torch.bfloat16)
     grads = [gradients(layout, rank, 0, torch.bfloat16) for rank in range(4)]
     mean = defaultdict(Traffic)
     for rank, (outputs, traffic, measured) in enumerate(ranks.run(exceptions, world_size=4)):
-        for interval, output in zip(layout.intervals, outputs, strict=True):
-            mine = [grad[interval.index] for grad in grads]
-            if interval.index == 1:
-                assert torch.equal(output, sum_of([grad.split(interval.part_numel)[rank] for grad in mine]))
+        for bucket, output in zip(layout.buckets, outputs, strict=True):
+            mine = [grad[bucket.index] for grad in grads]
+            if bucket.index == 1:
+                assert torch.equal(output, sum_of([grad.split(bucket.shard_numel)[rank] for grad in mine]))
             else:
-                assert torch.equal(output, plain.reduce(interval, mine)[rank])
-        assert set(measured) == {(0, interval.index) for interval in layout.intervals} - {(0, 1)}
+                assert torch.equal(output, plain.reduce(bucket, mine)[rank])
+        assert set(measured) == {(0, bucket.index) for bucket in layout.buckets} - {(0, 1)}
         for kind, counts in traffic.items():
             mean[kind].add(counts, 1 / 4)
     predicted = reduction_traffic(
@@ -304,17 +305,17 @@ def test_an_interval_goes_the_exact_way(ranks):
 def events(rank, world, depth):
     layout, comm = layout_of(world, [900] * 4), communicator(Nodes(world, 2))
     reducer, comm.ledger.trace = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, depth), True
-    outputs = [torch.zeros(interval.part_numel) for interval in layout.intervals]
-    for interval, output in zip(layout.intervals, outputs, strict=True):
-        reducer.acquire(interval, output, False).zero_()
-        reducer.launch(interval, output, False)
+    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
+    for bucket, output in zip(layout.buckets, outputs, strict=True):
+        reducer.acquire(bucket, output, False).zero_()
+        reducer.launch(bucket, output, False)
     reducer.drain()
     short = {INSIDE: "in", BETWEEN: "out"}
     return [f"{event.what} {short[event.kind]}{event.where[-1]}" for event in comm.ledger.events]
 
 
 def test_a_launch_waits_for_nothing_of_its_own(ranks):
-    """Each exchange has the time of a whole interval: its wait comes after the next launch, on all ranks."""
+    """Each exchange has the time of a whole bucket: its wait comes after the next launch, on all ranks."""
     first, *others = ranks.run(events, 2, world_size=4)
     assert all(other == first for other in others)
     assert first == [

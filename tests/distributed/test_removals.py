@@ -12,7 +12,7 @@ import torch
 import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.pretended import Pretended, pretend
+from deepzero.comm.dry_run import FakeRank, fake_process_group
 from tests.distributed.null_gpu import CPU, GPU, MIRRORS, null_gpu
 from tests.distributed.removals import calls_of, without
 from tests.distributed.test_offload import settings
@@ -21,7 +21,7 @@ from tests.distributed.training import make_batch
 
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
-    "finish_reads", "finish_fetches", "may_overwrite", "before_write", "before_writes", "_catch_up",
+    "finish_reads", "finish_fetches", "wait_for_fetches", "before_write", "before_writes", "_catch_up",
 }  # fmt: skip
 
 BUCKET = 1000
@@ -53,25 +53,25 @@ PROGRAMS = {
 """Ranks, settings, model."""
 
 ON_GPU = {
-    "deepzero.comm.bucket": ("stage 2", "alone", "stage 0", "quantized"),
+    "deepzero.comm.reduce_scatter": ("stage 2", "alone", "stage 0", "quantized"),
     "deepzero.comm.collectives": ("stage 2",),
     "deepzero.comm.streams": ("stage 2",),
-    "deepzero.comm.quantized_bucket": ("quantized",),
-    "deepzero.runtime.zero.interval_gather": ("stage 3", "quantized", "alone in stage 3"),
+    "deepzero.comm.quantized_reduce": ("quantized",),
+    "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "alone in stage 3"),
     "deepzero.runtime.zero.publish": ("offload", "alone"),
-    "deepzero.runtime.zero.partitioned_interval": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
-    "deepzero.runtime.zero.partitioned_group": ("stage 3",),
-    "deepzero.runtime.zero.way_back": ("offload", "offload in fp32"),
-    "deepzero.runtime.zero.gradient_partition": ("offload",),
+    "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
+    "deepzero.runtime.zero.partitioned_param_group": ("stage 3",),
+    "deepzero.runtime.zero.param_upload": ("offload", "offload in fp32"),
+    "deepzero.runtime.zero.gradient_reduction": ("offload",),
     "deepzero.runtime.zero.stage_0": ("stage 0",),
     "deepzero.runtime.zero.stage_1_and_2": ("stage 2",),
     "deepzero.runtime.zero.stage3": ("stage 3",),
     "deepzero.runtime.zero.partitioned_param_coordinator": ("stage 3",),
-    "deepzero.runtime.zero.delayed_step": ("delayed",),
-    "deepzero.offload.wire": ("offload", "stage 3", "alone"),
+    "deepzero.runtime.zero.delayed_update": ("delayed",),
+    "deepzero.offload.copy_streams": ("offload", "stage 3", "alone"),
     "deepzero.offload.host_gradients": ("offload",),
     "deepzero.offload.activations": ("alone",),
-    "deepzero.runtime.away": ("offload",),
+    "deepzero.runtime.offload_states": ("offload",),
 }
 """Where each module's statements are looked for, there and then on the CPU under chaos."""
 
@@ -80,7 +80,7 @@ REMOVALS = [r for module in ON_GPU for r in calls_of(module, VERBS) if "ledger.r
 
 EARLIER = "the backward pass settles too; this gives memory back before it"
 TIMES = "it takes the time, and orders nothing"
-AGREED = "the step's agreement has stood still for the device before; kept for an interval that nobody has used since"
+AGREED = "the step's agreement has stood still for the device before; kept for a bucket that nobody has used since"
 UNUSED = "no program here leaves one on its way"
 LOSSY = "no program here asks for values that are gathered quantised: test_zeropp_weights.py does"
 ITSELF = "release() waits for itself; this keeps the registry"
@@ -88,23 +88,23 @@ REST = "no program here discards gradients, or starts from zero.Init: tests of t
 KNOWN = "whoever writes here has stood still for the device; a load has not, see test_null_gpu.py"
 UNNOTICED = {
     "bucket.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
-    "f'interval {interval.index}').wait()": "one rank: nothing travels, and the ledger notes it",
-    "partitioned_interval.PartitionedInterval.finish_fetches: self.gather.last_fetch.finish()": AGREED,
-    "partitioned_group.PartitionedGroup.may_overwrite: self.intervals[interval.index].finish_fetches()": AGREED,
-    "way_back.WayBack.outs: self._copy.finish()": AGREED,
-    "way_back.WayBack.outs: self.group.may_overwrite(self.interval)": AGREED,
-    "partitioned_interval.PartitionedInterval.release: self.wait()": UNUSED,
-    "partitioned_interval.PartitionedInterval.discard: self.wait()": UNUSED,
+    "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
+    "partitioned_bucket.PartitionedBucket.finish_fetches: self.gather.last_fetch.finish()": AGREED,
+    "partitioned_group.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].finish_fetches()": AGREED,
+    "way_back.HostParamUpload.outs: self._copy.finish()": AGREED,
+    "way_back.HostParamUpload.outs: self.group.wait_for_fetches(self.bucket)": AGREED,
+    "partitioned_bucket.PartitionedBucket.release: self.wait()": UNUSED,
+    "partitioned_bucket.PartitionedBucket.discard: self.wait()": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
-    "partitioned_interval.PartitionedInterval._write_gathered: self.gather.finish()": UNUSED,
-    "partitioned_interval.PartitionedInterval.coarsen: self.gather.finish()": LOSSY,
-    "partitioned_interval.PartitionedInterval.refine: self.gather.finish()": LOSSY,
-    "partitioned_interval.PartitionedInterval.write: self.before_write()": KNOWN,
-    "partitioned_group.PartitionedGroup._may_write: self.before_write()": KNOWN,
+    "partitioned_bucket.PartitionedBucket._write_gathered: self.gather.finish()": UNUSED,
+    "partitioned_bucket.PartitionedBucket.coarsen: self.gather.finish()": LOSSY,
+    "partitioned_bucket.PartitionedBucket.refine: self.gather.finish()": LOSSY,
+    "partitioned_bucket.PartitionedBucket.write: self.before_write()": KNOWN,
+    "partitioned_group.PartitionedParamGroup._may_write: self.before_write()": KNOWN,
     "wire.Wire.finish_reads: copy.finish()": KNOWN,
-    "partitioned_group.PartitionedGroup._whole_values: home.wait()": REST,
-    "partitioned_group.make_whole: home.wait()": REST,
-    "gradient_partition.GradientPartition.discard_gradients: self.drain()": REST,
+    "partitioned_group.PartitionedParamGroup._whole_values: home.wait()": REST,
+    "partitioned_group.unpartition: home.wait()": REST,
+    "gradient_partition.GradientReducer.discard_gradients: self.drain()": REST,
     "host_gradients.HostGradients.discard: self.drain()": REST,
     "stage_0.ZeroStage0.drain: self.reducer.drain()": REST,
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
@@ -137,7 +137,7 @@ def mirrored_cpu(world):
         return collective
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pretend(Pretended(0, world, "cpu", world)))
+        stack.enter_context(fake_process_group(FakeRank(0, world, "cpu", world)))
         stack.enter_context(mock.patch.object(process_group, "default_device", lambda: CPU))
         for name, mirror in MIRRORS.items():
             made = mirrored(getattr(Communicator, name), mirror)

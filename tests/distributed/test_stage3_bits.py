@@ -62,13 +62,13 @@ def cases_of(precision):
         yield config(stage=3, precision=precision, bucket=1500, overlap=True, zero=zero), "plain"
     yield config(stage=3, precision=precision), "plain"  # everything persistent
     yield config(stage=3, precision=precision, bucket=1500, overlap=True, zero=WHOLE), "init"
-    two_intervals = {**WHOLE, "stage3_max_live_parameters": 4000, "stage3_max_reuse_distance": 0}
-    yield config(stage=3, precision=precision, bucket=1500, zero=two_intervals), "plain"
+    two_buckets = {**WHOLE, "stage3_max_live_parameters": 4000, "stage3_max_reuse_distance": 0}
+    yield config(stage=3, precision=precision, bucket=1500, zero=two_buckets), "plain"
     some = {"stage3_param_persistence_threshold": 100, "sub_group_size": 700}
     yield config(stage=3, precision=precision, bucket=200, zero=some, chaos=5), "plain"
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE, chaos=6, overlap=True), "plain"
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "checkpoint"
-    yield config(stage=3, precision=precision, bucket=1500, zero=two_intervals, chaos=7), "checkpoint"
+    yield config(stage=3, precision=precision, bucket=1500, zero=two_buckets, chaos=7), "checkpoint"
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "reentrant"
 
 

@@ -140,7 +140,7 @@ def test_adapters_with_checkpointed_blocks(ranks):
 
 
 def shown(rank: int, world: int) -> bool:
-    """A parameter shows its values inside a pass, however long its interval stays gathered; what is kept stays."""
+    """A parameter shows its values inside a pass, however long its bucket stays gathered; what is kept stays."""
     settings = config(stage=3, bucket=10**6, zero={"stage3_param_persistence_threshold": 0}, chaos=1)
     engine, *_ = deepzero.initialize(model=Blocks("addmm", "trained", "none"), config=settings)
     model, kept = engine.module, []

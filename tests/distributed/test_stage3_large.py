@@ -34,7 +34,7 @@ process_group.shutdown()
 @pytest.mark.parametrize("layers", [pytest.param(16, marks=pytest.mark.slow), pytest.param(48, marks=BY_HAND)])
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
 def test_peak_memory_of_building(tmp_path, layers):
-    """At most model / W + two intervals + 400 MB, interpreter and torch included."""
+    """At most model / W + two buckets + 400 MB, interpreter and torch included."""
     program = tmp_path / "build.py"
     program.write_text(PROGRAM.replace("LAYERS", str(layers)))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

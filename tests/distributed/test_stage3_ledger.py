@@ -64,7 +64,7 @@ def names(log):
 
 
 def test_launch_mine_then_the_prefetch_then_wait_for_mine(ranks):
-    """Intervals are numbered backwards: 0 is the head, 5 the embedding."""
+    """Buckets are numbered backwards: 0 is the head, 5 the embedding."""
     log = ranks.run(events, {"stage3_max_reuse_distance": 0}, world_size=2)[0]
     assert names(log) == [
         *("launch f5", "launch f4", "wait f5"),
@@ -109,7 +109,7 @@ def report(rank, world, zero, precision, accumulation=1):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_three_psi(ranks, world, accumulation):
-    """Gathered twice, reduced once, less what is said: the last interval is kept, the embedding is not needed twice."""
+    """Gathered twice, reduced once, less what is said: the last bucket is kept, the embedding is not needed twice."""
     share = accumulation * (world - 1) / world
     zero = {"stage3_max_reuse_distance": 0}
     entry, _ = ranks.run(report, zero, "bf16", accumulation, world_size=world)[0]
@@ -179,7 +179,7 @@ def too_small(rank, world, caplog_name):
     return [text for text in records if "stage3_max_live_parameters=100" in text]
 
 
-def test_a_limit_below_one_interval(ranks):
+def test_a_limit_below_one_bucket(ranks):
     assert [len(lines) for lines in ranks.run(too_small, "", world_size=2)] == [1, 0]
 
 

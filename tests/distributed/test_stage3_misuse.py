@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
-from deepzero.comm.watchdog import RankLeftError
-from deepzero.runtime.agreement import RankMismatchError
-from deepzero.runtime.zero import gradients
+from deepzero.comm.desync_watchdog import RankLeftError
+from deepzero.runtime.consistency import RankMismatchError
+from deepzero.runtime.zero import grad_accumulator
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
@@ -22,7 +22,7 @@ from tests.distributed.training import config, start
 
 
 def engine_of(**changes):
-    changes.setdefault("bucket", 10**6)  # everything in one interval
+    changes.setdefault("bucket", 10**6)  # everything in one bucket
     return start(make("base"), stage=3, zero=WHOLE, **changes)
 
 
@@ -33,7 +33,7 @@ def step(engine, rank, number=0):
 
 
 def neighbours(rank, world):
-    """A write to a parameter that only shares the interval with the one that is gathered."""
+    """A write to a parameter that only shares the bucket with the one that is gathered."""
     engine = engine_of()
     first, second = engine.module.first, engine.module.second
     for modifier in (0, None):
@@ -61,7 +61,7 @@ def clamp(module, *_):
 
 def through_data(rank, world):
     """A write through ``.data`` in the forward pass leaves no trace in the version; it is found all the same."""
-    # An interval for each weight: what is found by comparing parts is found by every rank that has one.
+    # A bucket for each weight: what is found by comparing parts is found by every rank that has one.
     engine = engine_of(bucket=100)
     step(engine, rank)
     spoil = engine.module.first.register_forward_hook(clamp)
@@ -122,7 +122,7 @@ def test_a_step_that_breaks_off_at_the_boundary_is_begun_again(ranks):
 
 
 def load_on_the_way(rank, world):
-    """Between micro-batches the next interval travels already: a write must not be overtaken by it."""
+    """Between micro-batches the next bucket travels already: a write must not be overtaken by it."""
     engine = engine_of(bucket=700, gradient_accumulation_steps=2)
     for number in range(2):
         for _ in range(2):
@@ -226,7 +226,7 @@ def registered_late(rank, world):
     engine.ledger.trace = True
     engine(batch(0, rank))
     home = model.first.weight._zero.home
-    first = next(e for e in engine.ledger.events if e.what == "fetch" and e.where == f"interval {home.key}")
+    first = next(e for e in engine.ledger.events if e.what == "fetch" and e.where == f"bucket {home.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     return first.kind == "OutsideItsModule"
 
@@ -235,23 +235,23 @@ def discarded_on_the_way(rank, world):
     """What is thrown away while it travels belongs to the all-gather until it has arrived."""
     engine = engine_of(bucket=700)
     weight = engine.module.first.weight
-    interval = weight._zero.home
-    interval.launch("test")
-    pending, mine = interval.gather._pending, interval.whole.split(interval.interval.part_numel)[rank]
+    bucket = weight._zero.home
+    bucket.launch("test")
+    pending, mine = bucket.gather._pending, bucket.whole.split(bucket.bucket.shard_numel)[rank]
     pending.wait()
     mine.fill_(7.0)
     seen = []
 
     class Arrival:
         def wait(self):
-            seen.append((bool((mine == 7.0).all()), interval in [owner for owner, _ in interval.pool.owners.values()]))
+            seen.append((bool((mine == 7.0).all()), bucket in [owner for owner, _ in bucket.pool.owners.values()]))
 
-    interval.gather._pending = Arrival()
-    interval.discard()
+    bucket.gather._pending = Arrival()
+    bucket.discard()
     assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
-    assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (interval.shard == 7.0).any()
+    assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (bucket.shard == 7.0).any()
     with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be discarded"):
-        interval.discard()
+        bucket.discard()
     step(engine, rank)
     return True
 
@@ -273,7 +273,7 @@ def broken_off(rank, world):
 
 
 def broken_off_when_gathered(rank, world):
-    """The same for an interval that is gathered already, and hidden: it is hidden afterwards."""
+    """The same for a bucket that is gathered already, and hidden: it is hidden afterwards."""
     engine = engine_of()
     weight = engine.module.first.weight
     loss = engine(batch(0, rank))
@@ -302,7 +302,7 @@ def gradient_of_the_input(rank, world):
     zero.set_z3_leaf_modules(model, [Tail])
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
     x = batch(0, rank).requires_grad_()
-    with mock.patch.object(gradients.log, "warning") as said:
+    with mock.patch.object(grad_accumulator.log, "warning") as said:
         for number in range(2):
             torch.autograd.grad(engine(x).sum(), x)
             engine.backward(engine(batch(number, rank)).pow(2).mean())

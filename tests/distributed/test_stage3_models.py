@@ -323,7 +323,7 @@ def external(rank, world):
     engine(batch(0, rank))
     fetched = [e for e in engine.ledger.events if e.what == "fetch"]
     home = model.first.weight._zero.home
-    first = next(e for e in fetched if e.where == f"interval {home.key}")
+    first = next(e for e in fetched if e.where == f"bucket {home.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     with pytest.raises(ValueError, match="not registered"):
         zero.unregister_external_parameter(model, model.first.weight)
@@ -409,7 +409,7 @@ def changed(rank, world):
     coordinator = engine.stage.coordinator
     plan = coordinator.training.step_plan()
     completed = [key for use in plan.uses if use.backward for key in use.completes]
-    assert sorted(completed) == sorted(plan.numel)  # each interval's gradients, once
+    assert sorted(completed) == sorted(plan.numel)  # each bucket's gradients, once
     return coordinator.training.dropped, coordinator.training.plan is not None
 
 

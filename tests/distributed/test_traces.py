@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.comm import ranges
-from deepzero.comm.ranges import Label
+from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Label
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
 from deepzero.profiling.trace_events import load_trace
@@ -28,7 +28,7 @@ WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
 class Layers(nn.Module):
-    """Large enough that a step takes some milliseconds and its intervals are several."""
+    """Large enough that a step takes some milliseconds and its buckets are several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def recorded(rank: int, world: int, folder: str, changes: dict[str, Any], **prof
             one_step(engine, rank, world, step)
             metrics.append(engine.step_metrics())
             end_of_step()
-    on = ranges.recorder() is not None
+    on = profiler_ranges.recorder() is not None
     engine.destroy()
     return [{**entry, "still_on": on} for entry in metrics[2 : 2 + ACTIVE]]
 
@@ -157,7 +157,7 @@ def labels_of(path: Path) -> list[Label]:
     return labels
 
 
-def test_ranges_name_what_interval_and_where(run):
+def test_ranges_name_what_bucket_and_where(run):
     name, paths, _ = run
     labels = labels_of(paths[0])
     verbs = {label.verb for label in labels}
@@ -166,9 +166,9 @@ def test_ranges_name_what_interval_and_where(run):
     assert verbs == always | more
     for label in labels:
         if label.verb in ("fetch", "release", "reduce", "D2H", "H2D") or label.note.startswith("gradients."):
-            assert label.interval is not None, label
+            assert label.bucket is not None, label
             assert label.place, label
-    reduced = {(label.interval, label.place) for label in labels if label.verb == "reduce"}
+    reduced = {(label.bucket, label.place) for label in labels if label.verb == "reduce"}
     assert reduced >= {(0, "head.bias"), (1, "blocks.3.weight"), (5, "embed.weight")}
     if name != "stage 2":
         gathered = [label for label in labels if label.verb == "fetch"]
@@ -195,7 +195,7 @@ def test_a_lane_holds_each_collective_from_launch_to_completion(run):
         assert flight["ts"] <= launch["ts"] + 20
         assert launch["ts"] + launch["dur"] <= flight["ts"] + flight["dur"] + 20
     ends = [flight["ts"] + flight["dur"] for flight in flights]
-    waits = [event for event in events if event["name"].startswith("zero.wait interval")]
+    waits = [event for event in events if event["name"].startswith("zero.wait bucket")]
     late = sorted(min(abs(wait["ts"] + wait["dur"] - end) for end in ends) for wait in waits)
     assert late[len(late) // 2] < 200
 
@@ -271,9 +271,9 @@ def silent(rank, world):
         one_step(engine, rank, world)
     finally:
         torch.profiler.record_function = original  # type: ignore[misc]
-    off = ranges.span("fetch", 1, "a") is ranges.span("wait") is ranges.standing_at("b")
+    off = profiler_ranges.span("fetch", 1, "a") is profiler_ranges.span("wait") is profiler_ranges.standing_at("b")
     engine.destroy()
-    return off and ranges.recorder() is None
+    return off and profiler_ranges.recorder() is None
 
 
 def test_off_nothing_is_made(ranks):
@@ -300,7 +300,7 @@ def heard(rank, world, folder, broken):
     if broken:
         torch.profiler.profile.step = lambda _: (_ for _ in ()).throw(RuntimeError("no profiler today"))
     try:
-        return said, len(recorded(rank, world, folder, {"stage": 2})), ranges.recorder() is None
+        return said, len(recorded(rank, world, folder, {"stage": 2})), profiler_ranges.recorder() is None
     finally:
         torch.profiler.profile.step = original
         logger.removeHandler(handler)

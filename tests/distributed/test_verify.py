@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 
-from deepzero.checkpoint.folder import read_manifest
+from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.verify import verify
 from tests.distributed.test_export import buffered
 from tests.distributed.training import one_step, start

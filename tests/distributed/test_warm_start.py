@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from tests.distributed.test_export import Buffered, buffered, same
 from tests.distributed.training import config, make_model, one_step, start
 

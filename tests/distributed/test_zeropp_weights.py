@@ -199,13 +199,13 @@ def test_gathered_parameters_are_exact(ranks):
 def written_on_its_way(rank, world):
     """What is seen of a write that comes while quantised values are on their way."""
     engine = start(make_model(), stage=3, zero={**QWZ, "quantization": SHORT})
-    interval = engine.stage.coordinator.intervals[0]
-    param = interval.params[0]
-    interval.launch("parameters.all_gather_evaluation", exact=False)
-    interval.write(param, torch.full((param.numel(),), 0.3))
-    interval.wait()
+    bucket = engine.stage.coordinator.buckets[0]
+    param = bucket.params[0]
+    bucket.launch("parameters.all_gather_evaluation", exact=False)
+    bucket.write(param, torch.full((param.numel(),), 0.3))
+    bucket.wait()
     seen = param.detach().clone()
-    interval.release()
+    bucket.release()
     engine.destroy()
     return bool((seen == 0.3).all())
 
@@ -227,7 +227,7 @@ def a_lost_write(rank, world):
     model = engine.module
 
     def write(*_):
-        for param in model.parameters():  # one interval, so that every rank's part is written
+        for param in model.parameters():  # one bucket, so that every rank's part is written
             param.data.mul_(2)
 
     handle = model.norm.register_forward_hook(write)
@@ -328,7 +328,7 @@ def looking(rank, world, limits):
 
 
 def test_a_look_at_the_very_values_leaves_no_trace(ranks):
-    """Whether an interval was released between the look and its next use depends on limits, and must not be seen."""
+    """Whether a bucket was released between the look and its next use depends on limits, and must not be seen."""
     limits = [
         {},
         {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
@@ -375,7 +375,7 @@ def after_a_load(rank, world, folder, zero):
     secondaries = engine._zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
-    assert all(interval.gather._buffer.numel() == 0 for interval in engine.stage.coordinator.intervals)  # given back
+    assert all(bucket.gather._buffer.numel() == 0 for bucket in engine.stage.coordinator.buckets)  # given back
     engine.destroy()
     return account, held, len(secondaries())
 

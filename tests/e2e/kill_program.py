@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from deepzero.checkpoint import folder as folders  # noqa: E402
-from deepzero.checkpoint import saver, shard_file  # noqa: E402
-from deepzero.comm import autopsy, process_group  # noqa: E402
+from deepzero.checkpoint import async_save, shard_file  # noqa: E402
+from deepzero.checkpoint import checkpoint_dir as folders  # noqa: E402
+from deepzero.comm import hang_report, process_group  # noqa: E402
 from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
 
 DONE, WRONG, FAILED = 0, 3, 4
@@ -51,7 +51,7 @@ def slow_disk(seconds: float) -> None:
         flush(path)
 
     # Those who can wait have thirty seconds, and three.
-    saver.GONE_SECONDS, saver.BEAT_SECONDS, autopsy.ROLL_CALL_SECONDS = 2.0, 0.5, 1.0
+    async_save.GONE_SECONDS, async_save.BEAT_SECONDS, hang_report.ROLL_CALL_SECONDS = 2.0, 0.5, 1.0
     shard_file.put, folders.flush_folder = slow_put, slow_flush
     Path.replace = slow_replace  # type: ignore[method-assign]
 

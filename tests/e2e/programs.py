@@ -19,9 +19,9 @@ from deepzero.comm import elastic, launcher, process_group, rank_process  # noqa
 from deepzero.comm.chaos import Chaos  # noqa: E402
 from deepzero.comm.collectives import Communicator  # noqa: E402
 from deepzero.comm.ledger import Ledger  # noqa: E402
-from deepzero.comm.stop_request import on_stop_request  # noqa: E402
+from deepzero.comm.preemption import on_stop_request  # noqa: E402
 from deepzero.config.engine import ChaosConfig  # noqa: E402
-from deepzero.config.parse import ConfigError  # noqa: E402
+from deepzero.config.strict import ConfigError  # noqa: E402
 
 
 def misbehave(how: str, folder: str) -> None:
@@ -88,7 +88,7 @@ def train(rank: int, number: signal.Signals) -> None:
         if (rank, step) == (1, 5):
             os.kill(os.getpid(), number)
         parts = [torch.full((1000,), float(rank)) for _ in range(comm.world_size)]
-        comm.exchange("gradients.reduce_scatter", parts, [torch.empty(1000) for _ in parts], where="interval 0").wait()
+        comm.exchange("gradients.reduce_scatter", parts, [torch.empty(1000) for _ in parts], where="bucket 0").wait()
 
 
 def fail_twice(rank: int, folder: Path) -> None:

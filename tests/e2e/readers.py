@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deepzero.monitor.files import read_metrics
+from deepzero.monitor.metrics_file import read_metrics
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, int], Row]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from deepzero.checkpoint import folder as folders
+from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint.verify import verify as check_all
 from tests.e2e import runs
 from tests.e2e.kill_program import DONE, FAILED, KEEP_LAST

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepzero.comm.quantized import Format, Quantizer
+from deepzero.comm.quantization import Format, Quantizer
 
 pytestmark = pytest.mark.gpu
 

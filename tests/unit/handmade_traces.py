@@ -21,9 +21,9 @@ def ours(name: str, begin: float, end: float) -> dict[str, Any]:
 
 
 def flight(name: str, launch: tuple[float, float], wait: tuple[float, float], place: str = "x") -> list[dict[str, Any]]:
-    """A collective with its launch and its wait; ``name`` is ``interval N|NOTE``."""
-    interval, note = name.split("|")
-    text = f"{interval} ({place}) {note}".strip()
+    """A collective with its launch and its wait; ``name`` is ``bucket N|NOTE``."""
+    bucket, note = name.split("|")
+    text = f"{bucket} ({place}) {note}".strip()
     return [
         ours(f"launch {text}", *launch),
         ours(f"wait {text}", *wait),
@@ -53,10 +53,10 @@ def cpu_trace(path: Path) -> Path:
         path,
         step(3, 0, 100),
         [ours("forward", 0, 40), ours("backward", 40, 80), ours("boundary", 80, 91), ours("step", 91, 99)],
-        flight("interval 5|parameters.all_gather_forward", (0, 1), (1, 10), "wte"),
-        flight("interval 4|parameters.all_gather_forward prefetch", (10, 10), (18, 20), "blocks.0"),
-        flight("interval 5|gradients.reduce_scatter", (50, 51), (80, 90), "wte.weight"),
-        ours("H2D interval 5 (wte.weight) offload.parameters_to_device", 92, 97),
+        flight("bucket 5|parameters.all_gather_forward", (0, 1), (1, 10), "wte"),
+        flight("bucket 4|parameters.all_gather_forward prefetch", (10, 10), (18, 20), "blocks.0"),
+        flight("bucket 5|gradients.reduce_scatter", (50, 51), (80, 90), "wte.weight"),
+        ours("H2D bucket 5 (wte.weight) offload.parameters_to_device", 92, 97),
         # Operators: 30 ms on this thread, of which 2 lie in a wait, and 10 beside them on another one.
         [event("aten::mm", 8, 38, "cpu_op"), event("aten::mm", 30, 40, "cpu_op", 2)],
         event("c10d::send", 0, 1, "cpu_op"),
@@ -81,10 +81,10 @@ def gpu_trace(path: Path) -> Path:
         path,
         step(7, 0, 100),
         [ours("forward", 0, 20), ours("backward", 20, 60), ours("boundary", 60, 99)],
-        launch(f"launch interval 3 (wte) {gather}", 1, 1),
-        launch(f"launch interval 2 (blocks.0) {gather}", 15, 2),
-        launch(f"launch interval 3 (wte.weight) {reduction}", 55, 3),
-        launch("H2D interval 3 (wte.weight) offload.parameters_to_device", 70, 4),
+        launch(f"launch bucket 3 (wte) {gather}", 1, 1),
+        launch(f"launch bucket 2 (blocks.0) {gather}", 15, 2),
+        launch(f"launch bucket 3 (wte.weight) {reduction}", 55, 3),
+        launch("H2D bucket 3 (wte.weight) offload.parameters_to_device", 70, 4),
         kernel("ncclDevKernel_AllGather_RING_LL", 5, 20, 1),
         kernel("ncclDevKernel_AllGather_RING_LL", 38, 50, 2),
         kernel("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 78, 90, 3),

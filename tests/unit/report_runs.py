@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.config.run import RunConfig, TrainConfig
-from deepzero.monitor.files import to_json
+from deepzero.monitor.metrics_file import to_json
 
 NUMEL = 1000
 

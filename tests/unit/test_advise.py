@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 import train
-from deepzero.planning.advise import Advice, Search, rehearse_option
-from deepzero.planning.advise_text import NOTHING_FITS, command, text
+from deepzero.planning.autotune import Search, TuningAdvice, rehearse_option
+from deepzero.planning.autotune_text import NOTHING_FITS, command, text
 from deepzero.planning.clusters import H100_HDR
+from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.planning.estimate import Setting
-from deepzero.planning.rehearse import World, rehearse
 from deepzero.planning.search_space import Question
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.closed_forms import Elements, StateSizes, predicted_memory
-from deepzero.training.pieces import program_of
+from deepzero.training.build_model import program_of
 from tests.e2e import runs
 from tools import advise as tool
 
@@ -31,7 +31,7 @@ WIDE = ("model.n_layer=6", "model.n_embd=512", "model.n_head=8", "model.block_si
 def ask(*words: str, ranks: int = 2, memory: float = 80e9, per_node: int = 8, **more: Any) -> Question:
     """A question about a cluster of H100, with other memory."""
     cluster = dataclasses.replace(H100_HDR, memory_bytes=memory)
-    world = World(ranks, min(ranks, per_node))
+    world = ClusterShape(ranks, min(ranks, per_node))
     return Question(words, train.compose, program_of, cluster, world, **{"seconds": 1e6, **more})
 
 
@@ -41,13 +41,13 @@ def plain(stage: int, micro_batch: int, accumulation: int = 1) -> Setting:
 
 
 @pytest.fixture(scope="module")
-def advice() -> Advice:
+def advice() -> TuningAdvice:
     """Everything but checkpointing and the micro-batch is open."""
     words = (*TINY, "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=2")
     return Search(ask(*words)).run()
 
 
-def test_all_stages_and_offloads_are_ranked(advice: Advice) -> None:
+def test_all_stages_and_offloads_are_ranked(advice: TuningAdvice) -> None:
     families = {option.setting.family for option in advice.options}
     offloaded = {(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")}
     assert families == {(0, "none"), (1, "none"), (2, "none"), (3, "none")} | offloaded
@@ -57,16 +57,16 @@ def test_all_stages_and_offloads_are_ranked(advice: Advice) -> None:
     assert not advice.waiting
 
 
-def test_predictions_are_those_of_simulate(advice: Advice) -> None:
+def test_predictions_are_those_of_simulate(advice: TuningAdvice) -> None:
     for option in (advice.options[0], advice.options[-1]):
         run = train.compose(option.words)
-        again = simulate(rehearse(program_of(run, 2), World(2, 2)), advice.question.cluster, 2 * 2 * 16)
+        again = simulate(dry_run(program_of(run, 2), ClusterShape(2, 2)), advice.question.cluster, 2 * 2 * 16)
         assert option.step_seconds == again.timeline.seconds
         assert option.simulated.as_dict() == again.as_dict()
         assert option.tokens_per_second == again.as_dict()["tokens_per_second"]
 
 
-def test_what_is_printed_composes_to_what_was_rehearsed(advice: Advice) -> None:
+def test_what_is_printed_composes_to_what_was_rehearsed(advice: TuningAdvice) -> None:
     for option in advice.options:
         words = shlex.split(command(option, advice.question))
         assert words[:3] == ["python", "train.py", "launch.nproc=2"]
@@ -80,7 +80,7 @@ def test_what_is_printed_composes_to_what_was_rehearsed(advice: Advice) -> None:
     assert command(advice.options[0], advice.question) in text(advice)
 
 
-def test_offload_takes_from_the_device_and_costs_time(advice: Advice) -> None:
+def test_offload_takes_from_the_device_and_costs_time(advice: TuningAdvice) -> None:
     """The host's memory is no part of a device's, and the CPU's step takes its time, wherever the parameters are."""
     found = {option.setting.family: option for option in advice.options if not option.setting.extra}
     for stage, offload in ((2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")):
@@ -173,7 +173,7 @@ def test_many_micro_batches_lie_on_a_straight_line() -> None:
     question = ask(*words)
     option = rehearse_option(question, plain(3, 1, 6), words)
     run = train.compose(words)
-    whole = simulate(rehearse(program_of(run, 2), question.world), question.cluster, 12 * 16)
+    whole = simulate(dry_run(program_of(run, 2), question.world), question.cluster, 12 * 16)
     assert option.straight_line
     assert option.tokens == whole.tokens
     assert option.step_seconds == pytest.approx(whole.timeline.seconds, rel=1e-9)
@@ -231,7 +231,7 @@ def test_no_folder_for_the_figures(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 @pytest.mark.exhaustive
-def test_what_is_printed_runs(advice: Advice, tmp_path: Path) -> None:
+def test_what_is_printed_runs(advice: TuningAdvice, tmp_path: Path) -> None:
     """The one that offloads most, for two steps on this machine."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("for i in range(10):\n    print(i)\n" * 2000, encoding="utf-8")

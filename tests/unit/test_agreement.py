@@ -8,7 +8,7 @@ import platform
 import pytest
 import torch
 
-from deepzero.runtime import agreement
+from deepzero.runtime import consistency
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def processor(monkeypatch):
     """Make this a processor with, or without, the named instructions; None: torch cannot tell."""
 
     def make(bf16, amx, machine="x86_64"):
-        agreement._say_slow.cache_clear()
+        consistency._say_slow.cache_clear()
         monkeypatch.setattr(platform, "machine", lambda: machine)
         for name, answer in (("_is_avx512_bf16_supported", bf16), ("_is_amx_tile_supported", amx)):
             if answer is None:
@@ -27,15 +27,15 @@ def processor(monkeypatch):
                 monkeypatch.setattr(torch.cpu, name, lambda answer=answer: answer, raising=False)
 
     yield make
-    agreement._say_slow.cache_clear()
+    consistency._say_slow.cache_clear()
 
 
 def test_slow_bf16_is_said_once(processor, caplog):
     processor(False, False)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            agreement.check_precision("bf16", CPU)
-        agreement.check_precision("fp32", CPU)
+            consistency.check_precision("bf16", CPU)
+        consistency.check_precision("fp32", CPU)
     assert [record.getMessage()[:15] for record in caplog.records] == ["precision=bf16:"]
 
 
@@ -44,5 +44,5 @@ def test_slow_bf16_is_said_once(processor, caplog):
 )
 def test_nothing_is_said_of_others(processor, caplog, answers):
     processor(*answers)
-    agreement.check_precision("bf16", CPU)
+    consistency.check_precision("bf16", CPU)
     assert not caplog.records

@@ -21,8 +21,8 @@ from deepzero.offload.arena import (
     required_bytes,
     zeros_on_large_pages,
 )
-from deepzero.offload.wire import TO_DEVICE, TO_HOST, Leg, PipelineMeter, Wire
-from deepzero.runtime.zero import offloading
+from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST, CopyStats, HostDeviceCopier, OffloadStats
+from deepzero.runtime.zero import offload_setup
 
 CPU = torch.device("cpu")
 PLAN = [
@@ -39,7 +39,7 @@ def made(pin: bool = True) -> HostArena:
 
 def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
     arena = made()
-    carved = [arena.carve(region.category, region.numel, region.dtype) for region in PLAN]
+    carved = [arena.allocate(region.category, region.numel, region.dtype) for region in PLAN]
     assert arena.nbytes == required_bytes(PLAN) == 4096 + 256 + 256
     for region, tensor in zip(PLAN, carved, strict=True):
         assert (tensor.numel(), tensor.dtype) == (region.numel, region.dtype)
@@ -55,14 +55,14 @@ def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
 
 def test_a_rehearsal_s_arena_knows_its_tensors() -> None:
     arena = HostArena(PLAN, torch.device("meta"), pin=True)
-    carved = arena.carve("host_masters", 1000, torch.float32)
+    carved = arena.allocate("host_masters", 1000, torch.float32)
     assert carved.is_meta and arena.holds(carved[5:9])
     assert not arena.holds(torch.empty(1000, device="meta"))
 
 
 def test_memory_outlives_the_arena() -> None:
     arena = made()
-    kept = arena.carve("host_masters", 1000, torch.float32)
+    kept = arena.allocate("host_masters", 1000, torch.float32)
     arena.close()
     del arena
     kept.fill_(2)
@@ -72,10 +72,10 @@ def test_memory_outlives_the_arena() -> None:
 def test_the_plan_is_kept() -> None:
     arena = made()
     with pytest.raises(RuntimeError, match=r"plan has .*1000.* next, not .*999"):
-        arena.carve("host_masters", 999, torch.float32)
+        arena.allocate("host_masters", 999, torch.float32)
     empty = HostArena([], CPU, pin=True)
     with pytest.raises(RuntimeError, match="plan has nothing next"):
-        empty.carve("host_masters", 1, torch.float32)
+        empty.allocate("host_masters", 1, torch.float32)
 
 
 def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +114,9 @@ def test_large_pages() -> None:
         assert torch.equal(made.add_(1), torch.ones(shape))
 
 
-def wire(seed: int | None) -> Wire:
+def wire(seed: int | None) -> HostDeviceCopier:
     chaos = Chaos(ChaosConfig(enabled=seed is not None, seed=seed or 0, max_delay_ms=0), rank=0)
-    return Wire(CPU, Ledger(), chaos, PipelineMeter())
+    return HostDeviceCopier(CPU, Ledger(), chaos, OffloadStats())
 
 
 def test_copies_are_counted_and_timed() -> None:
@@ -130,7 +130,7 @@ def test_copies_are_counted_and_timed() -> None:
     lane.meter.close_step()
     leg = lane.meter.last_step[TO_HOST].as_dict()
     assert leg["bytes"] == 40 and leg["seconds"] > 0 and leg["hidden"] == 0
-    assert Leg().as_dict() == {"bytes": 0, "seconds": 0.0, "gb_per_second": 0.0, "hidden": 0.0}
+    assert CopyStats().as_dict() == {"bytes": 0, "seconds": 0.0, "gb_per_second": 0.0, "hidden": 0.0}
     with pytest.raises(RuntimeError, match=r"cannot copy 10 x torch.float32 to 10 x torch.bfloat16"):
         lane.to_host(TO_HOST, host.bfloat16(), device)
 
@@ -163,6 +163,6 @@ def test_chaos_puts_copies_off_until_somebody_waits() -> None:
 )
 def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(offloading, "HostArena", lambda regions, device, pin: asked.append(pin))
-    offloading._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
+    monkeypatch.setattr(offload_setup, "HostArena", lambda regions, device, pin: asked.append(pin))
+    offload_setup._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
     assert asked == [locked]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deepzero.monitor.files import read_metrics
+from deepzero.monitor.metrics_file import read_metrics
 from tools.bench import monitoring
 
 

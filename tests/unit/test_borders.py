@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.format import Row, ShardInfo
+from deepzero.checkpoint.manifest import Row, ShardInfo
 from deepzero.checkpoint.shard_file import damage
-from deepzero.runtime.zero.sharded_step import MasterPart, _sub_groups
+from deepzero.runtime.zero.sharded_step import MasterFragment, _sub_groups
 
 
 def test_a_sub_group_may_be_exactly_full() -> None:
-    parts = [MasterPart(torch.zeros(numel), torch.zeros(numel)) for numel in (2, 3, 1, 4, 9, 4)]
+    parts = [MasterFragment(torch.zeros(numel), torch.zeros(numel)) for numel in (2, 3, 1, 4, 9, 4)]
     numels = [[part.master.numel() for part in group] for group in _sub_groups(parts, 5)]
     assert numels == [[2, 3], [1, 4], [9], [4]]
     assert _sub_groups(parts, None) == [parts]

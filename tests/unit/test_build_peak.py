@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.comm.pretended import Pretended, pretend
+from deepzero.comm.dry_run import FakeRank, fake_process_group
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.offload.arena import HostArena
-from deepzero.planning.work import WorkMeter
+from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.zero import partitioned_group
-from deepzero.runtime.zero.masters import Masters
+from deepzero.runtime.zero import partitioned_param_group
+from deepzero.runtime.zero.master_shard import MasterShard
 from tests.distributed.training import config
 
 WIDTH, LAYERS = 256, 8
@@ -68,13 +68,13 @@ CASES = {
 def peak_of(settings, world, given_on_device, frozen, monkeypatch):
     """In bytes, of the device: the most while it builds, what training holds there, what the given model took."""
     meter = DeviceMeter()
-    with monkeypatch.context() as patched, pretend(Pretended(world - 1, world, "cuda", min(world, 8))):
-        patched.setattr(HostArena, "carve", meter.on_host(HostArena.carve))
+    with monkeypatch.context() as patched, fake_process_group(FakeRank(world - 1, world, "cuda", min(world, 8))):
+        patched.setattr(HostArena, "carve", meter.on_host(HostArena.allocate))
         on_host = settings.zero.offload_optimizer.device == "cpu"
         if on_host:
             patched.setattr(build, "allocate_state", meter.on_host(build.allocate_state))
         if not given_on_device:
-            patched.setattr(partitioned_group, "lies_on", lambda params, device: False)
+            patched.setattr(partitioned_param_group, "lies_on", lambda params, device: False)
         with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
             model = Stack(frozen)
         given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0
@@ -108,16 +108,16 @@ def test_the_peak_of_building(monkeypatch, case, given_on_device, frozen):
 def test_only_pieces_wait_for_the_masters(monkeypatch, stage):
     """One bucket holds the whole model here, so that of most parameters this rank owns no element."""
     world, alive, meter = 8, [], DeviceMeter()
-    allocate = Masters.allocate
+    allocate = MasterShard.allocate
 
     def look_and_allocate(store, device):
         alive.append(meter.alive_bytes)
         allocate(store, device)
 
-    monkeypatch.setattr(Masters, "allocate", look_and_allocate)
+    monkeypatch.setattr(MasterShard, "allocate", look_and_allocate)
     zero = {"stage3_param_persistence_threshold": 0}
     settings = load_engine_config(config(stage=stage, precision="bf16", bucket=2**30, zero=zero))
-    with pretend(Pretended(3, world, "cuda", world)), meter:
+    with fake_process_group(FakeRank(3, world, "cuda", world)), meter:
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(64)))
         engine = Engine(model, build_optimizer(settings.optimizer, model.parameters(), False), settings)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepzero.comm.compiling import why_not_compiled
+from deepzero.comm.compile import why_not_compiled
 from deepzero.offload import adam_compiled
 from deepzero.offload.adam_compiled import CompiledAdam, why_not
 from deepzero.offload.adam_kernels import (

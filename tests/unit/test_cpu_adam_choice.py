@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepzero.comm.compiling import CompilationError, why_not_compiled
+from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.offload import adam_choice, adam_compiled
 from deepzero.offload.adam_kernels import line_by_line
 from deepzero.ops import CPUAdam

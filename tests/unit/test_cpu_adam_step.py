@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from deepzero.config.engine import OptimizerConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.ops import CPUAdam
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.optimizer_trial import check_elementwise
+from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.zero.sharded_step import MasterPart, ShardedStep
+from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 
 BF16 = torch.bfloat16
@@ -86,7 +86,7 @@ class TestTorchsMachinery:
         (master,), (reference,) = leaves(64), leaves(64)
         optimizer, other = CPUAdam([master]), CPUAdam([reference])
         (grad,) = gradients([master], 0)
-        ShardedStep(optimizer, [MasterPart(master, grad.clone())]).step(6.0)
+        ShardedStep(optimizer, [MasterFragment(master, grad.clone())]).step(6.0)
         other.step([grad], scale=6.0)
         assert same(optimizer, other)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import DataConfig
+from deepzero.config.strict import ConfigError
 from deepzero.data import corpus as module
 from deepzero.data.corpus import Corpus, load_corpus, split_by_file, split_single
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.data.loader import TokenSequences
 
 

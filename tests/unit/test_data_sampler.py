@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler, permute
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from deepzero.config.deepspeed_json import SATISFIED, SWITCHED_OFF, load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 
 FULL = {
     "train_batch_size": 16,

@@ -14,8 +14,8 @@ import pytest
 
 from deepzero.config.deepspeed_json import NOT_IMPLEMENTED, SATISFIED, SWITCHED_OFF, load_engine_config
 from deepzero.config.engine import EngineConfig
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES
 from tests.configs.compose import run_config
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from deepzero.comm import elastic, meeting, stop_request
+from deepzero.comm import elastic, preemption, rendezvous
 from deepzero.comm.elastic import recall, remember, restart_count
 
 ROOT = Path(__file__).parents[2]
@@ -80,21 +80,21 @@ def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seconds", [-1.0, 25.1, 30.0, float("nan")])
 def test_grace_that_the_agent_would_not_grant(seconds: float) -> None:
     with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
-        stop_request.on_stop_request(lambda: None, seconds)
-    assert stop_request.registered() is None
+        preemption.on_stop_request(lambda: None, seconds)
+    assert preemption.registered() is None
 
 
 def test_a_request_can_be_withdrawn() -> None:
-    stop_request.on_stop_request(print, 3.0)
-    assert stop_request.registered() == (print, 3.0)
-    stop_request.on_stop_request(None)
-    assert stop_request.registered() is None
+    preemption.on_stop_request(print, 3.0)
+    assert preemption.registered() == (print, 3.0)
+    preemption.on_stop_request(None)
+    assert preemption.registered() is None
 
 
 def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
     """Whatever earlier attempts have left: questions, answers, signatures, of more ranks than there are now."""
     patience = timedelta(seconds=20)
-    server = meeting.host_store(0, patience)
+    server = rendezvous.host_store(0, patience)
 
     def attempt(world: int, late: int) -> None:
         parts: dict[int, dist.Store] = {}
@@ -102,7 +102,7 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
         def join(rank: int) -> None:
             time.sleep(0.3 if rank == late else 0)
             client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-            parts[rank] = meeting.fresh(client, rank, world, patience)
+            parts[rank] = rendezvous.fresh(client, rank, world, patience)
 
         threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
         for thread in threads:
@@ -117,22 +117,22 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
     for world, late in ((3, 0), (3, 2), (2, 0), (2, 1), (4, 1), (1, 0)):
         attempt(world, late)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] have not come within 0.3 s"):
-        meeting.fresh(server, 0, 2, timedelta(seconds=0.3))
+        rendezvous.fresh(server, 0, 2, timedelta(seconds=0.3))
 
 
 def test_whose_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert meeting.shared_by_attempts()
+    assert rendezvous.shared_by_attempts()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert not meeting.shared_by_attempts()
+    assert not rendezvous.shared_by_attempts()
 
 
 PROGRAM = """
 import signal, sys, time
 for name in sys.argv[1:]:
     signal.signal(signal.Signals[name], signal.SIG_IGN)  # as `nohup` and a shell's `&` do it
-from deepzero.comm import rank_process, stop_request
+from deepzero.comm import rank_process, preemption
 asked = []
 def ask():
     asked.append(1)
@@ -146,7 +146,7 @@ while not (asked and {leaves}):
 time.sleep(0.5)
 print("left", flush=True)
 """
-REQUEST = "stop_request.on_stop_request(ask, 1.0)"
+REQUEST = "preemption.on_stop_request(ask, 1.0)"
 
 
 EXHAUSTIVE = pytest.mark.exhaustive

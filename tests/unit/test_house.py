@@ -39,8 +39,8 @@ def test_this_repository_keeps_the_rules() -> None:
 
 def test_a_kept_house_is_silent(tmp_path: Path) -> None:
     files = {
-        "deepzero/config/engine.py": DOC + "from deepzero.config import parse\n",
-        "deepzero/config/parse.py": DOC + "class Public:\n    'Doc.'\n    def _private(self): ...\n",
+        "deepzero/config/engine.py": DOC + "from deepzero.config import strict\n",
+        "deepzero/config/strict.py": DOC + "class Public:\n    'Doc.'\n    def _private(self): ...\n",
         "deepzero/comm/ledger.py": DOC + "import torch.distributed as dist\nfrom deepzero import layout\n",
         "deepzero/runtime/engine.py": DOC + "from ..comm.ledger import x\ndef f():\n    'Doc.'\n    import wandb\n",
         "train.py": "import hydra\nfrom omegaconf import DictConfig\nimport deepzero\n",
@@ -80,7 +80,10 @@ PLANTED = {
         "deepzero/layout.py:2 floors",
     ),
     "comm imports its bucket": (
-        {"deepzero/comm/bucket.py": DOC, "deepzero/comm/x.py": DOC + "from deepzero.comm.bucket import B\n"},
+        {
+            "deepzero/comm/reduce_scatter.py": DOC,
+            "deepzero/comm/x.py": DOC + "from deepzero.comm.reduce_scatter import B\n",
+        },
         "deepzero/comm/x.py:2 floors",
     ),
     "another room of the same floor": (

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from deepzero.comm import launcher, process_group
 from deepzero.comm.launcher import Interrupted, RankFailed, choose_device, launch
-from deepzero.comm.meeting import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
-from deepzero.config.parse import ConfigError
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
+from deepzero.config.strict import ConfigError
 
 
 def start(*scripts: str) -> list[subprocess.Popen[bytes]]:

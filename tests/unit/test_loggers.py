@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import LoggerConfig
+from deepzero.config.strict import ConfigError
 from deepzero.monitor import loggers
-from deepzero.monitor.background import Background, Sink, Tell, finish_all
-from deepzero.monitor.files import read_metrics
+from deepzero.monitor.async_logger import Background, Sink, Tell, finish_all
+from deepzero.monitor.metrics_file import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
-from deepzero.monitor.naming import LIMIT, name_of, named
+from deepzero.monitor.run_name import LIMIT, name_of, named
 from deepzero.monitor.scalars import communication_rows, memory_rows, scalars
 from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, wandb_mode
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
@@ -176,7 +176,7 @@ def test_a_logger_that_was_slow_catches_up() -> None:
 def test_a_run_that_is_asked_to_stop_does_not_wait_long(
     monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("deepzero.monitor.background.STOP_SECONDS", 0.2)
+    monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.2)
     told: list[str] = []
     background = Background("x", lambda _: Failing(hang, "finish"), told.append)
     background.finish({"status": "stopped"})
@@ -205,7 +205,7 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang: Calla
 def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr("deepzero.monitor.background.STOP_SECONDS", 0.8)
+    monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.8)
     monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
     monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
     stream = io.StringIO()

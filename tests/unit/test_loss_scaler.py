@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deepzero.config.engine import PrecisionConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, StaticLossScaler, build_loss_scaler
 
 

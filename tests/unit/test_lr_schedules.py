@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deepzero.config.engine import SchedulerConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES, Scheduler, build_scheduler
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deepzero.comm import ranges
+from deepzero.comm import profiler_ranges
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import Recording, trace
 
@@ -41,10 +41,10 @@ def test_the_history_ends_without_raising(
     recording.with_stack = with_stack
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
-    assert ranges.recorder() is not None
+    assert profiler_ranges.recorder() is not None
     recording.end()
     recording.end()
-    assert ranges.recorder() is None
+    assert profiler_ranges.recorder() is None
     assert asked.calls == calls
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
 from deepzero.models.hf import HFModel, check_library
 
 transformers = pytest.importorskip("transformers")

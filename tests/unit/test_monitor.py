@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.files import (
+from deepzero.monitor.metrics_file import (
     MetricsFile,
     clear,
     read_metrics,
@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
         room["bytes"] -= taken
         return taken
 
-    monkeypatch.setattr("deepzero.monitor.files.os.write", short)
+    monkeypatch.setattr("deepzero.monitor.metrics_file.os.write", short)
     for number, left in ((1, 10**9), (2, 20), (3, 0), (4, 10**9)):
         room["bytes"] = left
         monitor.step(step(number), 0.1)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepzero.config.parse import ConfigError
-from deepzero.runtime.optimizer_trial import borrowed, check_elementwise, settings_of
+from deepzero.config.strict import ConfigError
+from deepzero.runtime.elementwise_check import borrowed, check_elementwise, settings_of
 
 optim = torch.optim
 

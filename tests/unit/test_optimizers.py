@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepzero.config.engine import OptimizerConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.runtime.optimizers import build_optimizer
 
 

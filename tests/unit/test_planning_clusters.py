@@ -10,7 +10,7 @@ import pytest
 
 from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster, read_cluster
 
 SIMPLE = Cluster(

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
 from deepzero.planning import plan
-from deepzero.planning.rehearse import Program, Rehearsal, World, rehearse
-from deepzero.planning.sequence import check, compare, skipping, telling_ranks
+from deepzero.planning.check_collective_order import check, compare, skipping, telling_ranks
+from deepzero.planning.dry_run import ClusterShape, DryRunResult, TrainStep, dry_run
 
 MODEL = ModelConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=64)
-WORLD = World(16, 4)
+WORLD = ClusterShape(16, 4)
 
 
-def program(stage: int = 3, **changes: object) -> Program:
+def program(stage: int = 3, **changes: object) -> TrainStep:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -37,13 +37,13 @@ def program(stage: int = 3, **changes: object) -> Program:
         ids = torch.zeros(1, MODEL.block_size, dtype=torch.long, device="meta")
         return ids, ids
 
-    return Program(lambda: GPT(MODEL), batch, load_engine_config(config))
+    return TrainStep(lambda: GPT(MODEL), batch, load_engine_config(config))
 
 
 def test_the_ranks_whose_number_could_matter() -> None:
-    assert telling_ranks(World(1, 1)) == [0]
-    assert telling_ranks(World(2, 2)) == [0, 1]
-    assert telling_ranks(World(64, 8), [16]) == [0, 7, 8, 15, 16, 32, 63]
+    assert telling_ranks(ClusterShape(1, 1)) == [0]
+    assert telling_ranks(ClusterShape(2, 2)) == [0, 1]
+    assert telling_ranks(ClusterShape(64, 8), [16]) == [0, 7, 8, 15, 16, 32, 63]
 
 
 def test_all_ranks_of_one_program_launch_the_same() -> None:
@@ -80,8 +80,8 @@ def test_launches_agree_and_gradients_do_not() -> None:
 
 
 def test_what_a_plan_lists_makes_the_peak() -> None:
-    """On a GPU, where gathered intervals are gone when the ledger samples, their most counts, not as activations."""
-    found = rehearse(program(), WORLD, 0)
+    """On a GPU, where gathered buckets are gone when the ledger samples, their most counts, not as activations."""
+    found = dry_run(program(), WORLD, 0)
     assert found.held["gathered"] == found.memory["gathered"] > 0
     assert sum(plan.memory(found).values()) == found.peak_bytes
     assert found.activation_bytes > 0
@@ -91,23 +91,23 @@ def test_who_is_known_to_be_wrong_is_no_reference() -> None:
     """Also where no other rank was asked for, and where the wrong ones are as many as the others."""
     rehearsals, [found] = check(program(), WORLD, {3: "blocks.0"}, [3])
     assert ([r.rank for r in rehearsals], found.rank, found.reference) == ([0, 3], 3, 0)
-    _, [found] = check(program(stage=1), World(2, 2), {0: "blocks.0.mlp"})
+    _, [found] = check(program(stage=1), ClusterShape(2, 2), {0: "blocks.0.mlp"})
     assert (found.rank, found.reference) == (0, 1)
     assert "no gradient of blocks.0.mlp." in found.found and found.expected == "one"
 
 
 def test_the_same_launches_of_another_size() -> None:
     """A rank with another width: the names are the same, and the backend would hang or mix up what it receives."""
-    usual, other = rehearse(program(stage=1), WORLD, 0), program(stage=1)
+    usual, other = dry_run(program(stage=1), WORLD, 0), program(stage=1)
     wider = dataclasses.replace(other, model=lambda: GPT(dataclasses.replace(MODEL, ffn_hidden=144)))
-    [found] = compare([usual, rehearse(program(stage=1), WORLD, 1), rehearse(wider, WORLD, 2)])
+    [found] = compare([usual, dry_run(program(stage=1), WORLD, 1), dry_run(wider, WORLD, 2)])
     assert (found.rank, found.number) == (2, 2) and "elements" in found.expected
 
 
 def test_what_is_launched_more_than_the_others_do() -> None:
-    usual = rehearse(program(), WORLD, 0)
-    longer = rehearse(program(gradient_accumulation_steps=2), WORLD, 1)
-    differences = compare([usual, rehearse(program(), WORLD, 2), longer])
+    usual = dry_run(program(), WORLD, 0)
+    longer = dry_run(program(gradient_accumulation_steps=2), WORLD, 1)
+    differences = compare([usual, dry_run(program(), WORLD, 2), longer])
     assert [d.rank for d in differences] == [1]
 
 
@@ -124,12 +124,12 @@ def test_no_rank_at_all() -> None:
 
 def test_a_module_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=r"no module 'blocks.7' to skip; the model has .*blocks.0"):
-        rehearse(skipping(program(), "blocks.7"), WORLD)
+        dry_run(skipping(program(), "blocks.7"), WORLD)
 
 
 def test_a_module_that_is_never_called() -> None:
     with pytest.raises(ConfigError, match="'blocks' to skip is a ModuleList, which is never called"):
-        rehearse(skipping(program(), "blocks"), WORLD)
+        dry_run(skipping(program(), "blocks"), WORLD)
 
 
 class Own(nn.Module):
@@ -143,14 +143,14 @@ class Own(nn.Module):
         return {"scores": self.second(torch.relu(self.first(x)))}
 
 
-def own(model: object = Own, loss: bool = True) -> Rehearsal:
-    made = Program(
+def own(model: object = Own, loss: bool = True) -> DryRunResult:
+    made = TrainStep(
         model,  # type: ignore[arg-type]
         lambda: (torch.empty(4, 8, device="meta"),),
         program().config,
         (lambda output: output["scores"].float().mean()) if loss else None,
     )
-    return rehearse(made, World(4, 4))
+    return dry_run(made, ClusterShape(4, 4))
 
 
 def test_any_module_with_a_loss_of_its_own() -> None:

@@ -14,7 +14,7 @@ PROGRAM = """
 import torch
 from torch import nn
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.planning.rehearse import Program
+from deepzero.planning.dry_run import TrainStep
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 def make():
     batch = lambda: (torch.empty(2, 8, 32, device="meta", dtype=torch.bfloat16),)
-    return Program(Net, batch, load_engine_config(CONFIG))
+    return TrainStep(Net, batch, load_engine_config(CONFIG))
 
 def number():
     return 3
@@ -87,7 +87,7 @@ def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFix
         (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
         (["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
         (["--program", "mine.py:other"], "mine.py has no function 'other'"),
-        (["--program", "mine.py:number"], "number() returned an int, not a Program"),
+        (["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
         (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
     ],
 )

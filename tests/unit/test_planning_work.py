@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepzero.config.run import ModelConfig
 from deepzero.models.gpt import GPT
-from deepzero.planning.work import WorkMeter, fused_attention
+from deepzero.planning.op_cost import WorkMeter, fused_attention
 
 SMALL = ModelConfig(n_layer=2, n_embd=64, n_head=2, block_size=32, vocab_size=128)
 

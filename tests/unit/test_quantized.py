@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepzero.comm import quantize_kernels, quantized
-from deepzero.comm.compiling import CompilationError, why_not_compiled
+from deepzero.comm import quantization, quantize_kernels
+from deepzero.comm.compile import CompilationError, why_not_compiled
+from deepzero.comm.quantization import Format, Packed, Quantizer
 from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, Variant, decode, encode
-from deepzero.comm.quantized import Format, Packed, Quantizer
 
 BITS = (8, 4)
 BLOCKS = (64, 256, 2048)
@@ -252,12 +252,12 @@ class TestChoice:
     def fresh(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """Nothing is compiled yet, and everything is large enough to be."""
         monkeypatch.setattr(quantize_kernels, "_COMPILED", {})
-        monkeypatch.setattr(quantized, "COMPILE_FROM", 5)
+        monkeypatch.setattr(quantization, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
         yield
 
     def compiler(self, compile: Callable[[Variant], Any]) -> None:
-        for module in (quantize_kernels, quantized):
+        for module in (quantize_kernels, quantization):
             self.monkeypatch.setattr(module, "why_not_compiled", lambda kind: "")
         self.monkeypatch.setattr(quantize_kernels, "_compile", compile)
 

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepzero.comm import overlap, ranges
+from deepzero.comm import comm_timer, profiler_ranges
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import Group
+from deepzero.comm.comm_timer import OverlapMeter
+from deepzero.comm.groups import RankGroup
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.overlap import OverlapMeter
-from deepzero.comm.ranges import VERBS, Airborne, Label, Recorder
+from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, Recorder
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave
 
 
-@pytest.mark.parametrize("interval", [None, 0, 12])
+@pytest.mark.parametrize("bucket", [None, 0, 12])
 @pytest.mark.parametrize("place", ["", "blocks.3.mlp.fc", "a weight, tied"])
 @pytest.mark.parametrize("note", ["", "prefetch", "parameters.all_gather_forward prefetch"])
-def test_a_name_is_read_back(interval: int | None, place: str, note: str) -> None:
+def test_a_name_is_read_back(bucket: int | None, place: str, note: str) -> None:
     for verb in VERBS:
-        label = Label(verb, interval, place, note)
+        label = Label(verb, bucket, place, note)
         assert Label.parse(label.text()) == label
 
 
@@ -33,7 +33,7 @@ def test_parentheses_become_brackets() -> None:
     assert label == Label("fetch", 1, "head [tied weight]")
 
 
-@pytest.mark.parametrize("name", ["", "aten::mm", "zero.", "zero.unknown interval 1", "azero.fetch", "zero.fetch(x)"])
+@pytest.mark.parametrize("name", ["", "aten::mm", "zero.", "zero.unknown bucket 1", "azero.fetch", "zero.fetch(x)"])
 def test_other_names_are_not_ours(name: str) -> None:
     assert Label.parse(name) is None
 
@@ -51,12 +51,12 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(overlap, "perf_counter", made)
+    monkeypatch.setattr(comm_timer, "perf_counter", made)
     return made
 
 
 def meter() -> OverlapMeter:
-    return OverlapMeter(torch.device("cpu"), Ledger(no_part_of_a_step={"evaluation"}))
+    return OverlapMeter(torch.device("cpu"), Ledger(untracked_kinds={"evaluation"}))
 
 
 def test_hidden_communication_of_two_that_overlap(clock: Clock) -> None:
@@ -65,7 +65,7 @@ def test_hidden_communication_of_two_that_overlap(clock: Clock) -> None:
     flights = []
     for moment in (0, 2):
         clock.now = moment
-        flights.append(account.launch("gather", "interval 0"))
+        flights.append(account.launch("gather", "bucket 0"))
         clock.now = moment + 1
         flights[-1].launched()
     for flight, begin, end in zip(flights, (5, 6), (6, 9), strict=True):
@@ -105,7 +105,7 @@ def test_a_launch_that_fails_is_not_under_way(clock: Clock, monkeypatch: pytest.
     for name in ("isend", "all_to_all"):  # by pairs with gloo; whether another test's group stands does not matter
         monkeypatch.setattr(torch.distributed, name, refuse)
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), 0))
-    pair, parts = Group((0, 1), 0, None), [torch.zeros(3), torch.zeros(3)]
+    pair, parts = RankGroup((0, 1), 0, None), [torch.zeros(3), torch.zeros(3)]
     with pytest.raises(RuntimeError, match="closed by peer"):
         comm.exchange("gradients.all_to_all", parts, parts, group=pair)
     clock.now = 4
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_read_stops_nothing(caplog: pytest.LogCaptureFixtu
 
 def test_samples_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr(ranges.time, "time_ns", lambda: now[0])
+    monkeypatch.setattr(profiler_ranges.time, "time_ns", lambda: now[0])
 
     def held() -> dict[str, int]:
         now[0] += 1000
@@ -181,10 +181,10 @@ def test_samples_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -
 def recorded() -> Recorder:
     recorder = Recorder()
     recorder.flights = [
-        Airborne(Label("in_flight", 1), 1_000_005_000, 1_000_009_000),
-        Airborne(Label("in_flight", 2), 1_000_006_000, None),
+        LaneSpan(Label("in_flight", 1), 1_000_005_000, 1_000_009_000),
+        LaneSpan(Label("in_flight", 2), 1_000_006_000, None),
     ]
-    recorder.aside = [Airborne(Label("step", 0, note="delayed"), 1_000_007_000, 1_000_008_000)]
+    recorder.aside = [LaneSpan(Label("step", 0, note="delayed"), 1_000_007_000, 1_000_008_000)]
     recorder.samples = [(1_000_006_500, {"parameters": 7})]
     return recorder
 
@@ -193,9 +193,9 @@ def test_our_events() -> None:
     events = our_events(recorded(), pid=9, base_ns=1_000_000_000)
     shown = [(e["name"], e["tid"] % 10, e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert shown == [
-        ("zero.in_flight interval 1", 0, 5.0, 4.0),
-        ("zero.in_flight interval 2", 1, 6.0, 0.0),
-        ("zero.step interval 0 delayed", 2, 7.0, 1.0),
+        ("zero.in_flight bucket 1", 0, 5.0, 4.0),
+        ("zero.in_flight bucket 2", 1, 6.0, 0.0),
+        ("zero.step bucket 0 delayed", 2, 7.0, 1.0),
     ]
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name"]
     assert names == ["communication 1", "communication 2", "delayed update 1"]

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from deepzero.checkpoint.format import CheckpointError
+from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm import launcher, rank_process
+from deepzero.comm.desync_watchdog import RankDivergenceError, RankLeftError
 from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
-from deepzero.comm.rank_process import Report, describe, load_program, read_reports, root_cause, write_report
-from deepzero.comm.watchdog import RankDivergenceError, RankLeftError
-from deepzero.config.parse import ConfigError
+from deepzero.comm.rank_process import RankReport, describe, load_program, read_reports, root_cause, write_report
+from deepzero.config.strict import ConfigError
 
 ECHOES = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:15558",
@@ -27,7 +27,7 @@ ECHOES = [
 ]
 
 
-def caught(error: BaseException, rank: int = 0) -> Report:
+def caught(error: BaseException, rank: int = 0) -> RankReport:
     """``error`` as a rank would report it."""
     try:
         raise error
@@ -74,9 +74,9 @@ def test_the_cause_is_the_earliest_that_is_no_echo() -> None:
         caught(e, rank) for rank, e in enumerate((RuntimeError(ECHOES[0]), ValueError("b"), ValueError("a")))
     )
     reports = [
-        Report(**{**vars(echo), "seconds": 1.0}),
-        Report(**{**vars(late), "seconds": 3.0}),
-        Report(**{**vars(cause), "seconds": 2.0}),
+        RankReport(**{**vars(echo), "seconds": 1.0}),
+        RankReport(**{**vars(late), "seconds": 3.0}),
+        RankReport(**{**vars(cause), "seconds": 2.0}),
     ]
     found = root_cause(reports)
     assert found is not None

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.charts import series
 from deepzero.monitor.report.compare import text_table
-from deepzero.monitor.report.limits import limits_of
-from deepzero.monitor.report.reading import read_run
+from deepzero.monitor.report.run_data import read_run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
 from deepzero.monitor.report.sections import report
 from deepzero.monitor.report.write import write_report, write_report_or_tell
@@ -292,7 +292,7 @@ def test_overlap_offload_and_quantisation_where_there_are_such(tmp_path: Path) -
     assert "optimizer step 80 ms, 25% hidden" in words
     assert "lowest 41.5 dB" in words
     assert "waits longest for optimizer step: 60 ms of 100 ms" in about(run_dir)["Offload"]
-    assert about(run_dir)["Quantisation"].startswith("2 intervals fell below")
+    assert about(run_dir)["Quantisation"].startswith("2 buckets fell below")
 
 
 def test_a_plan_is_drawn_over_the_measured_step(tmp_path: Path) -> None:

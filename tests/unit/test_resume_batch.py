@@ -12,7 +12,7 @@ import pytest
 
 from deepzero.checkpoint import resume
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.training import run_folder
 
 

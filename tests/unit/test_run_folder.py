@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from deepzero.checkpoint.folder import LOCK, release
-from deepzero.config.parse import ConfigError
+from deepzero.checkpoint.checkpoint_dir import LOCK, release
+from deepzero.config.strict import ConfigError
 from deepzero.training import run_folder
 from deepzero.training.run_folder import FoldersBefore, remove_unused, take
 

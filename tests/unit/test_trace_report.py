@@ -42,9 +42,9 @@ class TestFigures:
         summary = read(cpu_trace(tmp_path / "a.json"))
         gaps = [(round(gap.length, 3), gap.phase, gap.what, gap.first, gap.last) for gap in summary.gaps[:3]]
         assert gaps == [
-            (10, "boundary", "gradients.reduce_scatter of interval 5 (wte.weight)", False, True),
-            (9, "forward", "parameters.all_gather_forward of interval 5 (wte)", True, False),
-            (5, "step", "offload.parameters_to_device of interval 5 (wte.weight)", False, False),
+            (10, "boundary", "gradients.reduce_scatter of bucket 5 (wte.weight)", False, True),
+            (9, "forward", "parameters.all_gather_forward of bucket 5 (wte)", True, False),
+            (5, "step", "offload.parameters_to_device of bucket 5 (wte.weight)", False, False),
         ]
         assert summary.gaps[0].lead == pytest.approx(80 - 51)
         assert sum(gap.length for gap in summary.gaps) == pytest.approx(summary.steps[0].exposed)
@@ -57,10 +57,10 @@ class TestFigures:
         assert (found.communication, found.copies, found.exposed) == pytest.approx((39, 4, 24))
         assert found.overlap == pytest.approx(1 - 24 / 43)
         assert [(gap.begin, gap.length, gap.phase, gap.what) for gap in summary.gaps] == [
-            (80, 10, "backward", "gradients.reduce_scatter of interval 3 (wte.weight)"),
-            (5, 5, "forward", "parameters.all_gather_forward of interval 3 (wte)"),
-            (40, 5, "forward", "parameters.all_gather_forward of interval 2 (blocks.0)"),
-            (92, 4, "boundary", "offload.parameters_to_device of interval 3 (wte.weight)"),
+            (80, 10, "backward", "gradients.reduce_scatter of bucket 3 (wte.weight)"),
+            (5, 5, "forward", "parameters.all_gather_forward of bucket 3 (wte)"),
+            (40, 5, "forward", "parameters.all_gather_forward of bucket 2 (blocks.0)"),
+            (92, 4, "boundary", "offload.parameters_to_device of bucket 3 (wte.weight)"),
         ]
 
     def test_what_overlaps_counts_once(self, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ class TestFigures:
             save(
                 tmp_path / "a.json",
                 [step(0, 0, 10), step(1, 10, 20)],
-                flight("interval 0|gradients.reduce_scatter", (8, 8), (9, 12)),
+                flight("bucket 0|gradients.reduce_scatter", (8, 8), (9, 12)),
             )
         ).steps
         assert (a.exposed, b.exposed, a.communication, b.communication) == pytest.approx((1, 2, 2, 2))
@@ -93,35 +93,35 @@ def keys(path: Path) -> list[str]:
 
 
 PASSES = [ours("forward", 0, 40), ours("backward", 40, 80), ours("boundary", 80, 100)]
-FIRST = flight("interval 9|parameters.all_gather_forward", (0, 0.5), (0.5, 1))
+FIRST = flight("bucket 9|parameters.all_gather_forward", (0, 0.5), (0.5, 1))
 GATHER, REDUCE = "parameters.all_gather_forward", "gradients.reduce_scatter"
 
 CASES = [
     # The first gather of a step cannot be prefetched: it is no evidence.
-    (flight(f"interval 9|{GATHER}", (0, 0.5), (0.5, 20)), []),
-    (FIRST + flight(f"interval 8|{GATHER}", (10, 10.5), (10.5, 20)), ["zero.stage3_prefetch_bucket_size"]),
-    (FIRST + flight(f"interval 8|{GATHER} prefetch", (10, 10.5), (15, 25)), ["zero.stage3_prefetch_bucket_size"]),
-    (FIRST + flight(f"interval 8|{GATHER} prefetch", (1, 1.5), (65, 79)), ["zero.zero_quantized_weights"]),
-    (flight(f"interval 1|{REDUCE}", (50, 50.5), (50.5, 60)), ["zero.overlap_comm"]),
-    (flight(f"interval 1|{REDUCE}", (50, 50.5), (80, 90)), ["zero.reduce_bucket_size"]),
+    (flight(f"bucket 9|{GATHER}", (0, 0.5), (0.5, 20)), []),
+    (FIRST + flight(f"bucket 8|{GATHER}", (10, 10.5), (10.5, 20)), ["zero.stage3_prefetch_bucket_size"]),
+    (FIRST + flight(f"bucket 8|{GATHER} prefetch", (10, 10.5), (15, 25)), ["zero.stage3_prefetch_bucket_size"]),
+    (FIRST + flight(f"bucket 8|{GATHER} prefetch", (1, 1.5), (65, 79)), ["zero.zero_quantized_weights"]),
+    (flight(f"bucket 1|{REDUCE}", (50, 50.5), (50.5, 60)), ["zero.overlap_comm"]),
+    (flight(f"bucket 1|{REDUCE}", (50, 50.5), (80, 90)), ["zero.reduce_bucket_size"]),
     (
-        flight(f"interval 1|{REDUCE}", (50, 50.5), (60, 70)) + flight(f"interval 2|{REDUCE}", (70, 70.1), (80, 80.1)),
+        flight(f"bucket 1|{REDUCE}", (50, 50.5), (60, 70)) + flight(f"bucket 2|{REDUCE}", (70, 70.1), (80, 80.1)),
         ["train_micro_batch_size_per_gpu"],
     ),
-    ([ours("publish", 90, 99), *flight("interval 1|parameters.all_gather", (90, 90.5), (90.5, 98))],
+    ([ours("publish", 90, 99), *flight("bucket 1|parameters.all_gather", (90, 90.5), (90.5, 98))],
      ["gradient_accumulation_steps"]),
-    (flight(f"interval 8|{GATHER} prefetch", (10, 20), (30, 30)), ["train_micro_batch_size_per_gpu"]),
+    (flight(f"bucket 8|{GATHER} prefetch", (10, 20), (30, 30)), ["train_micro_batch_size_per_gpu"]),
     ([ours("wait agreement.all_reduce", 90, 99)], [""]),
-    ([ours("H2D interval 1 (x) offload.parameters_fetch", 5, 20)], ["zero.offload_param.device"]),
-    ([ours("D2H interval 1 (x) offload.gradients_to_host", 50, 60)], ["zero.offload_optimizer.ratio"]),
+    ([ours("H2D bucket 1 (x) offload.parameters_fetch", 5, 20)], ["zero.offload_param.device"]),
+    ([ours("D2H bucket 1 (x) offload.gradients_to_host", 50, 60)], ["zero.offload_optimizer.ratio"]),
     (
         [ours("D2H offload.activations_to_host", 5, 20)],
         ["activation_checkpointing.cpu_checkpointing_min_bytes"],
     ),
-    ([ours("step interval 1 (x)", 82, 98)], ["zero.offload_optimizer.delayed_update"]),
-    ([ours("step interval 1 (x) delayed", 82, 98) | {"tid": 5}], []),
+    ([ours("step bucket 1 (x)", 82, 98)], ["zero.offload_optimizer.delayed_update"]),
+    ([ours("step bucket 1 (x) delayed", 82, 98) | {"tid": 5}], []),
     # A hundredth of the step is not worth a word.
-    (FIRST + flight(f"interval 8|{GATHER}", (10, 10.1), (10.1, 10.4)), []),
+    (FIRST + flight(f"bucket 8|{GATHER}", (10, 10.1), (10.1, 10.4)), []),
 ]  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def test_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
 
 
 def test_names_are_no_markup(tmp_path: Path) -> None:
-    path = save(tmp_path / "a.json", step(0, 0, 100), flight(f"interval 1|{REDUCE}", (5, 6), (6, 50), "<b>x</b>"))
+    path = save(tmp_path / "a.json", step(0, 0, 100), flight(f"bucket 1|{REDUCE}", (5, 6), (6, 50), "<b>x</b>"))
     text = page([read(path)])
     assert "<b>x</b>" not in text
     assert "&lt;b&gt;x&lt;/b&gt;" in text

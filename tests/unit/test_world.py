@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from deepzero.comm.groups import Nodes, find_nodes
-from deepzero.config.parse import ConfigError
-from deepzero.runtime.world import _oddities
+from deepzero.config.strict import ConfigError
+from deepzero.runtime.topology import _oddities
 from tests.configs.compose import run_config
 
 

@@ -7,7 +7,7 @@ Host memory for one rank that offloads everything, in bytes for each parameter (
     compute 2 + master 4 + Adam's moments 8 + gradients (grad_accum_dtype=bf16) 2  =  16
     the parts that zero.Init made, until the engine has moved them in                  +  2, if they wait on the host
 
-Beside these stand two landing places in fp32 as large as the largest interval (here the embedding's or the head's
+Beside these stand two landing places in fp32 as large as the largest bucket (here the embedding's or the head's
 table, or a sixteenth of the model) and the process itself.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepzero.layout import interval_limit
+from deepzero.layout import bucket_limit
 from tools.bench.workload import TINY, Workload
 
 GIB = 2**30
@@ -129,7 +129,7 @@ def host_bytes_needed(work: Workload, parts_on: str) -> int:
         True
     """
     count = parameters(work)
-    limit = interval_limit(count, DEFAULT_BUCKET, DEFAULT_BUCKET)
+    limit = bucket_limit(count, DEFAULT_BUCKET, DEFAULT_BUCKET)
     largest = max(work.vocab_size * work.n_embd, min(count, limit))
     each = HOST_BYTES + (INIT_BYTES if parts_on == "cpu" else 0)
     return each * count + LANDINGS * LANDING_BYTES * largest

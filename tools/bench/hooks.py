@@ -4,8 +4,8 @@ One rank, so that nothing travels, and layers so small that the arithmetic is a 
 is timed with the plain module and under stage 3, alternately; printed is the difference of medians, divided by layers.
 If the cost per module grows with the model, the hooks do something that they should not.
 
-Two settings: all layers in one interval, so that a hook finds its parameters there (the cost of asking), and an
-interval for each layer, so that every module fetches, prefetches and releases (the cost of acting).
+Two settings: all layers in one bucket, so that a hook finds its parameters there (the cost of asking), and an
+bucket for each layer, so that every module fetches, prefetches and releases (the cost of acting).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("layers   one interval   an interval each   (microseconds per module, forward and backward together)")
+    print("layers   one bucket   a bucket each   (microseconds per module, forward and backward together)")
     for count in arguments.layers:
         asking = cost_per_module(count, 10**9, arguments.repeats)
         acting = cost_per_module(count, WIDTH * WIDTH, arguments.repeats)

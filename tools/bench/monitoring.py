@@ -34,7 +34,7 @@ import torch
 import deepzero
 from deepzero.config.run import LoggerConfig, ModelConfig
 from deepzero.models.gpt import GPT
-from deepzero.monitor.background import Background
+from deepzero.monitor.async_logger import Background
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor
 from tools.bench.arguments import positive
 from tools.bench.stats import median

@@ -27,7 +27,7 @@ if __package__ in (None, ""):  # run as a file
 
 import torch
 
-from deepzero.comm.quantized import Format, Quantizer
+from deepzero.comm.quantization import Format, Quantizer
 from tools.bench.arguments import multiple_of, positive
 from tools.bench.cpu_adam import verdict
 from tools.bench.report import machine_facts, table

@@ -31,12 +31,12 @@ import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.launcher import RankFailed, launch
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.config.parse import ConfigError
 from deepzero.config.run import ModelConfig
+from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
+from deepzero.planning.calibrate import probe
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.probe import probe
-from deepzero.planning.rehearse import Program, World, rehearse
+from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.planning.simulate import simulate
 from tools.bench import report
 from tools.bench.arguments import positive
@@ -114,8 +114,8 @@ def predict(case: str, cluster: Cluster, model: ModelConfig, micro_batch: int, r
         ids = torch.zeros(micro_batch, model.block_size, dtype=torch.long, device="meta")
         return ids, ids
 
-    program = Program(lambda: GPT(model), batch, load_engine_config(settings(case, micro_batch)))
-    line = simulate(rehearse(program, World(ranks, ranks, "cpu")), cluster).timeline
+    program = TrainStep(lambda: GPT(model), batch, load_engine_config(settings(case, micro_batch)))
+    line = simulate(dry_run(program, ClusterShape(ranks, ranks, "cpu")), cluster).timeline
     return line.seconds, sum(span.end - span.start for span in line.spans)
 
 

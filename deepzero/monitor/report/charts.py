@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.limits import EXPOSED, IN_FLIGHT, offload_parts, seconds
-from deepzero.monitor.report.page import figure, figures, legend, paragraph
-from deepzero.monitor.report.reading import Run, number
+from deepzero.monitor.report.bottlenecks import EXPOSED, IN_FLIGHT, offload_parts, seconds
+from deepzero.monitor.report.html import figure, figures, legend, paragraph
+from deepzero.monitor.report.run_data import Run, number
 from deepzero.monitor.terminal import short_bytes, short_number
 
 COLOURS = {
@@ -115,7 +115,7 @@ def quantization(run: Run) -> str:
         if points:
             lines.append(svg.Line(what, points, colour))
             named.append((what, colour, f"lowest {min(y for _, y in points):.1f} dB"))
-    title = "Quantisation: signal over noise of the worst interval"
+    title = "Quantisation: signal over noise of the worst bucket"
     drawn = svg.line_chart("snr", title, "Decibels over the steps; 6 dB are one bit", lines, STEP, "{:.0f} dB".format)
     return figures([figure(title, drawn, legend(named))])
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepzero.monitor.report import svg
+from deepzero.monitor.report.bottlenecks import EXPOSED, limits_of, seconds
 from deepzero.monitor.report.charts import STEP, series, validations
-from deepzero.monitor.report.limits import EXPOSED, limits_of, seconds
-from deepzero.monitor.report.page import document, figure, figures, legend, paragraph, section, table, text
-from deepzero.monitor.report.reading import Run, is_run, number, read_run
+from deepzero.monitor.report.html import document, figure, figures, legend, paragraph, section, table, text
+from deepzero.monitor.report.run_data import Run, is_run, number, read_run
 from deepzero.monitor.report.savings import MOMENT, like_stage_2, savings_of
 from deepzero.monitor.report.sections import sum_of, title
 from deepzero.monitor.terminal import short_bytes, short_number

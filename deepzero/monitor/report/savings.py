@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepzero.monitor.report.reading import DEVICE_STATES, HOST_STATES, Run
+from deepzero.monitor.report.run_data import DEVICE_STATES, HOST_STATES, Run
 from deepzero.monitor.terminal import short_bytes
 
 WHAT_STAGES_DO = (

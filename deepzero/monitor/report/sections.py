@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepzero.monitor.report import charts
-from deepzero.monitor.report.limits import EXPOSED, HIDDEN, limits_of, seconds
-from deepzero.monitor.report.page import (
+from deepzero.monitor.report.bottlenecks import EXPOSED, HIDDEN, limits_of, seconds
+from deepzero.monitor.report.html import (
     cards,
     document,
     folded,
@@ -16,7 +16,7 @@ from deepzero.monitor.report.page import (
     table,
     text,
 )
-from deepzero.monitor.report.reading import HOST_STATES, Run, defaults, number
+from deepzero.monitor.report.run_data import HOST_STATES, Run, defaults, number
 from deepzero.monitor.report.savings import MOMENT, PLAIN, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.monitor.terminal import short_bytes, short_number
 

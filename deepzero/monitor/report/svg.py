@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from deepzero.monitor.report.page import text
+from deepzero.monitor.report.html import text
 
 WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 16.0, 34.0

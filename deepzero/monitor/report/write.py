@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from deepzero.monitor.files import REPORT, put
-from deepzero.monitor.report.reading import read_run
+from deepzero.monitor.metrics_file import REPORT, put
+from deepzero.monitor.report.run_data import read_run
 from deepzero.monitor.report.sections import report
 
 

@@ -1,6 +1,6 @@
 """Which buffers a pass takes, said before it runs: the pool's choices (``buffer_pool.py``) over plain numbers.
 
-What is gathered at the same time is known from the plan. But a buffer that is kept for the next interval is at least as
+What is gathered at the same time is known from the plan. But a buffer that is kept for the next bucket is at least as
 large as it, and often larger; and one that a view still shows cannot be taken again. So memory is more than the sum of
 what is gathered, and depends on the order of takings.
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deepzero.comm.pretended import stands_for
+from deepzero.comm.dry_run import real_device_type
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.fetch_plan import Action, Use
+from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
 
 ROUNDS = 8
 """Passes after which it is taken for stable; a second one rarely takes anything that the first did not."""
@@ -27,7 +27,7 @@ ROUNDS = 8
 
 @dataclass
 class Moment:
-    """One use of intervals, and what was released and taken for it, in this order."""
+    """One use of buckets, and what was released and taken for it, in this order."""
 
     keys: tuple[int, ...]
     run: int
@@ -35,7 +35,7 @@ class Moment:
     taken: list[int] = field(default_factory=list)
 
 
-def moments_of(uses: Sequence[Use], plan: Sequence[Action]) -> list[Moment]:
+def moments_of(uses: Sequence[ModuleUse], plan: Sequence[FetchAction]) -> list[Moment]:
     """What a pass along ``plan`` will do."""
     return [
         Moment(use.keys, use.run, list(action.release), [*action.fetch, *(key for key, _ in action.prefetch)])
@@ -48,7 +48,7 @@ class Shelf:
 
     Args:
         sizes: elements of the buffers that it begins with.
-        numel: elements of each interval that takes a buffer.
+        numel: elements of each bucket that takes a buffer.
         keeps: buffers that it did not begin with are kept as well when they are given back.
         limit: free buffers go, the smallest first, before all together exceed so many elements.
     """
@@ -134,13 +134,13 @@ class BufferForecast:
     """What the pool of one coordinator will hold, from its plans, and from the passes in which they were recorded.
 
     Args:
-        numel: elements of each interval that takes a buffer.
+        numel: elements of each bucket that takes a buffer.
         limit: ``stage3_max_live_parameters``.
         device: on a GPU nothing is kept, and views are the caching allocator's matter.
     """
 
     def __init__(self, numel: Mapping[int, int], limit: int, device: torch.device) -> None:
-        self._numel, self._limit, self._keeps = numel, limit, stands_for(device) == "cpu"
+        self._numel, self._limit, self._keeps = numel, limit, real_device_type(device) == "cpu"
         self.moments: list[Moment] = []
         """Of the pass under way."""
         # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
@@ -155,7 +155,7 @@ class BufferForecast:
         return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
 
     def released(self, key: int, alone: bool) -> None:
-        """An interval has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
+        """A bucket has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
         now = self.moments[-1]
         now.released.append(key)
         if alone and now.run and self._keeps:

@@ -1,8 +1,8 @@
-"""Buffers for gathered intervals, kept and reused.
+"""Buffers for gathered buckets, kept and reused.
 
 [Note: buffers and who still holds them]
     Buffers are kept and reused (:class:`BufferPool`): fresh memory costs several times the copy into it. But somebody
-    may still hold what an interval showed when it is released, in one of two ways.
+    may still hold what a bucket showed when it is released, in one of two ways.
 
     *A view* (``w = self.weight.t()`` kept across modules, ``detach()``, ``.data``, an attribute of a custom function's
     ``ctx``, numpy's or dlpack's alias, a result that selective checkpointing keeps) refers to the buffer's storage.
@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.pretended import stands_for
-from deepzero.comm.storage import memory_of
+from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.storage import storage_ptr_of
 
 
 class BufferPool:
@@ -67,16 +67,16 @@ class BufferPool:
         if self._exact:
             self._planned = set()
             self._trim(0)
-        elif stands_for(self.device) == "cpu":
+        elif real_device_type(self.device) == "cpu":
             missing, free, self._free = sorted(sizes), self._free, []
             for buffer in free:
                 if buffer.numel() in missing and self.is_alone(buffer):
                     missing.remove(buffer.numel())
                     self._free.append(buffer)
                 else:
-                    self.owners.pop(memory_of(buffer), None)
+                    self.owners.pop(storage_ptr_of(buffer), None)
             self._free += [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in missing]
-            self._planned = {memory_of(buffer) for buffer in self._free}
+            self._planned = {storage_ptr_of(buffer) for buffer in self._free}
 
     def begin_pass(self) -> None:
         """A pass begins, with what was planned for it; while nothing is, with nothing."""
@@ -98,18 +98,18 @@ class BufferPool:
         else:
             self._trim(numel)
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
-        self._taken[memory_of(buffer)] = buffer
+        self._taken[storage_ptr_of(buffer)] = buffer
         self.most_numel = max(self.most_numel, self.numel())
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as nobody holds a view of it."""
-        del self._taken[memory_of(buffer)]
-        extra = self._planned is not None and not self._exact and memory_of(buffer) not in self._planned
-        if stands_for(self.device) == "cpu" and not extra:
+        del self._taken[storage_ptr_of(buffer)]
+        extra = self._planned is not None and not self._exact and storage_ptr_of(buffer) not in self._planned
+        if real_device_type(self.device) == "cpu" and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(memory_of(buffer), None)  # the allocator may give this place to anybody
+            self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may give this place to anybody
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
@@ -127,7 +127,7 @@ class BufferPool:
             if self.numel() + numel <= self.limit_numel:
                 break
             self._free = [b for b in self._free if b is not buffer]
-            self.owners.pop(memory_of(buffer), None)
+            self.owners.pop(storage_ptr_of(buffer), None)
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""

@@ -1,4 +1,4 @@
-"""Stage 3's part of step 0: which parameters are partitioned, over which intervals, and with which limits."""
+"""Stage 3's part of step 0: which parameters are partitioned, over which buckets, and with which limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import FlatLayout, interval_limit, plan_layout
-from deepzero.offload.placement import Placement
+from deepzero.layout import FlatLayout, bucket_limit, plan_layout
+from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.flat_group import FlatGroup, take_values
-from deepzero.runtime.zero.gradients import ParameterGroup
-from deepzero.runtime.zero.interval_gather import GatherRules
-from deepzero.runtime.zero.offloading import PlannedGroup
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup, take_values
+from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.runtime.zero.offload_setup import GroupLayout
+from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
-from deepzero.runtime.zero.partitioned_group import HostSide, PartitionedGroup, make_whole
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepzero.runtime.zero.partitioned_param_group import HostMemory, PartitionedParamGroup, unpartition
 from deepzero.runtime.zero.quantizers import build_quantizer
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 class Partitioning:
     """What step 0 of stage 3 leaves behind."""
 
-    groups: list[ParameterGroup]
+    groups: list[ParamGroup]
     """Of trainable parameters: partitioned ones, and FlatGroups of persistent ones."""
-    frozen: list[PartitionedGroup]
+    frozen: list[PartitionedParamGroup]
     coordinator: PartitionedParameterCoordinator
     pool: BufferPool
     messages: BufferPool | None
@@ -51,7 +51,7 @@ class Partitioning:
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: what this rank keeps for its group."""
-        kept = [interval.gather.secondary for interval in self.coordinator.intervals]
+        kept = [bucket.gather.secondary for bucket in self.coordinator.buckets]
         return [secondary for secondary in kept if secondary is not None]
 
     def clear(self) -> None:
@@ -62,11 +62,11 @@ class Partitioning:
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
-    """DeepSpeed's three numbers, for a model of which an interval holds at most ``limit`` elements.
+    """DeepSpeed's three numbers, for a model of which a bucket holds at most ``limit`` elements.
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
-    and keeping are limited to what one interval holds, which for a model of N elements is about N/16.
+    and keeping are limited to what one bucket holds, which for a model of N elements is about N/16.
     """
     return FetchLimits(
         prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
@@ -79,16 +79,16 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 class PartitioningPlan:
     """What will be partitioned, before anything is."""
 
-    groups: list[PlannedGroup]
+    groups: list[GroupLayout]
     """Of trained parameters, then of frozen ones."""
     limit: int
-    """Elements of an interval."""
+    """Elements of a bucket."""
 
 
 def plan_partitioning(
     names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
 ) -> PartitioningPlan:
-    """Which parameters are cut, over which intervals. Pure numbers.
+    """Which parameters are cut, over which buckets. Pure numbers.
 
     Args:
         names: every parameter's.
@@ -100,12 +100,12 @@ def plan_partitioning(
     trained = {param for params in chosen for param in params}
     frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
     total = sum(param.numel() for params in (*chosen, frozen) for param in params)
-    limit = interval_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
+    limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
 
-    def planned(params: Sequence[nn.Parameter], optimizer_group: int | None, partitioned: bool) -> PlannedGroup:
+    def planned(params: Sequence[nn.Parameter], optimizer_group: int | None, partitioned: bool) -> GroupLayout:
         layout = plan_layout([p.numel() for p in params], world_size, limit)
-        return PlannedGroup(params, layout, optimizer_group, partitioned)
+        return GroupLayout(params, layout, optimizer_group, partitioned)
 
     groups = []
     for index, params in enumerate(chosen):
@@ -121,11 +121,11 @@ def plan_partitioning(
 def partition_model(
     names: Mapping[nn.Parameter, str],
     plan: PartitioningPlan,
-    placements: Sequence[Placement],
+    placements: Sequence[OffloadPlan],
     config: ZeroConfig,
     comm: Communicator,
     dtype: torch.dtype,
-    offload: HostSide | None,
+    offload: HostMemory | None,
 ) -> Partitioning:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
@@ -142,7 +142,7 @@ def partition_model(
     trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
     for param in (p for p in names if p not in partitioned):
         if isinstance(param, PartitionedParameter):
-            make_whole(param)
+            unpartition(param)
         if param not in trained:
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters)
@@ -153,27 +153,29 @@ def partition_model(
     rules, messages = gather_rules(config, comm, dtype, gathered)
     if comm.rank == 0 and comm.world_size > 1:
         _name_idle_switches(config, gathered)
-    groups: list[ParameterGroup] = []
-    frozen: list[PartitionedGroup] = []
-    intervals: list[PartitionedInterval] = []
+    groups: list[ParamGroup] = []
+    frozen: list[PartitionedParamGroup] = []
+    buckets: list[PartitionedBucket] = []
     for group, placement in zip(plan.groups, placements, strict=True):
         labels, index = [names[p] for p in group.params], group.optimizer_group
         if group.partitioned:
-            made = PartitionedGroup(
-                labels, group.params, group.layout, dtype, comm, pool, len(intervals), index, placement, offload,
+            made = PartitionedParamGroup(
+                labels, group.params, group.layout, dtype, comm, pool, len(buckets), index, placement, offload,
                 rules[index is None],
             )  # fmt: skip
-            intervals.extend(made.intervals)
+            buckets.extend(made.buckets)
             if index is None:
                 frozen.append(made)
             else:
                 groups.append(made)
         elif index is not None:
             arena = offload.arena if offload is not None else None
-            groups.append(FlatGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena))
-    largest = max((interval.numel for interval in intervals), default=0)
-    coordinator = PartitionedParameterCoordinator(intervals, fetch_limits(config, plan.limit), 2 * largest, comm)
-    send_to_replicas(intervals)
+            groups.append(
+                FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena)
+            )
+    largest = max((bucket.numel for bucket in buckets), default=0)
+    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
+    send_to_replicas(buckets)
     return Partitioning(groups, frozen, coordinator, pool, messages)
 
 
@@ -195,8 +197,8 @@ def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[Flat
 
 def gather_rules(
     config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
-) -> tuple[dict[bool, GatherRules], BufferPool | None]:
-    """How intervals travel, those of frozen parameters under True; and where quantised messages have room.
+) -> tuple[dict[bool, GatherConfig], BufferPool | None]:
+    """How buckets travel, those of frozen parameters under True; and where quantised messages have room.
 
     With one rank nothing travels, and nothing is quantised. A collective.
 
@@ -208,7 +210,7 @@ def gather_rules(
     """
     size = config.secondary_size
     if comm.world_size == 1:
-        return {False: GatherRules(), True: GatherRules(fixed=True)}, None
+        return {False: GatherConfig(), True: GatherConfig(fixed=True)}, None
     replicated = config.mics_shard_size > 0
     inside = comm.split(size)[0] if size > 1 or replicated else None
     quantized = {
@@ -222,10 +224,10 @@ def gather_rules(
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
         numel = 2 * sum(layout.padded_numel for layout in chosen)
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
-        part = max((layout.largest_interval for layout in chosen), default=0) // comm.world_size
+        part = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
         room = comm.world_size * quantizer.format.message_bytes(part)
     rules = {
-        frozen: GatherRules(
+        frozen: GatherConfig(
             inside,
             replicated,
             quantizer if quantized[frozen] else None,

@@ -1,16 +1,16 @@
-"""From the order in which intervals are used to a plan: what is fetched, prefetched and released at each use.
+"""From the order in which buckets are used to a plan: what is fetched, prefetched and released at each use.
 
 Pure integers: no tensor, no process. The coordinator records the *trace* of one optimizer step, compiles it here, and
 follows the plan in the steps after it. So the plan is not a picture of what the runtime does, it is what it executes.
 
-A trace is a list of *uses*. One use is a set of intervals that are needed at the same moment: those of a module's
-parameters in the forward pass, and the interval of a saved weight in the backward pass. Uses that need nothing beyond
-the one before them are not listed: ten modules in one interval are one use.
+A trace is a list of *uses*. One use is a set of buckets that are needed at the same moment: those of a module's
+parameters in the forward pass, and the bucket of a saved weight in the backward pass. Uses that need nothing beyond
+the one before them are not listed: ten modules in one bucket are one use.
 
 At each use, in this order:
 
 release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
-          parameters in between. An interval whose gradients are not complete yet, and that the same backward pass will
+          parameters in between. A bucket whose gradients are not complete yet, and that the same backward pass will
           use again, stays. When ``live_numel`` would be exceeded, what is needed last goes first.
 fetch     what this use needs and is not there.
 prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-FAR = 1 << 62
+NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -40,51 +40,51 @@ class FetchLimits:
 
 
 @dataclass
-class Use:
+class ModuleUse:
     """One entry of a trace."""
 
     keys: tuple[int, ...]
-    """The intervals needed, sorted."""
+    """The buckets needed, sorted."""
     backward: bool
     where: str
     """The module, for messages and traces."""
     on_demand: bool = False
-    """Noticed only because the interval was not there: it may be missing the next time."""
+    """Noticed only because the bucket was not there: it may be missing the next time."""
     run: int = 0
     """The number of the checkpointed block that runs again here, and whose weights autograd keeps views of; 0: none."""
     completes: set[int] = field(default_factory=set)
-    """Intervals whose gradients became complete between this use and the next."""
+    """Buckets whose gradients became complete between this use and the next."""
 
 
 @dataclass(frozen=True)
-class Action:
+class FetchAction:
     """What happens at one use, in the order of the fields."""
 
     release: tuple[int, ...]
     fetch: tuple[int, ...]
     prefetch: tuple[tuple[int, bool], ...]
-    """With each interval, whether it is for a backward pass."""
+    """With each bucket, whether it is for a backward pass."""
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class FetchPlan:
     """One optimizer step: what is used, and what happens at each use. The coordinator executes this object."""
 
-    uses: tuple[Use, ...]
-    actions: tuple[Action, ...]
+    uses: tuple[ModuleUse, ...]
+    actions: tuple[FetchAction, ...]
     """One for each use."""
     numel: dict[int, int]
-    """Elements of each interval: the plan is about these."""
+    """Elements of each bucket: the plan is about these."""
     limits: FetchLimits
     """What it keeps to."""
 
 
-def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> list[Action]:
+def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> list[FetchAction]:
     """One action for every use.
 
     Args:
         trace: the uses of one optimizer step, in order.
-        numel: elements of each interval, padding included.
+        numel: elements of each bucket, padding included.
         limits: what may be held.
 
     Example:
@@ -98,9 +98,9 @@ def compile_plan(trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLi
 
 
 class _Planner:
-    """Walks along the trace with the set of live intervals."""
+    """Walks along the trace with the set of live buckets."""
 
-    def __init__(self, trace: Sequence[Use], numel: Mapping[int, int], limits: FetchLimits) -> None:
+    def __init__(self, trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> None:
         self.trace, self.numel, self.limits = trace, numel, limits
         self.live: set[int] = set()
         self.ahead: set[int] = set()
@@ -111,17 +111,17 @@ class _Planner:
                 self.uses.setdefault(key, []).append(position)
         self._cursor = dict.fromkeys(self.uses, 0)
 
-    def run(self) -> list[Action]:
+    def run(self) -> list[FetchAction]:
         plan = []
         for position, use in enumerate(self.trace):
             needed = [key for key in use.keys if key not in self.live]
             released = self._release(position, use, needed)
             self.live.update(needed)
             self.ahead.difference_update(use.keys)
-            plan.append(Action(tuple(released), tuple(needed), tuple(self._prefetch(position))))
+            plan.append(FetchAction(tuple(released), tuple(needed), tuple(self._prefetch(position))))
         return plan
 
-    def _release(self, position: int, use: Use, needed: Sequence[int]) -> list[int]:
+    def _release(self, position: int, use: ModuleUse, needed: Sequence[int]) -> list[int]:
         idle = sorted(self.live - set(use.keys))
         next_use = {key: self._next_use(key, position) for key in idle}
         released = [key for key in idle if key not in self.ahead and self._is_far(key, position, next_use[key])]
@@ -140,12 +140,12 @@ class _Planner:
         while cursor < len(places) and places[cursor] <= position:
             cursor += 1
         self._cursor[key] = cursor
-        return places[cursor] if cursor < len(places) else FAR
+        return places[cursor] if cursor < len(places) else NEVER
 
     def _is_far(self, key: int, position: int, next_use: int) -> bool:
-        if next_use == FAR:
+        if next_use == NEVER:
             return True
-        # An interval that this backward pass will still add gradients to is in the middle of its work.
+        # A bucket that this backward pass will still add gradients to is in the middle of its work.
         between = self.trace[position:next_use]
         complete = any(key in use.completes for use in between)
         if not complete and self.trace[next_use].backward and all(use.backward for use in between):

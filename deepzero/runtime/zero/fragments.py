@@ -1,8 +1,8 @@
 """From a bare parameter to its master, its reduced gradient and its optimizer state, wherever their pieces lie.
 
 An engine registers its parameters when it is built (:class:`TensorFragments`) and forgets them when it is destroyed; in
-between :func:`fragment_of` finds a parameter's :class:`Fragment`. Only weak references are kept: an engine that nobody
-holds any more is not kept alive by its parameters.
+between :func:`fragment_of` finds a parameter's :class:`ParamFragment`. Only weak references are kept: an engine that
+nobody holds any more is not kept alive by its parameters.
 
 The functions that scripts call are in ``tensor_fragment.py``.
 """
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.bucket import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
-from deepzero.layout import Interval, Piece, Slot, plan_layout
-from deepzero.runtime.zero.delayed_step import DelayedStep
-from deepzero.runtime.zero.flat_group import FlatGroup
-from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup
-from deepzero.runtime.zero.sharded_step import MasterPart, ShardedStep
+from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
+from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
+from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
 
 SUFFIX = "_on_request"
 ALL_GATHER = f"fragments.all_gather{SUFFIX}"
@@ -31,9 +31,9 @@ _NO_PART_OF_A_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUC
 
 
 class ReducedGradients(Protocol):
-    """What has an engine's gradients: stage 0 itself, the ``GradientPartition`` of the others."""
+    """What has an engine's gradients: stage 0 itself, the ``GradientReducer`` of the others."""
 
-    source: GradientSource
+    source: GradAccumulator
     reducer: BucketReducer
     grad_dtype: torch.dtype
     present: bool
@@ -45,8 +45,8 @@ class ReducedGradients(Protocol):
     def drain(self) -> None:
         """Everything that is under way has arrived."""
 
-    def written(self, group: int, interval: Interval) -> None:
-        """Sums of this interval have been changed."""
+    def written(self, group: int, bucket: Bucket) -> None:
+        """Sums of this bucket have been changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class ParameterAddress:
 
     param: nn.Parameter
     name: str
-    fragment: Fragment | None
+    fragment: ParamFragment | None
     engine: TensorFragments
 
 
@@ -97,7 +97,7 @@ class TensorFragments:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParameterGroup],
+        groups: Sequence[ParamGroup],
         step: ShardedStep | DelayedStep,
         gradients: ReducedGradients,
         mean_divisor: Callable[[], float],
@@ -110,9 +110,9 @@ class TensorFragments:
         self.comm = gradients.reducer.comm
         self.away: Callable[[str], None] | None = None
         """Set while model states are away (``offload_states``): raises."""
-        self.comm.ledger.no_part_of_a_step |= _NO_PART_OF_A_STEP
+        self.comm.ledger.untracked_kinds |= _NO_PART_OF_A_STEP
         parts = iter(step.parts)
-        fragments: dict[nn.Parameter, Fragment] = {}
+        fragments: dict[nn.Parameter, ParamFragment] = {}
         for number, group in enumerate(groups):
             for fragment in self._fragments_of(number, group, parts):
                 fragments[group.params[fragment.slot.index]] = fragment
@@ -122,14 +122,14 @@ class TensorFragments:
         for address in self._addresses:
             _ADDRESSES[id(address.param)] = address
 
-    def _fragments_of(self, number: int, group: ParameterGroup, parts: Iterator[MasterPart]) -> list[Fragment]:
-        mine = {piece.slot.index: (piece, next(parts)) for piece in group.pieces}
+    def _fragments_of(self, number: int, group: ParamGroup, parts: Iterator[MasterFragment]) -> list[ParamFragment]:
+        mine = {fragment.slot.index: (fragment, next(parts)) for fragment in group.fragments}
         return [
-            Fragment(
-                self, group, number, slot, interval, group.params[slot.index].shape, *mine.get(slot.index, (None, None))
+            ParamFragment(
+                self, group, number, slot, bucket, group.params[slot.index].shape, *mine.get(slot.index, (None, None))
             )
-            for interval in group.layout.intervals
-            for slot in interval.slots
+            for bucket in group.layout.buckets
+            for slot in bucket.slots
         ]
 
     def forget(self) -> None:
@@ -141,30 +141,30 @@ class TensorFragments:
 
 
 @dataclass(frozen=True, eq=False)
-class Fragment:
+class ParamFragment:
     """A trained parameter, and this rank's piece of it."""
 
     engine: TensorFragments
-    group: ParameterGroup
+    group: ParamGroup
     number: int
     """The group's."""
-    slot: Slot
-    interval: Interval
+    slot: ParamSlot
+    bucket: Bucket
     shape: torch.Size
-    piece: Piece | None
+    fragment: Fragment | None
     """None when no element of the parameter is this rank's."""
-    part: MasterPart | None
+    part: MasterFragment | None
     """Master and gradient of the piece."""
 
     @property
     def numel(self) -> int:
         """Elements of this rank's piece."""
-        return self.piece.numel if self.piece is not None else 0
+        return self.fragment.numel if self.fragment is not None else 0
 
     @property
     def unpartitioned(self) -> bool:
         """Stage 0: every rank has all."""
-        return isinstance(self.group, FlatGroup) and self.group.whole
+        return isinstance(self.group, FlatParamGroup) and self.group.whole
 
     # ---- pieces and wholes -------------------------------------------------------------------------------------------
 
@@ -177,14 +177,18 @@ class Fragment:
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's piece of a whole parameter's extent, 1-D."""
-        return whole[self.piece.start : self.piece.start + self.piece.numel] if self.piece is not None else whole[:0]
+        return (
+            whole[self.fragment.start : self.fragment.start + self.fragment.numel]
+            if self.fragment is not None
+            else whole[:0]
+        )
 
     def numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s piece."""
         if self.unpartitioned:
             return self.slot.numel
-        first = self.interval.part_start(rank)
-        return max(0, min(self.slot.end, first + self.interval.part_numel) - max(self.slot.offset, first))
+        first = self.bucket.part_start(rank)
+        return max(0, min(self.slot.end, first + self.bucket.shard_numel) - max(self.slot.offset, first))
 
     def assemble(self, mine: torch.Tensor) -> torch.Tensor:
         """The whole of which ``mine`` is this rank's piece, 1-D, fp32. A collective."""
@@ -206,8 +210,8 @@ class Fragment:
     def master(self) -> torch.Tensor:
         """This rank's piece, with what was written into a whole parameter since the last step."""
         self.engine.step.join()
-        if isinstance(self.group, FlatGroup) and not self.engine.step.unsent:
-            self.group.take_over_writes()
+        if isinstance(self.group, FlatParamGroup) and not self.engine.step.update_pending:
+            self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
 
     # ---- optimizer state ---------------------------------------------------------------------------------------------
@@ -264,17 +268,17 @@ class Fragment:
         """Reduce this parameter's waiting gradients as the boundary will, into fresh memory; they go on waiting."""
         gradients = self.engine.gradients
         reducer, comm = gradients.reducer, self.engine.comm
-        interval = plan_layout([self.slot.numel], comm.world_size, max(self.slot.numel, 1)).intervals[0]
+        bucket = plan_layout([self.slot.numel], comm.world_size, max(self.slot.numel, 1)).buckets[0]
         aside = BucketReducer(
-            comm, interval.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
+            comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
         )
-        output = torch.zeros(interval.numel, dtype=gradients.grad_dtype, device=self.group.device)
-        bucket = aside.acquire(interval, output, accumulate=False)
-        bucket.zero_()
+        output = torch.zeros(bucket.numel, dtype=gradients.grad_dtype, device=self.group.device)
+        send_buffer = aside.acquire(bucket, output, accumulate=False)
+        send_buffer.zero_()
         waiting = gradients.source.waiting_of(self.group.params[self.slot.index])
         if waiting is not None:
-            bucket[: self.slot.numel].copy_(waiting)
-        aside.launch(interval, output, accumulate=False)
+            send_buffer[: self.slot.numel].copy_(waiting)
+        aside.launch(bucket, output, accumulate=False)
         aside.drain()
         return output[: self.slot.numel]
 
@@ -282,6 +286,6 @@ class Fragment:
         """Let the next step find this mean: reduce what waits, then replace this rank's piece. A collective."""
         gradients = self.engine.gradients
         gradients.reduce_now()
-        gradients.written(self.number, self.interval)
+        gradients.written(self.number, self.bucket)
         if self.part is not None:
             self.part.grad.copy_(mine * self.divisor())

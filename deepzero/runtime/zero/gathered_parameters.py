@@ -25,7 +25,7 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParameter,
     ZeroParamStatus,
 )
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval, send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import ON_REQUEST, ON_REQUEST_BROADCAST
 
 
@@ -67,7 +67,7 @@ class GatheredParameters:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
         homes = {home.number: home for home in (param._zero.placed()[0] for param in self.partitioned)}
-        self.intervals: list[PartitionedInterval] = [homes[number] for number in sorted(homes)]
+        self.buckets: list[PartitionedBucket] = [homes[number] for number in sorted(homes)]
         for param in self.partitioned if fwd_module is not None else ():
             register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
 
@@ -75,19 +75,19 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        for interval in self.intervals:
-            interval.refuse_away()
-        for interval in self.intervals:
-            interval.pins += 1
-            if interval.status is ZeroParamStatus.NOT_AVAILABLE:
-                interval.launch(ON_REQUEST)
-                interval.only_pinned = True
-        self._hidden = [interval for interval in self.intervals if not interval.shown]
-        for interval in self.intervals:
-            if interval.status is ZeroParamStatus.INFLIGHT:
-                interval.wait()
-            interval.show()
-            interval.refine(ON_REQUEST)
+        for bucket in self.buckets:
+            bucket.refuse_away()
+        for bucket in self.buckets:
+            bucket.gather_refs += 1
+            if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
+                bucket.launch(ON_REQUEST)
+                bucket.release_when_unreferenced = True
+        self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
+        for bucket in self.buckets:
+            if bucket.status is ZeroParamStatus.INFLIGHT:
+                bucket.wait()
+            bucket.show()
+            bucket.gather_exact(ON_REQUEST)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -101,23 +101,23 @@ class GatheredParameters:
                 self._refuse_other_writes()
                 complete = True
         finally:
-            for interval in self.intervals:
+            for bucket in self.buckets:
                 if complete:  # else a write that nobody has taken over is left for the release to refuse
-                    interval.permit_writes()
-                interval.pins -= 1
-                if interval.pins == 0 and interval.only_pinned:
-                    interval.only_pinned = False
-                    interval.release() if complete else interval.discard()
-                elif interval.pins == 0:
+                    bucket.snapshot_versions()
+                bucket.gather_refs -= 1
+                if bucket.gather_refs == 0 and bucket.release_when_unreferenced:
+                    bucket.release_when_unreferenced = False
+                    bucket.release() if complete else bucket.discard()
+                elif bucket.gather_refs == 0:
                     if complete:
-                        interval.coarsen(ON_REQUEST)
-                    if interval in self._hidden:
-                        interval.hide()
+                        bucket.requantize(ON_REQUEST)
+                    if bucket in self._hidden:
+                        bucket.hide()
 
     def _refuse_other_writes(self) -> None:
-        """A write that nobody has taken over: without ``modifier_rank``, or to a neighbour in the same interval."""
-        for interval in self.intervals:
-            interval.refuse_writes()
+        """A write that nobody has taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
+        for bucket in self.buckets:
+            bucket.refuse_writes()
         for param in self.partitioned:
             home, slot = param._zero.placed()
             start, stop, _ = home.range_of(slot)
@@ -142,10 +142,10 @@ class GatheredParameters:
                 param.data = values
             home.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             home.write(param, values.reshape(-1))
-            home.permit_write(param)
-        if self.intervals:
-            with self.intervals[0].comm.ledger.aside():
-                send_to_replicas(self.intervals)
+            home.snapshot_version(param)
+        if self.buckets:
+            with self.buckets[0].comm.ledger.aside():
+                send_to_replicas(self.buckets)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

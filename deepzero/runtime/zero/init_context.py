@@ -8,7 +8,7 @@ What comes later writes to parameters that are partitioned already (``init.norma
 ``post_init``). Such a write gathers the parameter, runs, and partitions it again; so the initial values are those of
 the unpartitioned model with the same seed, bit for bit.
 
-Until ``initialize`` knows the optimizer's groups and bucket sizes, each parameter is an interval by itself. Then it is
+Until ``initialize`` knows the optimizer's groups and bucket sizes, each parameter is a bucket by itself. Then it is
 cut anew, one parameter at a time.
 
 A model that was made on the ``meta`` device has no values; :func:`materialize` makes them module by module with
@@ -37,7 +37,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
-from deepzero.config.parse import ConfigError
+from deepzero.config.strict import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.runtime.zero import partition_parameters
 from deepzero.runtime.zero.buffer_pool import BufferPool, references
@@ -48,8 +48,8 @@ from deepzero.runtime.zero.partition_parameters import (
     partitioned_in,
     set_placeholder,
 )
-from deepzero.runtime.zero.partitioned_group import SETUP, as_zero_parameter
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.partitioned_param_group import SETUP, as_zero_parameter
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ _TO_EMPTY = nn.Module.to_empty
 _ACTIVE: list[Init] = []
 """The contexts entered and not left, the innermost last."""
 
-_OPEN: dict[PartitionedInterval, int] = {}
-"""Intervals that a write inside the context made whole, and how many references to each are our own."""
+_OPEN: dict[PartitionedBucket, int] = {}
+"""Buckets that a write inside the context made whole, and how many references to each are our own."""
 
 
 class Init:
@@ -215,11 +215,11 @@ class Init:
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
         layout = plan_layout([values.numel()], comm.world_size, values.numel())
-        interval = layout.intervals[0]
+        bucket = layout.buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device, 0))
-        shard = torch.zeros(interval.part_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
+        shard = torch.zeros(bucket.shard_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
         on_host = self._home.type != comm.device.type
-        home = PartitionedInterval(-1 - made._zero.id, interval, [made], shard, comm, pool, shard_on_host=on_host)
+        home = PartitionedBucket(-1 - made._zero.id, bucket, [made], shard, comm, pool, shard_on_host=on_host)
         home.write(made, values)
         self._freed_bytes += values.nbytes
         del values
@@ -321,10 +321,10 @@ def _cut_again(only_unseen: bool) -> None:
             continue
         del _OPEN[home]
         try:
-            values = home.value(home.interval.slots[0]).reshape(-1)
+            values = home.value(home.bucket.slots[0]).reshape(-1)
             home.comm.broadcast("setup.broadcast", values)
             home.write(home.params[0], values)
-            home.permit_writes()
+            home.snapshot_versions()
             del values
             home.release()
         except BaseException:
@@ -333,7 +333,7 @@ def _cut_again(only_unseen: bool) -> None:
 
 
 @torch.no_grad()
-def _discard(homes: list[PartitionedInterval]) -> None:
+def _discard(homes: list[PartitionedBucket]) -> None:
     """Forget what a write made whole; the parts stay as they were. Nothing is sent."""
     for home in homes:
         _OPEN.pop(home, None)

@@ -4,8 +4,8 @@ Three ways, each catching what the others cannot see:
 
 forward hooks         before a module runs, its own parameters are fetched.
 saved-tensor hooks    while a forward pass builds its graph, autograd saves weights, or views of them, for the backward
-                      pass. In place of each it is given a :class:`SavedWeight`: which interval, where, which strides.
-                      When the backward pass asks for it, the interval is fetched and the view is made anew. So the
+                      pass. In place of each it is given a :class:`SavedWeight`: which bucket, where, which strides.
+                      When the backward pass asks for it, the bucket is fetched and the view is made anew. So the
                       graph holds no parameter memory, and the backward pass fetches exactly what it reads, when it
                       reads it: an embedding, whose backward pass needs no weight, is never fetched for it.
 on demand             a use of a partitioned parameter outside its module (``F.linear(x, self.other.weight)``) reaches
@@ -36,10 +36,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.comm.pretended import stands_for
-from deepzero.runtime.outputs import output_tensors
+from deepzero.comm.dry_run import real_device_type
+from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.We
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered interval that autograd saved, without its memory."""
+    """A view of a gathered bucket that autograd saved, without its memory."""
 
     key: int
     generation: int
@@ -87,8 +87,8 @@ class ModuleHooks:
         self._handles: list[Any] = []
         self.leaf_params: set[nn.Parameter] = set()
         """All parameters of leaf modules, persistent ones too."""
-        for interval in coordinator.intervals:
-            interval.on_demand = self._on_demand
+        for bucket in coordinator.buckets:
+            bucket.on_demand = self._on_demand
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
@@ -116,8 +116,8 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for interval in self.coordinator.intervals:
-            interval.on_demand = None
+        for bucket in self.coordinator.buckets:
+            bucket.on_demand = None
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class ModuleHooks:
             self.coordinator.fetch_sub_module(keys, self._names[module])
 
     def _keys_of(self, module: nn.Module, params: list[ZeroParameter]) -> tuple[int, ...]:
-        """The intervals of a module's own parameters, looked up once; of registered ones too, which may change."""
+        """The buckets of a module's own parameters, looked up once; of registered ones too, which may change."""
         keys = self._own_keys.get(module)
         if keys is None:
             keys = self._own_keys[module] = keys_of(params)
@@ -211,7 +211,7 @@ class ModuleHooks:
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
         if name.startswith("_checkpoint_hook"):
             return False  # non-reentrant checkpointing keeps nothing in the forward pass
-        if not self._warned_autocast and torch.is_autocast_enabled(stands_for(self.coordinator.device)):
+        if not self._warned_autocast and torch.is_autocast_enabled(real_device_type(self.coordinator.device)):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "
@@ -236,14 +236,14 @@ class ModuleHooks:
             home, slot = record.placed()
             if not self.coordinator.has(home):
                 return tensor
-            start = slot.offset - home.interval.offset
+            start = slot.offset - home.bucket.offset
             return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
-        interval = self.coordinator.owner_of(tensor)
-        if interval is None:
+        bucket = self.coordinator.owner_of(tensor)
+        if bucket is None:
             return tensor
         return SavedWeight(
-            interval.key,
-            interval.generation,
+            bucket.key,
+            bucket.generation,
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
@@ -266,34 +266,34 @@ class ModuleHooks:
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
             return value
-        interval = self.coordinator.intervals[packed.key]
+        bucket = self.coordinator.buckets[packed.key]
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"a double backward pass (create_graph=True) through {interval.names} is not possible under ZeRO stage "
+                f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
             )
-        if interval.generation != packed.generation:
+        if bucket.generation != packed.generation:
             raise RuntimeError(
-                f"this backward pass goes through a forward pass that saw older values of {interval.names}: they were "
+                f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
-        self.coordinator.fetch_sub_module((packed.key,), interval.params[0]._zero.name, show=False)
-        flat = interval.whole
+        self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
+        flat = bucket.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
 
     # ---- on demand ---------------------------------------------------------------------------------------------------
 
-    def _on_demand(self, intervals: list[PartitionedInterval], what: str) -> AbstractContextManager[None] | None:
+    def _on_demand(self, buckets: list[PartitionedBucket], what: str) -> AbstractContextManager[None] | None:
         """A use outside the parameter's module: permitted inside a forward or backward pass, for one operation."""
-        return self._one_operation(intervals, what) if self._stack or in_backward() else None
+        return self._one_operation(buckets, what) if self._stack or in_backward() else None
 
     @contextmanager
-    def _one_operation(self, intervals: list[PartitionedInterval], what: str) -> Iterator[None]:
+    def _one_operation(self, buckets: list[PartitionedBucket], what: str) -> Iterator[None]:
         module = self._stack[-1][0] if self._stack else None
         where = self._names.get(module, "?") if module is not None else "backward"
-        keys = tuple(interval.key for interval in intervals)
+        keys = tuple(bucket.key for bucket in buckets)
         # Outside of all modules nothing is shown, and so every use is noticed, every time.
         on_demand = bool(self._stack)
         self._enter(module)

@@ -1,8 +1,8 @@
 """Stage 3's parameters: where their bytes lie, whole or in parts. Nothing here knows in which order they are needed.
 
 [Note: a partitioned parameter]
-    A parameter of stage 3 has its home in an *interval* of the layout. Each rank keeps the W-th part of every interval
-    for good (``shard_S``, all parts of a group end to end) and puts the whole interval together when one of its
+    A parameter of stage 3 has its home in a *bucket* of the layout. Each rank keeps the W-th part of every bucket
+    for good (``shard_S``, all parts of a group end to end) and puts the whole bucket together when one of its
     parameters is needed: one all-gather straight into a buffer, of which the parameters become views.
 
     ===============  ==============================================  ==============================================
@@ -12,7 +12,7 @@
                      logical shape by strides of 0
     INFLIGHT         the placeholder still                           numel / W + numel
     AVAILABLE        inside a module of the model, or for one        numel / W + numel
-                     operation: a view of the interval's buffer;
+                     operation: a view of the bucket's buffer;
                      otherwise the placeholder
     ===============  ==============================================  ==============================================
 
@@ -41,8 +41,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from deepzero.layout import Slot
-from deepzero.runtime.zero.metadata import METADATA, READS_WITHOUT_VALUES
+from deepzero.layout import ParamSlot
+from deepzero.runtime.zero.metadata_functions import METADATA, READS_WITHOUT_VALUES
 
 _IDS = itertools.count()
 
@@ -65,19 +65,19 @@ class PartitionedUseError(RuntimeError):
     """The values of a parameter were used, or written, while they were partitioned."""
 
 
-class Home(Protocol):
-    """Where a parameter lies: what the parameter itself needs to know of its interval (``partitioned_interval.py``)."""
+class ParamStore(Protocol):
+    """Where a parameter lies: what the parameter itself needs to know of its bucket (``partitioned_bucket.py``)."""
 
     number: int
     status: ZeroParamStatus
     shard: torch.Tensor
     on_demand: Any
-    """Asked, with a list of intervals and a text, when values are used: a context that gathers them, or None."""
+    """Asked, with a list of buckets and a text, when values are used: a context that gathers them, or None."""
 
-    def part_of(self, slot: Slot) -> torch.Tensor:
+    def part_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: what this rank keeps of one parameter."""
 
-    def value(self, slot: Slot) -> torch.Tensor:
+    def value(self, slot: ParamSlot) -> torch.Tensor:
         """The whole parameter, AVAILABLE only."""
 
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
@@ -94,14 +94,14 @@ class ParamRecord:
         self.numel = param.numel()
         self.stride = torch.empty(param.shape, device="meta").stride()
         self.home: Any = None
-        self.slot: Slot | None = None
+        self.slot: ParamSlot | None = None
         self.placeholder: torch.Tensor | None = None
         """Kept: one element of the compute dtype, stretched to :attr:`shape`."""
 
-    def placed(self) -> tuple[Any, Slot]:
-        """The interval, and where in it."""
+    def placed(self) -> tuple[Any, ParamSlot]:
+        """The bucket, and where in it."""
         if self.home is None or self.slot is None:
-            raise RuntimeError(f"parameter {self.name!r} has no place in an interval yet")
+            raise RuntimeError(f"parameter {self.name!r} has no place in a bucket yet")
         return self.home, self.slot
 
 
@@ -201,7 +201,7 @@ class PartitionedParameter(ZeroParameter):
 
 
 def _advice(record: ParamRecord, verb: str) -> str:
-    if record.home is not None and record.home.key < 0:  # an interval of zero.Init's own
+    if record.home is not None and record.home.key < 0:  # a bucket of zero.Init's own
         return (
             f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
             f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
@@ -251,7 +251,7 @@ def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
     written = [param for param in params if param is first and _writes(name)]
     if written:
         raise PartitionedUseError(_advice(written[0]._zero, f"written ({name})"))
-    homes: dict[int, Home] = {home.number: home for home in (param._zero.placed()[0] for param in params)}
+    homes: dict[int, ParamStore] = {home.number: home for home in (param._zero.placed()[0] for param in params)}
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
         for on_demand in {home.on_demand for home in homes.values()}:

@@ -1,6 +1,6 @@
 """When partitioned parameters are fetched and released. Nothing here knows where their bytes lie.
 
-In the first optimizer step the coordinator *records* which intervals are used in which order, in forward and backward
+In the first optimizer step the coordinator *records* which buckets are used in which order, in forward and backward
 passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
 follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; each use
 does, in this order:
@@ -10,12 +10,12 @@ does, in this order:
 3. launch the prefetch: what the next uses need,
 4. wait for mine.
 
-Launching before waiting is all there is to overlap: the next intervals travel while this one is computed with.
+Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
 
 ``release_sub_module``, after a module, releases nothing itself: what was used goes in the 1 of the next use.
 
 While recording there is nothing to look ahead to; then whatever was used longest ago is released first, so that about
-two intervals are held.
+two buckets are held.
 
 Evaluation has a trace of its own, kept apart by autograd's grad mode: a validation between steps does not disturb the
 plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
@@ -31,15 +31,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from deepzero.comm import ranges
+from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.storage import memory_of
-from deepzero.offload.wire import FETCH_BETWEEN_STEPS
+from deepzero.comm.storage import storage_ptr_of
+from deepzero.offload.copy_streams import FETCH_BETWEEN_STEPS
 from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
-from deepzero.runtime.zero.fetch_plan import Action, FetchLimits, StepPlan, Use, compile_plan
+from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
 from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
-from deepzero.runtime.zero.partitioned_interval import PartitionedInterval
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 log = logging.getLogger(__name__)
 
@@ -53,56 +53,56 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-NOTHING = Action((), (), ())
+NO_ACTION = FetchAction((), (), ())
 
-MANY = 10
+WARN_AFTER_DROPS = 10
 """Plans dropped before it is said that they do not last."""
 
 
 class InflightParamRegistry:
-    """The intervals whose all-gather is under way, by key, in the order of their launches."""
+    """The buckets whose all-gather is under way, by key, in the order of their launches."""
 
     def __init__(self) -> None:
-        self._intervals: dict[int, PartitionedInterval] = {}
+        self._buckets: dict[int, PartitionedBucket] = {}
 
-    def launch(self, interval: PartitionedInterval, kind: str) -> None:
-        """Launch the interval's all-gather and remember it. An evaluation leaves the secondary partition as it is."""
-        interval.launch(kind, exact=False, keep=kind != EVALUATION)
-        self._intervals[interval.key] = interval
+    def launch(self, bucket: PartitionedBucket, kind: str) -> None:
+        """Launch the bucket's all-gather and remember it. An evaluation leaves the secondary partition as it is."""
+        bucket.launch(kind, exact=False, keep=kind != EVALUATION)
+        self._buckets[bucket.key] = bucket
 
     def wait(self, key: int, show: bool = False) -> None:
         """Wait for one, if it is under way; with ``show``, let its parameters show their values."""
-        interval = self._intervals.pop(key, None)
+        bucket = self._buckets.pop(key, None)
         # GatheredParameters may have waited for it in between.
-        if interval is not None and interval.status is ZeroParamStatus.INFLIGHT:
-            interval.wait(show)
+        if bucket is not None and bucket.status is ZeroParamStatus.INFLIGHT:
+            bucket.wait(show)
 
     def wait_all(self) -> None:
         """Wait for all."""
-        for key in list(self._intervals):
+        for key in list(self._buckets):
             self.wait(key)
 
 
-class Trace:
+class ModuleTrace:
     """What was used in which order; once complete, the plan for the next time.
 
     Args:
         what: training or evaluation, for messages.
-        numel: elements of every interval.
+        numel: elements of every bucket.
         limits: what may be held.
         speaks: one rank says when a plan is dropped.
     """
 
-    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, speaks: bool) -> None:
-        self.what, self.numel, self.limits, self.speaks = what, numel, limits, speaks
-        self.uses: list[Use] = []
-        self.plan: list[Action] | None = None
+    def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
+        self.what, self.numel, self.limits, self.is_rank0 = what, numel, limits, is_rank0
+        self.uses: list[ModuleUse] = []
+        self.plan: list[FetchAction] | None = None
         self.position = -1
         self.dropped = 0
 
     def advance(
         self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int = 0
-    ) -> Action | None:
+    ) -> FetchAction | None:
         """The next use. Returns what the plan says; None while recording."""
         following = self.position + 1
         if self.plan is not None:
@@ -113,29 +113,29 @@ class Trace:
                 self.position = found
                 return self.plan[found]
             if on_demand:
-                return NOTHING
+                return NO_ACTION
             self._drop(following, where)
-        self.uses.append(Use(keys, backward, where, on_demand, run))
+        self.uses.append(ModuleUse(keys, backward, where, on_demand, run))
         self.position = following
         return None
 
     def _drop(self, following: int, where: str) -> None:
         expected = self.uses[following].where if following < len(self.uses) else "the end of the step"
-        if self.dropped == 0 and self.speaks:
+        if self.dropped == 0 and self.is_rank0:
             log.warning(
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
         self.dropped += 1
-        if self.dropped == MANY and self.speaks:
+        if self.dropped == WARN_AFTER_DROPS and self.is_rank0:
             log.warning(
                 "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
-                self.what, MANY,
+                self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
         del self.uses[following:]
         self.plan = None
 
     def completed(self, key: int) -> None:
-        """An interval's gradients are complete."""
+        """A bucket's gradients are complete."""
         if self.plan is None and self.uses:
             self.uses[-1].completes.add(key)
 
@@ -147,13 +147,13 @@ class Trace:
             self.plan = compile_plan(self.uses, self.numel, self.limits)
         self.position = -1
 
-    def step_plan(self) -> StepPlan | None:
+    def step_plan(self) -> FetchPlan | None:
         """What the next time will follow; None while nothing is known."""
         if self.plan is None:
             return None
-        return StepPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
+        return FetchPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: FetchPlan) -> None:
         """Follow a plan that somebody else has recorded."""
         self.uses, self.plan = list(plan.uses), list(plan.actions)
 
@@ -165,36 +165,36 @@ class Trace:
 
 
 class PartitionedParameterCoordinator:
-    """Fetches and releases intervals along the trace.
+    """Fetches and releases buckets along the trace.
 
     Args:
-        intervals: all of them, the position being the key.
+        buckets: all of them, the position being the key.
         limits: ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance``, ``stage3_max_live_parameters``.
         recording_numel: elements that are held while nothing is known about the order.
         comm: the ranks; keeps events in its ledger, and is told where in the model we are.
     """
 
     def __init__(
-        self, intervals: Sequence[PartitionedInterval], limits: FetchLimits, recording_numel: int, comm: Communicator
+        self, buckets: Sequence[PartitionedBucket], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
-        self.intervals, self.limits, self.ledger = list(intervals), limits, comm.ledger
+        self.buckets, self.limits, self.ledger = list(buckets), limits, comm.ledger
         self._comm, self.device = comm, comm.device
-        self.ledger.no_part_of_a_step |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST, FETCH_BETWEEN_STEPS}
+        self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST, FETCH_BETWEEN_STEPS}
         self._recording_numel = min(recording_numel, limits.live_numel)
-        numel = {interval.key: interval.numel for interval in intervals}
-        speaks = comm.rank == 0
-        self.training = Trace("training", numel, limits, speaks)
-        self.evaluation = Trace("evaluation", numel, limits, speaks)
+        numel = {bucket.key: bucket.numel for bucket in buckets}
+        is_rank0 = comm.rank == 0
+        self.training = ModuleTrace("training", numel, limits, is_rank0)
+        self.evaluation = ModuleTrace("evaluation", numel, limits, is_rank0)
         self._trace = self.training
-        # The use under way: its intervals are here and stay until the next one.
+        # The use under way: its buckets are here and stay until the next one.
         self._current: frozenset[int] = frozenset()
         # By last use, the oldest first.
         self._live: dict[int, None] = {}
-        self._pools = list({id(interval.pool): interval.pool for interval in intervals}.values())
-        rooms = (interval.gather.rules.messages for interval in intervals)
+        self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
+        rooms = (bucket.gather.rules.messages for bucket in buckets)
         self._messages = list({id(pool): pool for pool in rooms if pool is not None}.values())
         # One rank computes with its share itself, unless that is in host memory.
-        takes = [interval for interval in intervals if interval.comm.world_size > 1 or interval.shard_on_host]
+        takes = [bucket for bucket in buckets if bucket.comm.world_size > 1 or bucket.shard_on_host]
         self._buffers = BufferForecast({made.key: made.numel for made in takes}, limits.live_numel, self.device)
         self._to_simulate = False
         self._run = self._runs = 0
@@ -231,7 +231,7 @@ class PartitionedParameterCoordinator:
             if self.training.position < 0:
                 self._end_pass()
 
-    def _switch(self, trace: Trace) -> None:
+    def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
             self._trace = trace
             self._current = frozenset()
@@ -243,16 +243,16 @@ class PartitionedParameterCoordinator:
             keys: sorted; a module's own parameters' and those registered for it (:func:`keys_of`), or the one of a
                 weight that the backward pass asks for.
             where: the module or parameter, for events and messages.
-            on_demand: noticed only because the interval was not there; it need not be noticed every time.
-            show: the parameters are used themselves, and not only views of the intervals.
+            on_demand: noticed only because the bucket was not there; it need not be noticed every time.
+            show: the parameters are used themselves, and not only views of the buckets.
         """
         if on_demand:
             # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
             for key in keys if show else ():
-                if not self.intervals[key].shown:  # asked here: the call costs more than the module's other hooks
-                    self.intervals[key].show()
+                if not self.buckets[key].shown:  # asked here: the call costs more than the module's other hooks
+                    self.buckets[key].show()
             return
         backward = in_backward()
         self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
@@ -272,18 +272,18 @@ class PartitionedParameterCoordinator:
                 self._launch(key, BACKWARD if for_backward else forward, where, prefetch=True)
         if not on_demand:
             self._current = frozenset(keys)
-        with ranges.standing_at(where):
+        with profiler_ranges.standing_at(where):
             for key in keys:
                 self.inflight.wait(key, show)
-                if show and not self.intervals[key].shown:  # it may have been here
-                    self.intervals[key].show()
+                if show and not self.buckets[key].shown:  # it may have been here
+                    self.buckets[key].show()
                 self._live.pop(key, None)
                 self._live[key] = None
 
     def release_sub_module(self, where: str) -> None:
         """2 post-forward: the module is over; ranks that fall apart say so in their messages. Nothing is released yet.
 
-        DeepSpeed releases here. An interval serves a run of modules, and at the end of one of them nothing tells
+        DeepSpeed releases here. A bucket serves a run of modules, and at the end of one of them nothing tells
         whether the next one will use it too: that is known when the next use comes, which begins by releasing
         (:meth:`_make_room`). Nothing is fetched in between, so the most that is ever gathered is the same. And a
         backward pass has no such moment: it asks for weights one by one and never says that it is done with one.
@@ -291,7 +291,7 @@ class PartitionedParameterCoordinator:
         self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def gradients_complete(self, key: int) -> None:
-        """All gradients of an interval are there."""
+        """All gradients of a bucket are there."""
         self.training.completed(key)
 
     def end_step(self) -> None:
@@ -331,16 +331,16 @@ class PartitionedParameterCoordinator:
 
     def _plans_changed(self) -> None:
         """Where plans have not lasted, which buffers they take is simulated when one has lasted for a step."""
-        self.predict_anew(simulate=max(self.training.dropped, self.evaluation.dropped) < MANY)
+        self.predict_anew(simulate=max(self.training.dropped, self.evaluation.dropped) < WARN_AFTER_DROPS)
 
-    def follow(self, plan: StepPlan) -> None:
+    def follow(self, plan: FetchPlan) -> None:
         """Training follows ``plan`` from its next use on, which has to be the first of a step."""
         self.training.follow(plan)
         self.predict_anew()
         self._end_pass()
 
     def predict_anew(self, simulate: bool = True) -> None:
-        """A plan is new, or intervals travel in another way: the plans say what later steps will send and hold.
+        """A plan is new, or buckets travel in another way: the plans say what later steps will send and hold.
 
         That replaces the closed forms, which know no savings.
 
@@ -351,14 +351,14 @@ class PartitionedParameterCoordinator:
         plans = [(trace.uses, trace.plan) for trace in traces if trace.plan is not None]
         if not plans:
             return
-        forecasts = [planned(self.intervals, *plan) for plan in plans]
+        forecasts = [planned(self.buckets, *plan) for plan in plans]
         if self.training in traces:
             self.ledger.predicted_traffic.update(forecasts[0].traffic)
         if simulate:
             self._buffers.expect([moments_of(*plan) for plan in plans])
         self._to_simulate = not simulate
         messages = max(forecast.message_bytes for forecast in forecasts)
-        itemsize = max((interval.gather.dtype.itemsize for interval in self.intervals), default=0)
+        itemsize = max((bucket.gather.dtype.itemsize for bucket in self.buckets), default=0)
         self.ledger.predicted_memory["gathered"] = self._buffers.most_numel * itemsize + messages
 
     def reset(self) -> None:
@@ -371,8 +371,8 @@ class PartitionedParameterCoordinator:
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
         for key in self._live:
-            if self.intervals[key].shown:
-                self.intervals[key].hide()
+            if self.buckets[key].shown:
+                self.buckets[key].hide()
 
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
@@ -389,24 +389,24 @@ class PartitionedParameterCoordinator:
         if refused is not None:
             raise refused
 
-    def has(self, interval: PartitionedInterval) -> bool:
-        """Whether the interval is one of mine."""
-        return 0 <= interval.key < len(self.intervals) and self.intervals[interval.key] is interval
+    def has(self, bucket: PartitionedBucket) -> bool:
+        """Whether the bucket is one of mine."""
+        return 0 <= bucket.key < len(self.buckets) and self.buckets[bucket.key] is bucket
 
-    def owner_of(self, tensor: torch.Tensor) -> PartitionedInterval | None:
-        """The interval whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
+    def owner_of(self, tensor: torch.Tensor) -> PartitionedBucket | None:
+        """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
-        place = memory_of(tensor)
+        place = storage_ptr_of(tensor)
         for pool in self._pools:
-            interval, generation = pool.owners.get(place, (None, 0))
-            if interval is not None and interval.generation == generation:
-                return interval
+            bucket, generation = pool.owners.get(place, (None, 0))
+            if bucket is not None and bucket.generation == generation:
+                return bucket
         return None
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, keys: tuple[int, ...], action: Action | None) -> None:
+    def _make_room(self, keys: tuple[int, ...], action: FetchAction | None) -> None:
         """Release what the plan lets go before ``keys`` are used; while recording, what was used longest ago."""
         for key in action.release if action is not None else ():
             self._release_in_pass(key)
@@ -414,17 +414,17 @@ class PartitionedParameterCoordinator:
             self._release_in_pass(key)
 
     def _release_in_pass(self, key: int) -> None:
-        interval = self.intervals[key]
-        buffer = interval.buffer
+        bucket = self.buckets[key]
+        buffer = bucket.buffer
         self._release(key)
-        self._buffers.released(key, buffer is None or interval.pool.is_alone(buffer))
+        self._buffers.released(key, buffer is None or bucket.pool.is_alone(buffer))
 
     def _launch(self, key: int, kind: str, where: str, prefetch: bool = False) -> None:
-        interval = self.intervals[key]
+        bucket = self.buckets[key]
         if key in self._live:
             return
-        self.ledger.note("fetch", f"prefetch at {where}" if prefetch else where, f"interval {key}")
-        self.live_numel += interval.numel
+        self.ledger.note("fetch", f"prefetch at {where}" if prefetch else where, f"bucket {key}")
+        self.live_numel += bucket.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self._comm.rank == 0:
             self._warned_live = True
@@ -433,39 +433,39 @@ class PartitionedParameterCoordinator:
                 where, self.live_numel, self.limits.live_numel,
             )  # fmt: skip
         self._live[key] = None
-        interval.only_pinned = False
-        if interval.status is ZeroParamStatus.NOT_AVAILABLE:
+        bucket.release_when_unreferenced = False
+        if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
             self._buffers.moments[-1].taken.append(key)
-            with ranges.span("fetch", key, where, "prefetch" if prefetch else ""):
-                self.inflight.launch(interval, kind)
+            with profiler_ranges.span("fetch", key, where, "prefetch" if prefetch else ""):
+                self.inflight.launch(bucket, kind)
 
     def _release(self, key: int, discard: bool = False) -> None:
-        interval = self.intervals[key]
+        bucket = self.buckets[key]
         if self._live.pop(key, False) is False:
             return
-        self.live_numel -= interval.numel
+        self.live_numel -= bucket.numel
         self.inflight.wait(key)
-        if interval.pins:
-            interval.only_pinned = True
+        if bucket.gather_refs:
+            bucket.release_when_unreferenced = True
         else:
-            self.ledger.note("release", "", f"interval {key}")
-            with ranges.span("release", key, interval.params[0]._zero.name if interval.params else ""):
-                interval.discard() if discard else interval.release()
+            self.ledger.note("release", "", f"bucket {key}")
+            with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
+                bucket.discard() if discard else bucket.release()
 
     def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
         """What was used longest ago, until ``keys`` have room within ``limit`` elements."""
         total = self.live_numel
-        total += sum(self.intervals[key].numel for key in keys if key not in self._live)
+        total += sum(self.buckets[key].numel for key in keys if key not in self._live)
         chosen = []
         for key in self._live:
             if total <= limit:
                 break
             if key not in keys:
                 chosen.append(key)
-                total -= self.intervals[key].numel
+                total -= self.buckets[key].numel
         return chosen
 
 
 def keys_of(params: Iterable[ZeroParameter]) -> tuple[int, ...]:
-    """The intervals of ``params``, sorted."""
+    """The buckets of ``params``, sorted."""
     return tuple(sorted({param._zero.placed()[0].key for param in params}))

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from deepzero.comm import ranges
+from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Interval
-from deepzero.offload.wire import Copy
-from deepzero.runtime.zero.flat_group import FlatGroup
+from deepzero.layout import Bucket
+from deepzero.offload.copy_streams import PendingCopy
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 
 ALL_GATHER = "parameters.all_gather"
 
 
 @torch.no_grad()
-def all_gather_dp_groups(groups: Sequence[FlatGroup], comm: Communicator) -> list[Pending]:
-    """Cast each master into my part of its interval and launch the interval's all-gather at once, in place.
+def all_gather_dp_groups(groups: Sequence[FlatParamGroup], comm: Communicator) -> list[Pending]:
+    """Cast each master into my part of its bucket and launch the bucket's all-gather at once, in place.
 
-    Intervals that the CPU has stepped on are not among them: :func:`all_gather_arrived` launches those.
+    Buckets that the CPU has stepped on are not among them: :func:`all_gather_arrived` launches those.
 
     Args:
         groups: built with ``whole=False``.
@@ -30,20 +30,20 @@ def all_gather_dp_groups(groups: Sequence[FlatGroup], comm: Communicator) -> lis
     """
     gathers = []
     for group in groups:
-        for interval in group.layout.intervals:
-            if not group.placement.steps_on_host(interval):
-                mine = group.target_of(interval)
+        for bucket in group.layout.buckets:
+            if not group.placement.steps_on_host(bucket):
+                mine = group.param_shard(bucket)
                 if group.dtype != torch.float32:
-                    mine.copy_(group.master_of(interval))
-                gathers.append(_all_gather(group, interval, comm))
+                    mine.copy_(group.master_of(bucket))
+                gathers.append(_all_gather(group, bucket, comm))
     return gathers
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """An interval that comes from the host, and goes on to the other ranks."""
+class PendingAllGather:
+    """A bucket that comes from the host, and goes on to the other ranks."""
 
-    copy: Copy | None
+    copy: PendingCopy | None
     gather: Pending
 
     def wait(self) -> None:
@@ -53,17 +53,19 @@ class Arrival:
         self.gather.wait()
 
 
-def all_gather_arrived(group: FlatGroup, interval: Interval, copy: Copy | None, comm: Communicator) -> Arrival:
-    """My part of ``interval`` is on its way from the host: launch the interval's all-gather behind it."""
+def all_gather_arrived(
+    group: FlatParamGroup, bucket: Bucket, copy: PendingCopy | None, comm: Communicator
+) -> PendingAllGather:
+    """My part of ``bucket`` is on its way from the host: launch the bucket's all-gather behind it."""
     if copy is None:
-        return Arrival(None, _all_gather(group, interval, comm))
+        return PendingAllGather(None, _all_gather(group, bucket, comm))
     with copy.afterwards(alone=comm.world_size == 1):
-        return Arrival(copy, _all_gather(group, interval, comm))
+        return PendingAllGather(copy, _all_gather(group, bucket, comm))
 
 
-def _all_gather(group: FlatGroup, interval: Interval, comm: Communicator) -> Pending:
-    whole = group.flat_P[interval.offset : interval.offset + interval.numel]
-    padding = (comm.world_size - 1) * (interval.part_numel - interval.true_numel_of(comm.rank))
-    where = f"interval {interval.index}"
-    with ranges.span("publish", interval.index, group.names[interval.slots[0].index]):
+def _all_gather(group: FlatParamGroup, bucket: Bucket, comm: Communicator) -> Pending:
+    whole = group.flat_P[bucket.offset : bucket.offset + bucket.numel]
+    padding = (comm.world_size - 1) * (bucket.shard_numel - bucket.true_numel_of(comm.rank))
+    where = f"bucket {bucket.index}"
+    with profiler_ranges.span("publish", bucket.index, group.names[bucket.slots[0].index]):
         return comm.all_gather(ALL_GATHER, whole, padding, where)

@@ -9,8 +9,8 @@ import torch
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.quantized import Format, Quantizer
-from deepzero.config.parse import ConfigError
+from deepzero.comm.quantization import Format, Quantizer
+from deepzero.config.strict import ConfigError
 from deepzero.config.zero import QuantizationConfig
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ The scale that is divided out is the one that multiplied this step's loss. DeepS
 the gradient of every step on which the scale doubles.
 
 With ``zero.offload_optimizer`` the step goes sub-group by sub-group: first what is left on the device, which a GPU does
-while the CPU goes on; then, in host memory, one interval of the layout after the other (``way_back.py``).
+while the CPU goes on; then, in host memory, one bucket of the layout after the other (``param_upload.py``).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Protocol
 
 import torch
 
-from deepzero.comm import ranges
+from deepzero.comm import profiler_ranges
+from deepzero.offload.copy_streams import ADAM, OffloadStats
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.wire import ADAM, PipelineMeter
-from deepzero.runtime.zero.gradients import ParameterGroup
+from deepzero.runtime.zero.grad_accumulator import ParamGroup
 
 
 @dataclass(frozen=True)
-class MasterPart:
+class MasterFragment:
     """One optimizer tensor and where its gradient lies."""
 
     master: torch.Tensor
@@ -43,10 +43,10 @@ class MasterPart:
     """Reduced gradient, the master's extent, in the accumulation dtype."""
 
 
-class Back(Protocol):
-    """The way from a step in host memory to the parameters; see ``way_back.py``."""
+class ParamUpload(Protocol):
+    """The way from a step in host memory to the parameters; see ``param_upload.py``."""
 
-    parts: list[MasterPart]
+    parts: list[MasterFragment]
 
     def outs(self) -> list[torch.Tensor | None]:
         """Where the new parameters are written in the compute dtype, part by part."""
@@ -55,29 +55,29 @@ class Back(Protocol):
         """They are written."""
 
     def where(self) -> tuple[int, str]:
-        """The interval's number and its first parameter, for traces."""
+        """The bucket's number and its first parameter, for traces."""
 
 
 @dataclass(frozen=True)
-class HostSteps:
+class HostStepPlan:
     """What the CPU steps on, how, and who counts."""
 
-    ways: Sequence[Back]
+    ways: Sequence[ParamUpload]
     threads: int
-    meter: PipelineMeter
+    meter: OffloadStats
 
 
 @dataclass(frozen=True)
 class SubGroup:
     """Parts that are stepped on together."""
 
-    parts: Sequence[MasterPart]
-    back: Back | None = None
+    parts: Sequence[MasterFragment]
+    back: ParamUpload | None = None
     """Of a sub-group in host memory."""
     masters: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, parts: Sequence[MasterPart], back: Back | None = None) -> SubGroup:
+    def of(cls, parts: Sequence[MasterFragment], back: ParamUpload | None = None) -> SubGroup:
         """With its masters."""
         return cls(parts, back, [part.master for part in parts])
 
@@ -127,16 +127,16 @@ class ShardedStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parts: Sequence[MasterPart],
+        parts: Sequence[MasterFragment],
         sub_group_size: int | None = None,
-        host: HostSteps | None = None,
+        host: HostStepPlan | None = None,
     ) -> None:
         self.optimizer, self.parts, self.host = optimizer, list(parts), host
         ways = host.ways if host is not None else ()
         there = {id(part.master) for way in ways for part in way.parts}
         here = [part for part in self.parts if id(part.master) not in there]
-        self.unsent = False
-        """Whether an update is on its way: see ``delayed_step.py``."""
+        self.update_pending = False
+        """Whether an update is on its way: see ``delayed_update.py``."""
         self.on_device = [SubGroup.of(some) for some in _sub_groups(here, sub_group_size) if some]
         self.on_host = [SubGroup.of(way.parts, way) for way in ways]
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
@@ -152,14 +152,14 @@ class ShardedStep:
                 "parameters and its gradients are not reduced yet. Call engine.step() instead"
             )
 
-    def before_step(self, groups: Sequence[ParameterGroup]) -> None:
+    def before_step(self, groups: Sequence[ParamGroup]) -> None:
         """Before anything of a step: the masters are the optimizer's, and have what was written into parameters."""
         self._check_masters()
         for group in groups:
-            group.take_over_writes()
+            group.sync_masters_from_params()
 
     def join(self) -> None:
-        """Masters and moments may be read: nothing runs behind anybody's back here; see ``delayed_step.py``."""
+        """Masters and moments may be read: nothing runs behind anybody's back here; see ``delayed_update.py``."""
 
     def finish(self) -> bool:
         """Nothing is late."""
@@ -168,7 +168,7 @@ class ShardedStep:
     def forget(self) -> None:
         """Nothing is on its way."""
 
-    def goes_on_after(self, steps: int) -> None:
+    def set_applied_steps(self, steps: int) -> None:
         """The run goes on after so many applied steps, which only a delay that begins late has to know."""
 
     def step(self, divisor: float) -> None:
@@ -201,7 +201,7 @@ class ShardedStep:
                     continue
                 outs = group.back.outs()
                 began = time.perf_counter()
-                with ranges.span("step", *group.back.where()):
+                with profiler_ranges.span("step", *group.back.where()):
                     self.step_sub_group(group, divisor, outs)
                 took = time.perf_counter() - began
                 leg.add(bytes_of_step(self.optimizer, group, outs), took, took)
@@ -232,7 +232,7 @@ class ShardedStep:
         finally:
             self._allowed = False
 
-    def _step_any(self, parts: Sequence[MasterPart], divisor: float) -> None:
+    def _step_any(self, parts: Sequence[MasterFragment], divisor: float) -> None:
         """Torch's optimizers pass over parameters without gradient: those of the other sub-groups."""
         for part in parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
@@ -260,8 +260,8 @@ def bytes_of_step(optimizer: torch.optim.Optimizer, group: SubGroup, outs: Seque
     return 2 * kept + sum(part.grad.nbytes for part in group.parts) + sum(o.nbytes for o in outs if o is not None)
 
 
-def _sub_groups(parts: Sequence[MasterPart], limit: int | None) -> list[list[MasterPart]]:
-    groups: list[list[MasterPart]] = [[]]
+def _sub_groups(parts: Sequence[MasterFragment], limit: int | None) -> list[list[MasterFragment]]:
+    groups: list[list[MasterFragment]] = [[]]
     total = 0
     for part in parts:
         if groups[-1] and limit is not None and total + part.master.numel() > limit:

@@ -1,17 +1,17 @@
 """Stage 3: partitioned parameters, besides gradients and optimizer states.
 
-A rank keeps a W-th part of every parameter and puts an interval together just in time, twice per micro-batch: for the
+A rank keeps a W-th part of every parameter and puts a bucket together just in time, twice per micro-batch: for the
 forward and for the backward pass. Memory ``(c + a + K)Ψ/W`` (c bytes of the compute dtype, a of ``grad_S``, K of
 masters and moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W`` forward, the same
-backward, reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last intervals of the
+backward, reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last buckets of the
 forward pass are the first of the backward pass, and stay; weights that no backward formula reads (embeddings) are not
 fetched for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole, and travel once per
 step.
 
-One parameter's way, in the numbers of a training step: **0** ``PartitionedGroup`` cuts it → **1** ``ModuleHooks`` →
-``fetch_sub_module`` → its interval is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
+One parameter's way, in the numbers of a training step: **0** ``PartitionedParamGroup`` cuts it → **1** ``ModuleHooks``
+→ ``fetch_sub_module`` → its bucket is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
 fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
-complete: ``GradientPartition`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
+complete: ``GradientReducer`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
 sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
@@ -25,14 +25,14 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Interval, Slot
+from deepzero.comm.reduce_scatter import BucketReducer
+from deepzero.layout import Bucket, ParamSlot
+from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.offload.wire import Copy
-from deepzero.runtime.zero.flat_group import FlatGroup
-from deepzero.runtime.zero.gradient_partition import GradientPartition
-from deepzero.runtime.zero.gradients import GradientSource, ParameterGroup, Scheduled
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -40,26 +40,26 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParameter,
     ZeroParamStatus,
 )
-from deepzero.runtime.zero.partitioned_group import PartitionedGroup
-from deepzero.runtime.zero.partitioned_interval import send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.publish import Arrival, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
 
 
-class PersistentHome:
+class PersistentStore:
     """Where persistent parameters lie: in a flat buffer, whole on every rank."""
 
     status = ZeroParamStatus.AVAILABLE
 
-    def __init__(self, group: FlatGroup) -> None:
+    def __init__(self, group: FlatParamGroup) -> None:
         self.group = group
-        self._mine = {piece.slot.index: piece for piece in group.pieces}
+        self._mine = {fragment.slot.index: fragment for fragment in group.fragments}
 
-    def part_of(self, slot: Slot) -> torch.Tensor:
+    def part_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: what this rank's optimizer updates of one parameter."""
-        piece = self._mine.get(slot.index)
+        fragment = self._mine.get(slot.index)
         flat = self.group.flat_P[slot.offset : slot.end]
-        return flat[:0] if piece is None else flat[piece.start : piece.start + piece.numel]
+        return flat[:0] if fragment is None else flat[fragment.start : fragment.start + fragment.numel]
 
 
 class UntrainedHome:
@@ -70,22 +70,22 @@ class UntrainedHome:
     def __init__(self, param: nn.Parameter) -> None:
         self._param = weakref.ref(param)
 
-    def part_of(self, slot: Slot) -> torch.Tensor:
+    def part_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: all of it."""
         param = self._param()
         return torch.zeros(0) if param is None else param.detach().reshape(-1)
 
 
-def keep_whole(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+def mark_persistent(model: nn.Module, groups: Sequence[FlatParamGroup]) -> None:
     """Give parameters that stay whole what DeepSpeed's users look at: ``ds_id``, ``ds_status`` and the like."""
-    places: dict[nn.Parameter, tuple[PersistentHome, Slot]] = {}
+    places: dict[nn.Parameter, tuple[PersistentStore, ParamSlot]] = {}
     for group in groups:
-        home = PersistentHome(group)
+        home = PersistentStore(group)
         places |= {param: (home, slot) for param, slot in zip(group.params, group.layout.slots, strict=True)}
     for name, param in model.named_parameters():
         if type(param) is nn.Parameter:
             record = ParamRecord(param, name)
-            whole = UntrainedHome(param), Slot(0, 0, param.numel())
+            whole = UntrainedHome(param), ParamSlot(0, 0, param.numel())
             record.home, record.slot = places.get(param, whole)
             param.__class__ = PersistentParameter
             param._zero = record  # type: ignore[attr-defined]
@@ -98,11 +98,11 @@ class ZeroStage3:
         model: gets the hooks.
         groups: of trainable parameters, partitioned or persistent.
         frozen: groups of partitioned parameters that are not trained.
-        order: the intervals in the order in which their gradients are launched.
+        order: the buckets in the order in which their gradients are launched.
         source: the unreduced gradients.
         reducer: sends them to their owners.
         comm: the ranks.
-        coordinator: over the intervals of all partitioned groups.
+        coordinator: over the buckets of all partitioned groups.
         grad_dtype: dtype of ``grad_S``.
         host: has the gradients that live in host memory; None: none do.
     """
@@ -110,10 +110,10 @@ class ZeroStage3:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParameterGroup],
-        frozen: Sequence[PartitionedGroup],
-        order: Sequence[Scheduled],
-        source: GradientSource,
+        groups: Sequence[ParamGroup],
+        frozen: Sequence[PartitionedParamGroup],
+        order: Sequence[BucketRef],
+        source: GradAccumulator,
         reducer: BucketReducer,
         comm: Communicator,
         coordinator: PartitionedParameterCoordinator,
@@ -121,17 +121,17 @@ class ZeroStage3:
         host: HostGradients | None = None,
     ) -> None:
         self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
-        self._arrivals: list[Arrival] = []
-        self.persistent = [group for group in groups if isinstance(group, FlatGroup)]
-        self.partitioned = [group for group in groups if isinstance(group, PartitionedGroup)]
+        self._arrivals: list[PendingAllGather] = []
+        self.persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
+        self.partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.frozen = list(frozen)
         self._key_of = {
-            (g, made.interval.index): made.key
+            (g, made.bucket.index): made.key
             for g, group in enumerate(groups)
-            if isinstance(group, PartitionedGroup)
-            for made in group.intervals
+            if isinstance(group, PartitionedParamGroup)
+            for made in group.buckets
         }
-        self.gradients = GradientPartition(
+        self.gradients = GradientReducer(
             groups,
             order,
             source,
@@ -142,31 +142,31 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        keep_whole(model, self.persistent)
+        mark_persistent(model, self.persistent)
         self._model = model
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
-        self.gradients.together = self.hooks.leaf_params
+        self.gradients.leaf_params = self.hooks.leaf_params
 
     # ---- 1, 2, 3: forward and backward, see module_hooks.py ----------------------------------------------------------
 
     # ---- 4: gradient ready -------------------------------------------------------------------------------------------
 
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """4: launch every interval whose gradients are complete and that is next in order."""
+        """4: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
         self.gradients.gradient_ready(param, boundary)
 
-    def _launched(self, entry: Scheduled) -> None:
-        key = self._key_of.get((entry.group, entry.interval.index))
+    def _launched(self, entry: BucketRef) -> None:
+        key = self._key_of.get((entry.group, entry.bucket.index))
         if key is not None:
             self.coordinator.gradients_complete(key)
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
         """A leaf module's backward pass is over: experts without tokens get no gradient any more."""
-        self.gradients.together_complete(params, self._boundary)
+        self.gradients.leaf_grads_complete(params, self._boundary)
 
     def backward_end(self, boundary: bool) -> None:
         """The end of a backward pass."""
@@ -190,24 +190,24 @@ class ZeroStage3:
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, interval: Interval, copy: Copy | None) -> None:
-        """6, on the host: my part of an interval is new. Whoever fetches it next waits for its copy, and nobody else.
+    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+        """6, on the host: my part of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
 
-        Persistent parameters go to the other ranks while the CPU steps on the next interval.
+        Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
         found = self.groups[group]
-        if isinstance(found, PartitionedGroup):
-            found.arrived(interval, copy)
-        elif isinstance(found, FlatGroup):
-            self._arrivals.append(all_gather_arrived(found, interval, copy, self.comm))
+        if isinstance(found, PartitionedParamGroup):
+            found.arrived(bucket, copy)
+        elif isinstance(found, FlatParamGroup):
+            self._arrivals.append(all_gather_arrived(found, bucket, copy, self.comm))
 
     def publish(self) -> None:
         """7: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
-        gathers: list[Arrival | Pending]
+        gathers: list[PendingAllGather | Pending]
         gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
         for group in self.partitioned:
             group.publish()
-        send_to_replicas([interval for group in self.partitioned for interval in group.intervals])
+        send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         for gather in gathers:
             gather.wait()
 

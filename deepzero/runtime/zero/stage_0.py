@@ -21,13 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.comm import ranges
-from deepzero.comm.bucket import BucketReducer
-from deepzero.layout import Interval
+from deepzero.comm import profiler_ranges
+from deepzero.comm.reduce_scatter import BucketReducer
+from deepzero.layout import Bucket
 from deepzero.runtime.grad_norm import BlockNorms, square_sum_words
-from deepzero.runtime.zero.flat_group import FlatGroup
-from deepzero.runtime.zero.gradients import GradientSource, Scheduled
-from deepzero.runtime.zero.sharded_step import MasterPart
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator
+from deepzero.runtime.zero.sharded_step import MasterFragment
 
 
 class ZeroStage0:
@@ -35,7 +35,7 @@ class ZeroStage0:
 
     Args:
         groups: built with ``whole=True``.
-        order: the intervals in launching order.
+        order: the buckets in launching order.
         source: the unreduced gradients.
         reducer: built with ``whole=True``.
         grad_dtype: dtype of the reduced gradients.
@@ -43,9 +43,9 @@ class ZeroStage0:
 
     def __init__(
         self,
-        groups: Sequence[FlatGroup],
-        order: Sequence[Scheduled],
-        source: GradientSource,
+        groups: Sequence[FlatParamGroup],
+        order: Sequence[BucketRef],
+        source: GradAccumulator,
         reducer: BucketReducer,
         grad_dtype: torch.dtype,
     ) -> None:
@@ -63,30 +63,31 @@ class ZeroStage0:
         """What has the gradients: a part of the other stages, here the stage itself."""
         return self
 
-    def _sum_of(self, entry: Scheduled) -> torch.Tensor:
-        interval = entry.interval
-        return self.grad_P[entry.group][interval.offset : interval.offset + interval.numel]
+    def _sum_of(self, entry: BucketRef) -> torch.Tensor:
+        bucket = entry.bucket
+        return self.grad_P[entry.group][bucket.offset : bucket.offset + bucket.numel]
 
-    def master_parts(self) -> list[MasterPart]:
+    def master_parts(self) -> list[MasterFragment]:
         """Every parameter whole: the optimizer of each rank steps on all of them."""
         return [
-            MasterPart(master, grad[piece.shard_start : piece.shard_start + piece.numel])
+            MasterFragment(master, grad[fragment.shard_start : fragment.shard_start + fragment.numel])
             for group, grad in zip(self.groups, self.grad_P, strict=True)
-            for piece, master in zip(group.pieces, group.masters, strict=True)
+            for fragment, master in zip(group.fragments, group.masters, strict=True)
         ]
 
-    def square_words(self) -> torch.Tensor:
+    def norm_sq_partials(self) -> torch.Tensor:
         """This rank's share of the global norm, see ``grad_norm.py``: rank 0 adds all, as everybody has the same."""
         if self.reducer.comm.rank != 0:
             return square_sum_words([], self.reducer.comm.device)
         for entry in self.order:
-            self._norms[entry.group].measure(entry.interval.offset, self._sum_of(entry), 0)
-        return torch.stack([norms.square_words() for norms in self._norms]).sum(0)
+            self._norms[entry.group].measure(entry.bucket.offset, self._sum_of(entry), 0)
+        return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
 
-    def parameter_squares(self) -> list[torch.Tensor]:
+    def param_norm_sq(self) -> list[torch.Tensor]:
         """Of every group, by parameter: sums of squares of the sums that the norm was last of; zeros but on rank 0."""
         return [
-            norms.squares(group.pieces, len(group.names)) for norms, group in zip(self._norms, self.groups, strict=True)
+            norms.squares(group.fragments, len(group.names))
+            for norms, group in zip(self._norms, self.groups, strict=True)
         ]
 
     def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
@@ -118,11 +119,11 @@ class ZeroStage0:
 
     def _reduce(self) -> None:
         for entry in self.order:
-            first = self.groups[entry.group].names[entry.interval.slots[0].index]
-            with ranges.span("reduce", entry.interval.index, first):
-                bucket = self.reducer.acquire(entry.interval, self._sum_of(entry), accumulate=self.reduced)
-                self.source.fill(entry, bucket, name_unused=not self.reduced)
-                self.reducer.launch(entry.interval, self._sum_of(entry), accumulate=self.reduced, place=first)
+            first = self.groups[entry.group].names[entry.bucket.slots[0].index]
+            with profiler_ranges.span("reduce", entry.bucket.index, first):
+                send_buffer = self.reducer.acquire(entry.bucket, self._sum_of(entry), accumulate=self.reduced)
+                self.source.fill(entry, send_buffer, name_unused=not self.reduced)
+                self.reducer.launch(entry.bucket, self._sum_of(entry), accumulate=self.reduced, place=first)
         self.source.name_unused()
         self.reducer.drain()
 
@@ -130,15 +131,15 @@ class ZeroStage0:
         """Everything that is under way has arrived."""
         self.reducer.drain()
 
-    def written(self, group: int, interval: Interval) -> None:
-        """Somebody has changed sums of this interval: nothing is remembered of them here."""
+    def written(self, group: int, bucket: Bucket) -> None:
+        """Somebody has changed sums of this bucket: nothing is remembered of them here."""
 
     def publish(self) -> None:
         """5: every rank has every new master; cast them into the model."""
         for group in self.groups:
-            for interval in group.layout.intervals:
+            for bucket in group.layout.buckets:
                 if group.dtype != torch.float32:
-                    group.target_of(interval).copy_(group.master_of(interval))
+                    group.param_shard(bucket).copy_(group.master_of(bucket))
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients."""

@@ -1,7 +1,7 @@
 """Stages 1 and 2: partitioned optimizer states, and partitioned gradients.
 
 Both keep the parameters whole, give the optimizer this rank's ``master_S`` alone, and publish what it wrote with one
-all-gather per interval. They differ in what happens to gradients:
+all-gather per bucket. They differ in what happens to gradients:
 
 ``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, in the boundary. Memory
              ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
@@ -19,7 +19,7 @@ receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin s
 One gradient's way, in the numbers of a training step: autograd completes ``param.grad`` → **2** ``gradient_ready`` lays
 it into the bucket and frees it → the bucket is full: ``reducer.launch`` sends its parts to their owners → **3**
 ``finish_gradients`` flushes what is left and waits → **4** ``ShardedStep.step`` → **5** ``publish``. Steps 2 and 3 are
-in ``gradient_partition.py``, which stage 3 shares.
+in ``gradient_reduction.py``, which stage 3 shares.
 
 Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the
 DeepSpeed post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are
@@ -33,15 +33,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.comm.bucket import BucketReducer
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.layout import Interval
+from deepzero.comm.reduce_scatter import BucketReducer
+from deepzero.layout import Bucket
+from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.offload.wire import Copy
-from deepzero.runtime.zero.flat_group import FlatGroup
-from deepzero.runtime.zero.gradient_partition import GradientPartition
-from deepzero.runtime.zero.gradients import GradientSource, Scheduled
-from deepzero.runtime.zero.publish import Arrival, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
 
 
 class ZeroStage1And2:
@@ -49,7 +49,7 @@ class ZeroStage1And2:
 
     Args:
         groups: built with ``whole=False``.
-        order: the intervals in launching order, the same on all ranks.
+        order: the buckets in launching order, the same on all ranks.
         source: the unreduced gradients.
         reducer: sends them to their owners.
         comm: publishes parameters.
@@ -61,9 +61,9 @@ class ZeroStage1And2:
 
     def __init__(
         self,
-        groups: Sequence[FlatGroup],
-        order: Sequence[Scheduled],
-        source: GradientSource,
+        groups: Sequence[FlatParamGroup],
+        order: Sequence[BucketRef],
+        source: GradAccumulator,
         reducer: BucketReducer,
         comm: Communicator,
         partition_gradients: bool,
@@ -72,10 +72,10 @@ class ZeroStage1And2:
         host: HostGradients | None = None,
     ) -> None:
         self.groups, self.comm = list(groups), comm
-        self.gradients = GradientPartition(
+        self.gradients = GradientReducer(
             groups, order, source, reducer, partition_gradients, overlap, grad_dtype, host=host
         )
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[PendingAllGather] = []
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
         self.parallel_partitioned_bit16_groups = [group.partitions for group in groups]
@@ -99,13 +99,13 @@ class ZeroStage1And2:
         """3 boundary."""
         self.gradients.finish_gradients()
 
-    def arrived(self, group: int, interval: Interval, copy: Copy | None) -> None:
-        """4, on the host: my part of an interval is new; it goes to the others while the CPU steps on the next."""
-        self._arrivals.append(all_gather_arrived(self.groups[group], interval, copy, self.comm))
+    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+        """4, on the host: my part of a bucket is new; it goes to the others while the CPU steps on the next."""
+        self._arrivals.append(all_gather_arrived(self.groups[group], bucket, copy, self.comm))
 
     def publish(self) -> None:
-        """5: every rank gets every part of every interval. Parameters are views of the flat buffers: that is all."""
-        gathers: list[Arrival | Pending]
+        """5: every rank gets every part of every bucket. Parameters are views of the flat buffers: that is all."""
+        gathers: list[PendingAllGather | Pending]
         gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.groups, self.comm)], []
         for gather in gathers:
             gather.wait()

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from deepzero.runtime.zero.fragments import Fragment, address_of
+from deepzero.runtime.zero.fragments import ParamFragment, address_of
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 
 # ---- fp32 masters ----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def _trained(param: nn.Parameter) -> Fragment:
+def _trained(param: nn.Parameter) -> ParamFragment:
     address = address_of(param)
     if address.fragment is None:
         raise ValueError(
@@ -263,7 +263,7 @@ def _trained(param: nn.Parameter) -> Fragment:
     return address.fragment
 
 
-def _flat(fragment: Fragment, value: torch.Tensor, numel: int, what: str) -> torch.Tensor:
+def _flat(fragment: ParamFragment, value: torch.Tensor, numel: int, what: str) -> torch.Tensor:
     """1-D, fp32, on the engine's device."""
     if value.numel() != numel:
         raise ValueError(
@@ -273,11 +273,11 @@ def _flat(fragment: Fragment, value: torch.Tensor, numel: int, what: str) -> tor
     return value.detach().to(device=fragment.group.device, dtype=torch.float32).reshape(-1)
 
 
-def _whole(fragment: Fragment, mine: torch.Tensor) -> torch.Tensor:
+def _whole(fragment: ParamFragment, mine: torch.Tensor) -> torch.Tensor:
     return fragment.assemble(mine).view(fragment.shape)
 
 
-def _mean(fragment: Fragment | None) -> torch.Tensor | None:
+def _mean(fragment: ParamFragment | None) -> torch.Tensor | None:
     """This rank's piece of the mean gradient, or None."""
     _refuse_inside_a_pass()
     if fragment is None or not fragment.engine.gradients.present:
@@ -293,7 +293,7 @@ def _refuse_inside_a_pass() -> None:
         )
 
 
-def _write_gradient(fragment: Fragment, name: str, mine: torch.Tensor) -> None:
+def _write_gradient(fragment: ParamFragment, name: str, mine: torch.Tensor) -> None:
     _refuse_inside_a_pass()
     engine = fragment.engine
     if not engine.gradients.present or not engine.last_pass():
@@ -319,7 +319,7 @@ def _state(param: nn.Parameter, key: str, everywhere: bool) -> torch.Tensor | No
     return fragment.copy_of(fragment.state(key))
 
 
-def _write_state(fragment: Fragment, name: str, mine: torch.Tensor, key: str, everywhere: bool) -> None:
+def _write_state(fragment: ParamFragment, name: str, mine: torch.Tensor, key: str, everywhere: bool) -> None:
     if not fragment.has_state(key, name, everywhere):
         raise ValueError(
             f"the optimizer has no state {key!r} for parameter {name!r} yet; it makes its state in its first step"

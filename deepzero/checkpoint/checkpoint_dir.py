@@ -1,0 +1,370 @@
+"""The folder that checkpoints lie in: which are complete, which is the newest, who may write, and how one is put there.
+
+**Nothing lost.** A checkpoint is written into a folder of another name, flushed, marked complete (``COMMIT``), and
+only then renamed to its tag; ``latest`` is replaced after that. At any instant either the old or the new one is there,
+whole, also when the machine loses power: see :mod:`deepzero.durable`.
+
+**One writer.** Rank 0 of a run holds a lock on the folder from its first save to its end. The system gives the lock
+back when the process ends, however it ends; processes that it has forked (data workers) do not hold it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+from collections.abc import Container
+from pathlib import Path
+
+from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
+from deepzero.checkpoint.manifest_validation import check_sound
+from deepzero.durable import flush_folder, write_whole
+
+LOCK = ".lock"
+SAVING = ".saving-"
+REPLACED = ".replaced-"
+DELETING = ".deleting-"
+MAX_TAG_BYTES = 200
+RUN_CHECKPOINTS = "checkpoints"
+"""Inside the folder of a run of ``train.py``."""
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that is no name of a folder.
+
+    Raises:
+        CheckpointError: empty, with a slash, beginning with a dot, or not as ``latest`` would give it back.
+    """
+    if not _is_tag(tag):
+        raise CheckpointError(
+            f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "
+            f"with a dot, hold no slash or line break, no white space at its ends; and {LATEST!r} is taken"
+        )
+
+
+def _is_tag(tag: str) -> bool:
+    # Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow.
+    fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES
+    return fits and tag == tag.strip() != LATEST and re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is not None
+
+
+# ---- finding ---------------------------------------------------------------------------------------------------------
+
+
+def is_complete(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint that was written to its end."""
+    return (path / COMMIT).is_file()
+
+
+def complete_tags(folder: Path) -> list[str]:
+    """Tags of the complete checkpoints in ``folder``, oldest first (by the time of their commit)."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if not path.name.startswith(".") and is_complete(path)]
+    return [path.name for path in sorted(found, key=lambda path: ((path / COMMIT).stat().st_mtime_ns, path.name))]
+
+
+def latest_tag(folder: Path) -> str | None:
+    """What ``latest`` says; None when there is no such file."""
+    try:
+        return (folder / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{folder / LATEST} cannot be read: {error}") from None
+
+
+def find(load_dir: str | Path, tag: str | None) -> Path:
+    """The checkpoint that is meant.
+
+    Args:
+        load_dir: the folder that checkpoints were saved to, or the folder of a run of ``train.py``; without a tag it
+            may also be a checkpoint itself.
+        tag: which one; None: the one that ``latest`` names.
+
+    Raises:
+        CheckpointError: there is none, or it is not complete.
+    """
+    folder = Path(load_dir).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that checkpoints were saved to")
+    if (folder / RUN_CHECKPOINTS / LATEST).is_file() and not (folder / LATEST).exists() and not is_complete(folder):
+        folder /= RUN_CHECKPOINTS
+    named = ""
+    if tag is None:
+        if (folder / MANIFEST).exists() or is_complete(folder):
+            return _complete(folder)
+        tag = latest_tag(folder)
+        if tag is None:
+            raise CheckpointError(_no_latest(folder))
+        if not _is_tag(tag):
+            raise CheckpointError(f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
+        named = f"{folder / LATEST} names {tag}, and "
+    check_tag(str(tag))
+    path = folder / str(tag)
+    if not os.path.lexists(path):
+        # A kill between the two renames that replace a checkpoint of the same tag.
+        for left in sorted(folder.glob(f"{REPLACED}*")):
+            if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(str(tag))}", left.name):
+                return left
+        known = complete_tags(folder)
+        there = f"there are: {', '.join(known)}" if known else "there is no complete checkpoint in this folder"
+        raise CheckpointError(f"{named}{path} does not exist; {there}")
+    return _complete(path)
+
+
+def _complete(path: Path) -> Path:
+    if is_complete(path):
+        return path
+    if any(path.glob("mp_rank_*")) or any(path.glob("*zero_pp_rank_*")):
+        raise CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed's own format, which holds pickles; export it there with zero_to_fp32 "
+            "to safetensors, and load those"
+        )
+    raise CheckpointError(f"{path} is not complete ({COMMIT} is missing): the save was interrupted, or files are lost")
+
+
+def _no_latest(folder: Path) -> str:
+    known = complete_tags(folder)
+    if known:
+        return f"{folder / LATEST} is missing; name the checkpoint with tag=: there are {', '.join(known)}"
+    if any(folder.glob(f"{SAVING}*")):
+        return f"{folder} holds no complete checkpoint: its only save was interrupted"
+    return f"{folder} holds no checkpoint ({LATEST} is missing)"
+
+
+def others(load_dir: str | Path, tag: str | None) -> list[Path]:
+    """The complete checkpoints beside the one that :func:`find` was asked for, newest first; none for a wrong tag."""
+    folder = Path(load_dir).expanduser()
+    if is_complete(folder) or (folder / MANIFEST).exists():
+        folder, tag = folder.parent, folder.name
+    elif (folder / RUN_CHECKPOINTS).is_dir():
+        folder /= RUN_CHECKPOINTS
+    if tag is not None and not os.path.lexists(folder / tag):
+        return []
+    try:
+        damaged = tag or latest_tag(folder)
+    except CheckpointError:
+        damaged = None
+    return [folder / known for known in reversed(complete_tags(folder)) if known != damaged]
+
+
+def complete_beside(load_dir: str | Path, tag: str | None) -> Path | None:
+    """The newest of :func:`others` whose manifest and sizes are right; its bytes are not read, which takes long."""
+    for path in others(load_dir, tag):
+        # A manifest with the right hash may still hold anything, and the folder may change meanwhile.
+        with contextlib.suppress(CheckpointError, OSError, ValueError, RecursionError):
+            read_manifest(path)
+            return path
+    return None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a complete checkpoint, after its hash and the sizes of all files have been compared.
+
+    Raises:
+        CheckpointError: names the file that is missing, shortened or changed.
+    """
+    where = path / MANIFEST
+    try:
+        raw, commit = where.read_bytes(), (path / COMMIT).read_bytes().decode("ascii", "replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}; the checkpoint is damaged") from None
+    if not re.fullmatch(r"[0-9a-f]{64}", commit):
+        raise CheckpointError(f"{path / COMMIT} is damaged: it should hold one SHA-256")
+    if hashlib.sha256(raw).hexdigest() != commit:
+        raise CheckpointError(f"{where} is not what was written: its SHA-256 differs from the one in {path / COMMIT}")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{where} is not UTF-8 ({error}); the checkpoint is damaged") from None
+    manifest = Manifest.from_json(text, str(where))
+    check_sound(manifest, str(where))
+    for name, info in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; the checkpoint is damaged")
+        size = file.stat().st_size
+        if size != info.bytes:
+            raise CheckpointError(f"{file} has {size} bytes and should have {info.bytes}; the checkpoint is damaged")
+    return manifest
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> Path:
+    """Make a written checkpoint the one of its tag.
+
+    Args:
+        folder: where checkpoints lie.
+        temporary: a folder in there that has all the shards.
+        manifest: of them.
+        save_latest: let ``latest`` name it.
+
+    Returns:
+        Its path.
+    """
+    raw = manifest.to_json().encode()
+    write_whole(temporary / MANIFEST, raw)
+    write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
+    flush_folder(temporary)  # what is in it, before it has a name that somebody reads
+    final = folder / manifest.tag
+    aside = folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
+    if final.exists():
+        final.replace(aside)
+    temporary.replace(final)
+    flush_folder(folder)  # before ``latest`` names it, and before what it takes the place of is removed
+    shutil.rmtree(aside, ignore_errors=True)
+    if save_latest:
+        point_latest(final)
+    return final
+
+
+def point_latest(path: Path) -> None:
+    """Let ``latest`` name a checkpoint."""
+    write_whole(path.with_name(LATEST), f"{path.name}\n".encode())
+    flush_folder(path.parent)
+
+
+def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
+    """Remove old checkpoints: of those whose tags differ from ``tag`` by digits only, the newest stay.
+
+    The one that ``latest`` names stays, too: a run may save without touching ``latest``.
+
+    Returns:
+        The tags that are gone.
+    """
+    form = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", tag)))
+    alike = [known for known in complete_tags(folder) if form.fullmatch(known) and known != tag]
+    named = latest_tag(folder)
+    gone = [known for known in alike[: max(0, len(alike) - (keep_last - 1))] if known != named]
+    for old in gone:
+        (folder / old).replace(folder / f"{DELETING}{old}")
+    if gone:
+        flush_folder(folder)  # first out of sight: half of a checkpoint must not be found
+    for old in gone:
+        shutil.rmtree(folder / f"{DELETING}{old}", ignore_errors=True)
+    return gone
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to put a checkpoint in the place of something that is none.
+
+    Raises:
+        CheckpointError: ``path`` is a file, or a folder with something else in it.
+    """
+    if path.is_dir() and not path.is_symlink():
+        if is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir()):
+            return
+    elif not os.path.lexists(path):
+        return
+    raise CheckpointError(
+        f"{path} is there and is no checkpoint of deepzero, so it is not replaced; save under another tag, or remove it"
+    )
+
+
+def clear_remains(folder: Path, under_way: Container[Path] = ()) -> None:
+    """Remove what interrupted saves have left. Only who holds the lock may.
+
+    Args:
+        folder: where checkpoints lie.
+        under_way: folders in there that this process is writing.
+    """
+    remains = [p for p in folder.iterdir() if p.name.startswith((SAVING, DELETING, REPLACED)) and p not in under_way]
+    if remains:
+        flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
+    for path in remains:
+        original = folder / path.name.removeprefix(REPLACED).partition("-")[2]
+        if path.name.startswith(REPLACED) and not original.exists():
+            path.replace(original)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def room_for(folder: Path, needed_bytes: int) -> None:
+    """Refuse a save that cannot fit.
+
+    Raises:
+        CheckpointError: with both sizes.
+    """
+    free = shutil.disk_usage(folder).free
+    if needed_bytes > free:
+        raise CheckpointError(
+            f"{folder}: a checkpoint needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
+            "room, or keep fewer (train.keep_last). What was saved before is untouched"
+        )
+
+
+def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
+    """Where a save writes until it is complete."""
+    return folder / f"{SAVING}{save_id}-{tag}"
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+_HELD: dict[str, tuple[int, int]] = {}
+"""Of this process: real path → (file, how many hold it)."""
+
+
+def acquire(folder: Path) -> None:
+    """Make the folder, and take the right to write in it.
+
+    Raises:
+        CheckpointError: another process has it, or the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        key = os.path.realpath(folder)
+        if key in _HELD:
+            _HELD[key] = (_HELD[key][0], _HELD[key][1] + 1)
+            return
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"cannot write to {folder}: {error.strerror}; choose another folder") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(handle, 200).decode("utf-8", "replace").strip()
+        os.close(handle)
+        raise CheckpointError(
+            f"another run writes to {folder} ({holder or 'unknown'}); stop it, or let this one save to another folder"
+        ) from None
+    except OSError:
+        # A file system without locks: writing goes on as it would without this check.
+        pass
+    _HELD[key] = (
+        handle,
+        1,
+    )  # also where there is no room for the words below: then the folder is this process's to remove
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def release(folder: Path) -> None:
+    """Give the right back."""
+    key = os.path.realpath(folder)
+    handle, count = _HELD.pop(key, (-1, 0))
+    if count > 1:
+        _HELD[key] = (handle, count - 1)
+    elif count == 1:
+        os.close(handle)
+
+
+def holds(folder: Path) -> bool:
+    """Whether this process has the right to write in ``folder``."""
+    return os.path.realpath(folder) in _HELD
+
+
+def _forget() -> None:
+    """In a forked child: the lock is the open file's, so that the child would keep it when this process is gone."""
+    for handle, _ in _HELD.values():
+        os.close(handle)
+    _HELD.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

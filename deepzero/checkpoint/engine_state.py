@@ -1,0 +1,146 @@
+"""What an engine holds, parameter by parameter: the runs of elements that a checkpoint stores and that loading fills.
+
+The one place that knows both the layout of ZeRO's tensors and the rows of a manifest. Saving takes the runs as they
+are; loading fills the same runs with what rows of any layout hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.comm.collectives import Communicator
+from deepzero.layout import Fragment
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts into the names of a module that it wraps."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name whether or not modules are compiled."""
+    return name.replace(COMPILED, "")
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """Elements of one trained parameter that this rank stores and reads."""
+
+    name: str
+    start: int
+    """First element, within the parameter."""
+    numel: int
+    master: torch.Tensor
+    """The optimizer's tensor: this run, or in stage 0 the whole parameter."""
+    first: int
+    """Where in :attr:`master` the run begins."""
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The run, 1-D, out of a tensor of the master's extent."""
+        return tensor.detach()[self.first : self.first + self.numel]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """An engine's model state, and who else has it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    groups: Sequence[ParamGroup]
+    frozen: Sequence[PartitionedParamGroup]
+    """Groups of partitioned parameters that are not trained."""
+    comm: Communicator
+    compute_dtype: torch.dtype
+
+    def runs(self, group: ParamGroup) -> Iterator[StateRun]:
+        """This rank's runs of one group, in the order of its share. In stage 0, too, each rank has its part."""
+        masters = dict(zip((fragment.slot.index for fragment in group.fragments), group.masters, strict=True))
+        whole = isinstance(group, FlatParamGroup) and group.whole
+        for fragment in group.layout.fragments(self.comm.rank):
+            first = fragment.start if whole else 0
+            name = plain_name(group.names[fragment.slot.index])
+            yield StateRun(name, fragment.start, fragment.numel, masters[fragment.slot.index], first)
+
+    def frozen_runs(self) -> Iterator[tuple[str, Fragment, torch.Tensor]]:
+        """(name, piece, this rank's elements) of partitioned parameters that are not trained."""
+        for group in self.frozen:
+            for fragment in group.fragments:
+                yield plain_name(group.names[fragment.slot.index]), fragment, group.param_fragment(fragment)
+
+    def moments(self, run: StateRun) -> dict[str, torch.Tensor]:
+        """What the optimizer keeps for each element, of the master's extent."""
+        state = self.optimizer.state.get(run.master, {})
+        return {key: value for key, value in state.items() if _is_elementwise(value, run.master)}
+
+    def scalars(self, run: StateRun) -> dict[str, Any]:
+        """What the optimizer keeps for a parameter as a whole.
+
+        Raises:
+            CheckpointError: it keeps a tensor that is neither.
+        """
+        state = self.optimizer.state.get(run.master, {})
+        rest = {key: value for key, value in state.items() if not _is_elementwise(value, run.master)}
+        for key, value in rest.items():
+            if torch.is_tensor(value) and value.numel() != 1:
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for parameter {run.name!r}, which is "
+                    "neither one value for each element nor a number; such state cannot be saved"
+                )
+        return rest
+
+    # ---- what all ranks hold alike -----------------------------------------------------------------------------------
+
+    def names(self) -> dict[nn.Parameter, list[str]]:
+        """All names of each parameter, the one that ZeRO uses first."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(plain_name(name))
+        return names
+
+    def replicated(self) -> dict[str, torch.Tensor]:
+        """Parameters that are whole and have no master: not trained, or in no group of the optimizer."""
+        elsewhere = {param for group in (*self.groups, *self.frozen) for param in group.params}
+        return {names[0]: p.data for p, names in self.names().items() if p not in elsewhere}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that belong into a state dict, by name; a shared one once.
+
+        Raises:
+            CheckpointError: a module has extra state, which may be any object.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for prefix, module in self.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise CheckpointError(
+                    f"module {prefix!r} has extra state (get_extra_state), which deepzero's checkpoints do not hold; "
+                    "keep it in buffers, or save it through client_state"
+                )
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    found[plain_name(f"{prefix}.{key}" if prefix else key)] = buffer
+        return found
+
+    def trained(self) -> dict[str, tuple[ParamGroup, int]]:
+        """Every trained parameter's group, and where in it."""
+        return {plain_name(name): (group, place) for group in self.groups for place, name in enumerate(group.names)}
+
+    def shares(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Who stores or reads what all hold alike: name → rank, so that ranks have about the same number of bytes."""
+        load = [0] * self.comm.world_size
+        owner = {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            rank = load.index(min(load))
+            owner[name] = rank
+            load[rank] += sizes[name]
+        return owner
+
+
+def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == master.shape

@@ -1,0 +1,137 @@
+"""Python values as JSON and back, exactly: what ``client_state``, schedules and optimizers keep besides big tensors.
+
+JSON has no tuples, no keys but strings, no NaN and no tensors. Here a value that JSON has stands for itself, and any
+other is an object with one key that begins with ``$``. Tensors and numpy arrays go into a shard, under the key
+``client``, and the JSON says where. Nothing is ever pickled: what has no such form is refused with its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepzero.checkpoint.manifest import CheckpointError
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""torch's dtypes by safetensors' names."""
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value that :mod:`json` can write.
+
+    Args:
+        value: nested dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors, arrays.
+        where: its name, for messages and for the tensors' names.
+        tensors: gets the tensors found, by name.
+
+    Raises:
+        CheckpointError: something else is in it.
+
+    Example:
+        >>> encode({"a": (1, 2.5), 3: float("inf")}, "client_state", {})
+        {'$dict': [['a', {'$tuple': [1, 2.5]}], [3, {'$float': 'inf'}]]}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return _encode_tensor(value, where, tensors)
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [encode(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
+        kind = {tuple: "$tuple", set: "$set", frozenset: "$set"}.get(type(value))
+        return items if isinstance(value, list) else {kind or "$tuple": items}
+    if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
+        return {"$counter": encode(dict(value), where, tensors)}
+    if isinstance(value, Mapping):
+        pairs = [(key, encode(item, f"{where}[{key!r}]", tensors)) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {"$dict": [[encode(key, f"a key of {where}", tensors), item] for key, item in pairs]}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: numbers, "
+        "strings, lists, tuples, dictionaries, tensors and arrays can be saved, other objects cannot (nothing is "
+        "pickled); save what is needed to make it again"
+    )
+
+
+def _encode_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    array = isinstance(value, np.ndarray)
+    try:
+        tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape) if array else value.detach()
+    except TypeError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(f"{where} is a tensor of {tensor.dtype}, which a checkpoint cannot hold")
+    tensors[where] = tensor.cpu().contiguous().reshape(-1)
+    return {"$array" if array else "$tensor": where, "shape": list(tensor.shape)}
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of :func:`encode`.
+
+    Args:
+        value: what :func:`encode` gave.
+        tensors: by name, 1-D.
+
+    Example:
+        >>> decode({'$dict': [['a', {'$tuple': [1, 2.5]}], [3, {'$float': 'inf'}]]}, {})
+        {'a': (1, 2.5), 3: inf}
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if not kind.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    content = value[kind]
+    if kind in ("$tensor", "$array"):
+        tensor = tensors[content].reshape(value["shape"])
+        return tensor if kind == "$tensor" else tensor.numpy()
+    makers: dict[str, Any] = {
+        "$float": float,
+        "$bytes": bytes.fromhex,
+        "$dtype": _dtype,
+        "$tuple": lambda items: tuple(decode(item, tensors) for item in items),
+        "$set": lambda items: {decode(item, tensors) for item in items},
+        "$counter": lambda counts: Counter(decode(counts, tensors)),
+        "$dict": lambda pairs: {decode(key, tensors): decode(item, tensors) for key, item in pairs},
+    }
+    return makers[kind](content)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+def tensor_names(value: Any) -> dict[str, list[int]]:
+    """Names and shapes of the tensors that an encoded value refers to."""
+    if isinstance(value, list):
+        return {name: shape for item in value for name, shape in tensor_names(item).items()}
+    if not isinstance(value, dict):
+        return {}
+    for kind in ("$tensor", "$array"):
+        if kind in value:
+            return {value[kind]: value["shape"]}
+    return {name: shape for item in value.values() for name, shape in tensor_names(item).items()}

@@ -1,0 +1,435 @@
+"""Ranks that take different paths: found out, and made to raise, instead of waiting for each other for ever.
+
+A collective ends when all ranks have launched it. When rank 0 goes through one module and rank 1 through another, each
+waits for a collective that the other never launches, and nothing happens until ``comm.timeout_seconds`` have passed.
+
+**The watchdog.** Each rank keeps a :class:`~deepzero.comm.flight_recorder.FlightRecorder` of its collectives, and a
+thread looks twice a second at what this rank waits for. Only when one wait has lasted for :data:`DIVERGENCE_SECONDS`
+does it talk to the others, by the store at which the ranks have met (a side channel: the process group itself is what
+hangs). It posts its rank's state and reads the states of the others who wait too.
+
+**The proof.** A rank is slow because it validates, writes a checkpoint or sits in a debugger; that is no divergence,
+however long it takes. So time proves nothing here. A rank *may go on* when it is not waiting, or when every rank whose
+launch it lacks may go on. Those who wait and may not go on, by this rule, wait for each other (:func:`stuck`). States
+are read at different times; so each rank of such a circle has to be found in the very same wait twice, and then all of
+them were in it at the one moment between.
+
+**The end.** The verdict, a text that names each rank's place, goes to the store. Then each watchdog breaks its rank's
+wait: gloo lets a receive that timed out fail every operation of the group (``ProcessGroup.abort`` does nothing in gloo,
+tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict.
+
+**No end.** While nothing is proved, :mod:`deepzero.comm.absence` says who waits for whom, from the same thread.
+
+**Other ends.** A rank that leaves says so, and who misses it raises :class:`RankLeftError` with its reason. Where a
+collective fails and nobody has said why, :mod:`deepzero.comm.hang_report` calls the roll; the thread answers for its
+rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from deepzero.comm import dry_run, profiler_ranges
+from deepzero.comm.absence import Absence
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
+from deepzero.comm.hang_report import (
+    ASKING_SECONDS,
+    CONNECTION,
+    MISSING,
+    TIMEOUT,
+    CollectiveTimeoutError,
+    Diagnosis,
+    NcclStallReporter,
+    StateCollector,
+    failure_of,
+    within,
+)
+from deepzero.comm.threads import start_thread
+
+DIVERGENCE_SECONDS = 3.0
+"""A wait that has lasted longer is looked into."""
+TICK_SECONDS = 0.5
+ROLL_CALL_TICKS = 2
+"""Every so many ticks the thread looks whether the roll is called, and who is absent."""
+SILENT_LOOKS = 4
+"""A post that has not changed in so many looks is an old one."""
+
+_BREAK_TAG = 0x5A53
+_DIVERGENCE = "divergence"
+_DIFFERENT = "ranks have taken different paths and wait for each other:"
+_LEFT = "a rank has left, and others wait for it:"
+_ADVICE = (
+    "All ranks have to run the same modules in the same order, and as many forward passes, backward passes and steps. "
+    "A module that chooses among its children by the data (a mixture of experts) is to be marked with "
+    "set_z3_leaf_modules"
+)
+
+
+class RankDivergenceError(RuntimeError):
+    """Ranks wait for different collectives; the message says where each of them is. Raised on every rank."""
+
+    peer_left = False
+    """Whether it is the echo of what happened to another rank."""
+
+
+class RankLeftError(RankDivergenceError):
+    """Another rank has ended while this one still needs it."""
+
+    peer_left = True
+
+
+def stuck(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> list[int]:
+    """The waiting ranks that can never go on.
+
+    Args:
+        states: of the ranks that wait.
+        gone: ranks that have left. All others are taken to be running.
+    """
+    hopeless = {rank for rank in states if rank not in gone}
+    while True:
+        still = set()
+        for rank in hopeless:
+            launch = states[rank].waiting
+            if launch is None:
+                continue
+            never = any(launch.sequence > peer.sequence for peer in gone.values())
+            # Who lacks a launch of somebody hopeless is hopeless; who lacks those of running ranks alone is not.
+            if never or any(states[peer].lacks(launch) for peer in hopeless if peer != rank):
+                still.add(rank)
+        if still == hopeless:
+            return sorted(hopeless)
+        hopeless = still
+
+
+def verdict(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> str:
+    """What every rank raises."""
+    missed = _has_left(states, gone)
+    lines = [_LEFT if missed else _DIFFERENT]
+    for rank in range(world_size):
+        if rank in gone:
+            lines.append(f"  rank {rank}: {gone[rank].reason}")
+        elif rank in states:
+            lines.append(f"  rank {rank}: {states[rank].text()}")
+        else:
+            lines.append(f"  rank {rank}: its own code is running, it waits for nobody")
+    return "\n".join([*lines, *_first_difference(states), _ADVICE])
+
+
+def _has_left(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> bool:
+    """Whether a rank waits for one that has left."""
+    launches = [state.waiting for state in states.values() if state.waiting is not None]
+    return any(peer.sequence < launch.sequence for peer in gone.values() for launch in launches)
+
+
+def _first_difference(states: Mapping[int, State]) -> list[str]:
+    """The first collective that is not the same everywhere, as far back as the trails go."""
+    first, *others = sorted(states)
+    for sequence in sorted(states[first].recent):
+        mine = states[first].recent[sequence]
+        for rank in others:
+            theirs = states[rank].recent.get(sequence)
+            if theirs is not None and theirs.fingerprint != mine.fingerprint:
+                what = f"rank {first} launched {mine.text()}; rank {rank} launched {theirs.text()}"
+                return [f"  the first difference: {what}"]
+    return []
+
+
+class Watchdog:
+    """One rank's trail and the thread that looks after it, for one process group.
+
+    Args:
+        store: where the ranks have met.
+        rank: this rank.
+        world_size: how many there are; one rank is not watched.
+        name: of this group, the same on every rank and never used before in ``store``.
+        seconds: a wait that has lasted longer is looked into; None: :data:`DIVERGENCE_SECONDS`.
+        standstill: without a store: prints where this rank is before the backend ends it.
+        beside: without a store: one at which nothing is asked but who is absent.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        name: str,
+        seconds: float | None = None,
+        standstill: NcclStallReporter | None = None,
+        beside: dist.Store | None = None,
+    ) -> None:
+        self.trail = FlightRecorder()
+        self._rank, self._world_size, self._seconds, self._standstill = rank, world_size, seconds, standstill
+        self._board = RankStore(store, rank, world_size, name) if store is not None and world_size > 1 else None
+        # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
+        self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+        self._beat, self._posted = 0, ""
+        self._verdict: Diagnosis | None = None
+        self._found: dict[int, tuple[CollectiveRecord | None, int]] = {}
+        self._beats: dict[int, int] = {}
+        self._heard: dict[int, tuple[int, int]] = {}
+        self._trainer = threading.get_ident()
+        self._stop = threading.Event()
+        self._roll_call = StateCollector(self._board, self.trail, self._trainer) if self._board is not None else None
+        board = RankStore(beside, rank, world_size, name) if beside is not None else self._board
+        self._absence = Absence(board, self.trail, self._trainer, beside is None) if board is not None else None
+        target = self._run if self._board is not None else self._run_beside
+        self._thread: threading.Thread | None = None
+        if self._board is not None or standstill is not None:
+            self._thread = start_thread(target, "deepzero-divergence")
+
+    @property
+    def of_current_group(self) -> bool:
+        """Whether this process is still in the group that this one watches."""
+        if self._group is None or not dist.is_initialized():
+            return self._group is None and not dist.is_initialized()
+        return self._group() is dist.group.WORLD
+
+    @contextlib.contextmanager
+    def blocking(self, kind: str, where: str = "") -> Iterator[None]:
+        """Around a collective that returns when it is complete."""
+        self.trail.waiting = self.trail.launch(kind, where)
+        try:
+            with profiler_ranges.span("wait", note=kind):
+                yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+        finally:
+            self.trail.waiting = None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise what is behind ``error`` of a collective, if that can be found out; else return, after some seconds.
+
+        A verdict is written before any wait is broken, and a rank says that it leaves before it does. So whatever there
+        is to know is in the store when this rank sees its connection close; and where nothing is, the roll is called.
+        """
+        if self._board is None or isinstance(error, (RankDivergenceError, CollectiveTimeoutError)):
+            return
+        found = self._known(self._verdict) if self._verdict else within(ASKING_SECONDS, lambda: self._find(error))
+        if found is not None:
+            raise found from error
+
+    def _find(self, error: RuntimeError) -> RuntimeError | None:
+        """What is to be raised in place of ``error``, from what the other ranks say."""
+        board, roll_call = self._board, self._roll_call
+        failure, seconds = failure_of(error)
+        if board is None or roll_call is None:
+            return None
+        found = Diagnosis.read(board) or self._missed(failure)
+        if found is None and failure:
+            roll_call.hold(failure, seconds)
+            found = Diagnosis.read(board) or self._missed(failure)
+        if isinstance(found, Diagnosis):
+            if found.kind == TIMEOUT:
+                roll_call.say()
+            return self._known(found)
+        return found
+
+    def _known(self, found: Diagnosis) -> RuntimeError:
+        if found.kind == TIMEOUT:
+            return CollectiveTimeoutError(found.text, echo=found.author != self._rank)
+        if found.kind == MISSING:
+            return RankLeftError(f"{found.text}. Rank {self._rank} still needs it: {self._here()}")
+        return (RankLeftError if found.text.startswith(_LEFT) else RankDivergenceError)(found.text)
+
+    def _missed(self, failure: str) -> RankLeftError | None:
+        """The ranks that have said that they leave, and that this one needs."""
+        gone = self._board.gone() if self._board is not None else {}
+        lost = failure == CONNECTION
+        gone = {rank: peer for rank, peer in gone.items() if lost or peer.sequence < self.trail.sequence}
+        if not gone:
+            return None
+        who = "; ".join(f"rank {rank} {peer.reason}" for rank, peer in gone.items())
+        return RankLeftError(f"{who}. Rank {self._rank} still needs it: {self._here()}")
+
+    def found(self) -> str | None:
+        """The verdict, once there is one: the ranks will not go on together. For threads that wait beside training."""
+        if self._board is None:
+            return None
+        known = self._verdict or Diagnosis.read(self._board)
+        return None if known is None else known.text
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank will not come back, and stop watching.
+
+        Args:
+            reason: completes "rank 3 …".
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2 * TICK_SECONDS)
+        self._say_gone(reason)
+
+    def _say_gone(self, reason: str) -> None:
+        where = self.trail.place()
+        if self._board is not None:
+            with contextlib.suppress(Exception):
+                self._board.leave(self.trail.sequence, reason + (f" ({where})" if where else ""))
+
+    def _run(self) -> None:
+        """The thread. It ends with the group, and when the store cannot be reached: then nobody can be asked."""
+        seen: CollectiveRecord | None = None
+        ticks = looks = 0
+        with contextlib.suppress(Exception):
+            while not self._stop.wait(TICK_SECONDS):
+                if not self.of_current_group:
+                    self._say_gone("has destroyed the process group")
+                    return
+                waiting = self.trail.waiting
+                # The object, not its value: one that is seen again is one wait, without a clock in the hot path.
+                ticks = ticks + 1 if waiting is seen else 0
+                seen = waiting
+                threshold = DIVERGENCE_SECONDS if self._seconds is None else self._seconds
+                if waiting is not None and ticks * TICK_SECONDS >= threshold and self._look(waiting):
+                    self._break_waits()
+                    return
+                looks += 1
+                if self._roll_call is not None and self._absence is not None and looks % ROLL_CALL_TICKS == 0:
+                    self._roll_call.answer()
+                    self._absence.look(time.monotonic())
+
+    def _run_beside(self) -> None:
+        """The thread where gloo does not do the waiting: it prints, and touches nothing."""
+        standstill, looks = self._standstill, 0
+        while standstill is not None and not self._stop.wait(TICK_SECONDS) and self.of_current_group:
+            if standstill.look(self.trail, time.monotonic()):
+                text = standstill.text(self.trail, self._rank, user_line(self._trainer))
+                print(text, file=sys.stderr, flush=True)
+            looks += 1
+            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
+                look = partial(self._absence.look, time.monotonic())
+                # A store that is gone, or hangs, must not keep this thread from what it says by itself.
+                if within(ASKING_SECONDS, look) is None:
+                    self._absence = None
+
+    def _look(self, waiting: CollectiveRecord) -> bool:
+        """Post this rank's state, read the others'; True when there is a verdict."""
+        board = self._board
+        if board is None:
+            return False
+        self._beat += 1
+        mine = self.trail.state(0, user_line(self._trainer))
+        if mine.waiting is not waiting or self.trail.waiting is not waiting:
+            return False
+        if (full := mine.to_json()) != self._posted:  # kilobytes, and a store that is a file keeps each post
+            board.set(f"state/{self._rank}", full)
+            self._posted = full
+        board.set(f"beat/{self._rank}", str(self._beat))
+        mine.beat = self._beat
+        self._verdict = Diagnosis.read(board)
+        if self._verdict is not None:
+            return True
+        states = {self._rank: mine}
+        for peer in range(self._world_size):
+            # The beat comes first: a state that is read after it was there at that beat, or is newer.
+            posted = None if peer == self._rank else board.get(f"beat/{peer}")
+            text = posted and board.get(f"state/{peer}")
+            if posted and text:
+                state = State.from_json(text)
+                state.beat = int(posted)
+                beat, looks = self._heard.get(peer, (0, 0))
+                self._heard[peer] = (state.beat, looks + 1 if state.beat == beat else 0)
+                # A rank that goes on leaves its last post behind; who posts no more is running.
+                if self._heard[peer][1] < SILENT_LOOKS:
+                    states[peer] = state
+        gone = board.gone()
+        circle = {rank: states[rank] for rank in stuck(states, gone)}
+        if not self._confirmed(circle):
+            return False
+        Diagnosis(_DIVERGENCE, self._rank, verdict(circle, gone, self._world_size)).write(board)
+        self._verdict = Diagnosis.read(board)
+        return True
+
+    def _confirmed(self, circle: Mapping[int, State]) -> bool:
+        """Whether all of ``circle`` were in these same waits at one moment.
+
+        Two beats on, since the next post may have been put together before this rank read the last one.
+        """
+        found = {rank: (state.waiting, state.sequence) for rank, state in circle.items()}
+        if not circle or found != self._found:
+            self._found, self._beats = found, {rank: state.beat for rank, state in circle.items()}
+            return False
+        return all(state.beat >= self._beats[rank] + 2 for rank, state in circle.items())
+
+    def _break_waits(self) -> None:
+        """Make every operation of the group fail, on this rank and, since the connections close, on the others."""
+        peer = (self._rank + 1) % self._world_size
+        work = dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
+
+    def _here(self) -> str:
+        waiting, place = self.trail.waiting, self.trail.place()
+        last = waiting or (self.trail.recent[-1] if self.trail.recent else None)
+        doing = f"{'waiting for' if waiting else 'after'} {last.text()}" if last else "before any collective"
+        return f"it is in {place}, {doing}" if place else f"it is {doing}"
+
+
+_groups = 0
+_current: Watchdog | None = None
+
+
+def current() -> Watchdog:
+    """The watchdog of the process group that this process is in now; made when it is first asked for."""
+    global _current, _groups
+    if (who := dry_run.current()) is not None:
+        return Watchdog(None, who.rank, who.world_size, "pretended")
+    if _current is None or not _current.of_current_group:
+        if _groups == 0:
+            atexit.register(_program_ends)
+        _groups += 1
+        if dist.is_initialized():
+            rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
+            store = dist.distributed_c10d._get_default_store()
+            if _speaks_gloo():
+                _current = Watchdog(store, rank, world_size, name)
+            elif world_size > 1:
+                # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
+                standstill, beside = NcclStallReporter(_timeout_seconds()), store.clone()  # type: ignore[attr-defined]
+                _current = Watchdog(None, rank, world_size, name, standstill=standstill, beside=beside)
+            else:
+                _current = Watchdog(None, rank, world_size, name)
+        else:
+            _current = Watchdog(None, 0, 1, "alone")
+    return _current
+
+
+def leave(reason: str) -> None:
+    """Tell the other ranks that this one leaves, if it is in a group. See :meth:`Watchdog.leave`."""
+    if _current is not None and _current.of_current_group:
+        _current.leave(reason)
+
+
+def _program_ends() -> None:
+    error = getattr(sys, "last_value", None)
+    leave("has ended its program" if error is None else f"has failed: {type(error).__name__}: {error}")
+
+
+def _speaks_gloo() -> bool:
+    """NCCL's waits do not hold up the CPU, so that there is nothing to see, and nothing that could be broken."""
+    try:
+        return dist.group.WORLD._get_backend(torch.device("cpu")).name() == "gloo"  # type: ignore[union-attr]
+    except RuntimeError:
+        return False
+
+
+def _timeout_seconds() -> float:
+    """Of the group's GPU backend."""
+    try:
+        options = dist.group.WORLD._get_backend(torch.device("cuda")).options  # type: ignore[union-attr]
+        return float(options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return 600.0

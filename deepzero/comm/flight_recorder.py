@@ -1,0 +1,211 @@
+"""What a rank has launched, what it waits for, where it is: kept by each rank, sent only when something is wrong.
+
+Each rank numbers its collectives and keeps a rolling fingerprint of them (:class:`FlightRecorder`): two ranks have
+launched the same collectives in the same order exactly if they have the same fingerprint at the same number. This costs
+a checksum for each collective. What other ranks get to read of it is a :class:`State`, by way of a :class:`RankStore`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+REMEMBERED = 64
+"""How many collectives the trail keeps; only ones that ranks disagree about are ever looked up."""
+
+_TAG_BIT = 0x4000_0000
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_PYTHON = os.path.dirname(os.__file__) + os.sep
+
+
+class CollectiveRecord(NamedTuple):
+    """One collective of one rank."""
+
+    sequence: int
+    """1 for the first collective of the process group."""
+    fingerprint: int
+    """Of this and all collectives before."""
+    kind: str
+    where: str
+
+    def text(self) -> str:
+        """For messages."""
+        return f"collective {self.sequence}, {self.kind}" + (f" of {self.where}" if self.where else "")
+
+    @property
+    def tag(self) -> int:
+        """Of its messages on gloo: differs between collectives, so that no rank takes a message for another one.
+
+        The highest bit keeps it away from the small numbers that a script uses for its own send and recv.
+        """
+        return _TAG_BIT | (self.fingerprint & (_TAG_BIT - 1))
+
+
+class FlightRecorder:
+    """What one rank has launched and what it waits for. Written by the thread that trains, read by the watchdog."""
+
+    def __init__(self) -> None:
+        self.sequence = self.fingerprint = 0
+        self.recent: deque[CollectiveRecord] = deque(maxlen=REMEMBERED)
+        self.waiting: CollectiveRecord | None = None
+        """The collective that is being waited for right now."""
+        self.position = ""
+        """Where in the model this rank is, in words, for messages: ``forward of blocks.3.mlp``."""
+        self.step: int = 0
+        """The optimizer step that this rank is in, from 1 on; 0 when nobody counts."""
+
+    def launch(self, kind: str, where: str) -> CollectiveRecord:
+        """Enter a collective that is about to be launched."""
+        self.sequence += 1
+        self.fingerprint = crc32(f"{kind}|{where};".encode(), self.fingerprint)
+        launch = CollectiveRecord(self.sequence, self.fingerprint, kind, where)
+        self.recent.append(launch)
+        return launch
+
+    def place(self) -> str:
+        """Step and position, as far as they are known: ``step 12, forward of blocks.3.mlp``."""
+        return _place(self.step, self.position)
+
+    def state(self, beat: int, line: str) -> State:
+        """This rank as others may read it."""
+        recent = {item.sequence: item for item in list(self.recent)}
+        return State(beat, self.position, line, self.sequence, self.waiting, recent, self.step)
+
+
+@dataclass
+class State:
+    """One rank, as it is written to the store."""
+
+    beat: int
+    """Grows with every post of this rank."""
+    position: str
+    line: str
+    """Of the program, outside of deepzero and torch; empty when unknown."""
+    sequence: int
+    """Of the last collective launched."""
+    waiting: CollectiveRecord | None
+    """None: its own code is running."""
+    recent: dict[int, CollectiveRecord] = field(default_factory=dict)
+    step: int = 0
+    failure: str = ""
+    """What its collective has raised, if any: ``timeout`` or ``connection``."""
+    seconds: float = 0.0
+    """Since when it stands there, as far as its watchdog has looked; 0 when nobody has."""
+
+    def to_json(self) -> str:
+        """The inverse of :meth:`from_json`."""
+        return json.dumps({**asdict(self), "waiting": self.waiting, "recent": list(self.recent.values())})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> State:
+        """What another rank has written."""
+        values = json.loads(text)
+        launches = [CollectiveRecord(*item) for item in values.pop("recent")]
+        waiting = values.pop("waiting")
+        recent = {item.sequence: item for item in launches}
+        return cls(**values, waiting=CollectiveRecord(*waiting) if waiting else None, recent=recent)
+
+    def place(self) -> str:
+        """As :meth:`FlightRecorder.place`."""
+        return _place(self.step, self.position)
+
+    def lacks(self, launch: CollectiveRecord) -> bool:
+        """Whether this rank has not launched what another waits for, or something else in its place."""
+        if self.sequence < launch.sequence:
+            return True
+        ours = self.recent.get(launch.sequence)
+        return ours is not None and ours.fingerprint != launch.fingerprint
+
+    def doing(self) -> str:
+        """What it is waiting for, or what it has launched last."""
+        if self.waiting is not None:
+            return f"waiting for {self.waiting.text()}"
+        last = self.recent.get(self.sequence)
+        return f"its own code is running, {f'after {last.text()}' if last else 'before any collective'}"
+
+    def text(self) -> str:
+        """Where this rank is."""
+        step = f"step {self.step}" if self.step else ""
+        places = [step, self.position and f"in {self.position}", self.line and f"at {self.line}"]
+        return ", ".join([place for place in places if place] + [self.doing()])
+
+
+def _place(step: int, position: str) -> str:
+    return ", ".join(filter(None, [f"step {step}" if step else "", position]))
+
+
+class DepartedRank(NamedTuple):
+    """A rank that has left."""
+
+    sequence: int
+    """Of the last collective that it launched."""
+    reason: str
+    """Completes "rank 3 …"."""
+
+
+class RankStore:
+    """Where the ranks of one process group leave word for each other: keys of the store at which they have met.
+
+    It is a side channel, for when the process group itself hangs. Nothing here waits for another rank.
+
+    Args:
+        store: where the ranks have met.
+        rank: this rank.
+        world_size: how many there are.
+        name: of the group, the same on every rank and never used before in ``store``.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store, self._name = store, name
+
+    def set(self, key: str, value: str) -> None:
+        """Write it, over whatever is there."""
+        self._store.set(self._key(key), value)
+
+    def set_first(self, key: str, value: str) -> None:
+        """Write it unless another rank was faster: all raise the same text."""
+        self._store.compare_set(self._key(key), "", value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, from 0, and return the count: no two ranks get the same."""
+        return self._store.add(self._key(key), amount)
+
+    def get(self, key: str) -> str | None:
+        """The value, or None: a plain ``get`` of a missing key would wait for it."""
+        if not self._store.check([self._key(key)]):
+            return None
+        return self._store.get(self._key(key)).decode()
+
+    def leave(self, sequence: int, reason: str) -> None:
+        """Say that this rank will not come back."""
+        self.set(f"gone/{self.rank}", json.dumps([sequence, reason]))
+
+    def gone(self) -> dict[int, DepartedRank]:
+        """The other ranks that have said so."""
+        texts = {rank: self.get(f"gone/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        return {rank: DepartedRank(*json.loads(text)) for rank, text in texts.items() if text is not None}
+
+    def _key(self, key: str) -> str:
+        return f"deepzero/{self._name}/{key}"
+
+
+def user_line(thread: int) -> str:
+    """The line of the user's program at which ``thread`` is: outside of deepzero, torch and Python's own library."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        library = path.startswith(_PYTHON) and f"{os.sep}site-packages{os.sep}" not in path
+        if not library and not path.startswith((_OURS, _TORCH, "<")):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,308 @@
+"""After a collective has failed: the roll is called, and what the ranks answer says whose fault it was.
+
+Two failures say nothing by themselves. A collective *timed out* (``comm.timeout_seconds``): some rank has not come, but
+which, and what does it do instead? And a *connection was lost*, without a word from the rank at its other end: which
+one was killed? In both cases the rank that has noticed calls the roll on the
+:class:`~deepzero.comm.flight_recorder.RankStore`. Every rank answers with its
+:class:`~deepzero.comm.flight_recorder.State`: a rank that waits or sleeps in its own code by the thread of its
+watchdog, which looks for a call once a second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be
+gone. The first rank that knows writes the verdict, and all raise that:
+
+- ``timeout``: :class:`CollectiveTimeoutError`, with who waits for whom and where each rank is. Each rank also prints
+  its own place, for logs that are kept rank by rank.
+- ``missing``: ``RankLeftError``, with the ranks that gave no sign of life.
+
+When the store is gone too, nobody can be asked, and the error stays what it was; :func:`within` sees to it that asking
+ends. Under NCCL the process group is not asked and not broken, see :class:`NcclStallReporter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
+from deepzero.comm.threads import start_thread
+
+ROLL_CALL_SECONDS = 3.0
+"""Who has not answered by then is taken to be gone."""
+ASKING_SECONDS = 5.0
+"""A store that has not answered by then is gone too."""
+POLL_SECONDS = 0.1
+SHOWN = 8
+"""Ranks that one sentence names; the others are counted."""
+
+CONNECTION = "connection"
+TIMEOUT = "timeout"
+MISSING = "missing"
+
+_TIMED_OUT = re.compile(r"timed out waiting (\d+)\s*ms", re.IGNORECASE)
+_NO_ANSWER = "does not answer: killed, stopped, or its machine is gone"
+_ADVICE = "Where a rank is only slow (it loads data, validates, writes a checkpoint), raise comm.timeout_seconds"
+
+T = TypeVar("T")
+
+
+class CollectiveTimeoutError(RuntimeError):
+    """A collective did not complete in ``comm.timeout_seconds``. The message, the same on every rank, says why.
+
+    Args:
+        text: who waits for whom, and where each rank is.
+        echo: whether another rank says it already.
+    """
+
+    def __init__(self, text: str, echo: bool = False) -> None:
+        super().__init__(text)
+        self.peer_left = echo
+
+
+class Diagnosis(NamedTuple):
+    """What is to be raised on every rank."""
+
+    kind: str
+    author: int
+    """The rank that found it."""
+    text: str
+
+    def write(self, board: RankStore) -> None:
+        """Post it, unless there is one."""
+        board.set_first("verdict", json.dumps(self))
+
+    @staticmethod
+    def read(board: RankStore) -> Diagnosis | None:
+        """The one that was posted first."""
+        text = board.get("verdict")
+        return None if text is None else Diagnosis(*json.loads(text))
+
+
+class StateCollector:
+    """One rank's part in calling the roll: it answers, and it calls.
+
+    Args:
+        board: where the calls and the answers are.
+        trail: of this rank.
+        trainer: number of the thread that trains.
+    """
+
+    def __init__(self, board: RankStore, trail: FlightRecorder, trainer: int) -> None:
+        self._board, self._trail, self._trainer = board, trail, trainer
+        self._failure = ""
+        self._heard: str | None = None
+        self._lock = threading.Lock()
+        self._said = False
+
+    def answer(self) -> None:
+        """Answer a call, if there is one that has not been answered. For the watchdog's thread."""
+        call = self._board.get("call")
+        if call is None or call == self._heard:
+            return
+        self._heard = call
+        self._post()
+        if call != CONNECTION:
+            self.say()
+
+    def hold(self, failure: str, timeout_seconds: float = 0.0) -> None:
+        """Call the roll, and post a verdict if the answers give one. For the rank whose collective has failed.
+
+        Args:
+            failure: :data:`TIMEOUT` or :data:`CONNECTION`.
+            timeout_seconds: how long the collective has waited.
+        """
+        self._failure = failure
+        self._post()
+        if failure == TIMEOUT:
+            # Over an earlier call for a lost connection: on gloo one rank's time-out closes the others' connections.
+            self._board.set("call", f"{timeout_seconds:g}")
+            self.say()
+        else:
+            self._board.set_first("call", CONNECTION)
+        found = self._listen()
+        if found is not None:
+            found.write(self._board)
+
+    def say(self) -> None:
+        """Print where this rank is, once."""
+        with self._lock:
+            said, self._said = self._said, True
+        if not said:
+            print(f"where rank {self._board.rank} is: {self._state().text()}", file=sys.stderr, flush=True)
+
+    def _listen(self) -> Diagnosis | None:
+        board = self._board
+        everyone = range(board.world_size)
+        states = {board.rank: self._state()}
+        end = time.monotonic() + ROLL_CALL_SECONDS
+        while True:
+            over = time.monotonic() >= end
+            states.update(self._answers(rank for rank in everyone if rank not in states))
+            gone, call = board.gone(), board.get("call")
+            timed_out = call not in (None, CONNECTION)
+            if Diagnosis.read(board) is not None or (gone and not timed_out):
+                return None
+            silent = [rank for rank in everyone if rank not in states and rank not in gone]
+            if timed_out and (over or not silent):
+                return Diagnosis(TIMEOUT, board.rank, summary(states, gone, board.world_size, float(call or 0)))
+            if over:
+                return Diagnosis(MISSING, board.rank, missing_text(silent)) if silent else None
+            time.sleep(POLL_SECONDS)
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, State]:
+        texts = {rank: self._board.get(f"answer/{rank}") for rank in ranks}
+        return {rank: State.from_json(text) for rank, text in texts.items() if text is not None}
+
+    def _post(self) -> None:
+        self._board.set(f"answer/{self._board.rank}", self._state().to_json())
+
+    def _state(self) -> State:
+        return replace(self._trail.state(0, user_line(self._trainer)), failure=self._failure)
+
+
+def failure_of(error: BaseException) -> tuple[str, float]:
+    """What the roll is called for (empty: for nothing), and how many seconds a collective has waited.
+
+    Example:
+        >>> failure_of(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+        ('timeout', 3.0)
+        >>> failure_of(RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
+        ('connection', 0.0)
+        >>> failure_of(RuntimeError("CUDA out of memory"))
+        ('', 0.0)
+    """
+    timed_out = _TIMED_OUT.search(str(error))
+    if timed_out is not None:
+        return TIMEOUT, int(timed_out[1]) / 1000
+    text = str(error).lower()
+    lost = "connection" in text or "pair closure" in text or "broken pipe" in text
+    return (CONNECTION if lost else ""), 0.0
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """In words.
+
+    Example:
+        >>> listed([0, 2, 3])
+        'rank 0, rank 2 and rank 3'
+        >>> listed(range(100))
+        'rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6 and 93 more'
+    """
+    names = [f"rank {rank}" for rank in ranks]
+    *most, last = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def missing_text(ranks: list[int]) -> str:
+    """What is said of ranks that have not answered."""
+    it = "it was killed or its machine is" if len(ranks) == 1 else "they were killed or their machines are"
+    return f"{listed(ranks)} gave no sign of life: {it} gone"
+
+
+def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int, seconds: float) -> str:
+    """What every rank raises after a time-out: who waits for whom in the first line, then where each rank is.
+
+    Args:
+        states: of the ranks that have answered.
+        gone: ranks that have left.
+        world_size: of the others nothing is known.
+        seconds: how long the collective has waited.
+    """
+    waits = "; ".join(wait_texts(states, gone, world_size))
+    lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {waits}"]
+    for rank in range(world_size):
+        place = states[rank].text() if rank in states else gone[rank].reason if rank in gone else _NO_ANSWER
+        lines.append(f"  rank {rank}: {place}")
+    return "\n".join([*lines, _ADVICE])
+
+
+def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> list[str]:
+    """A sentence for each collective that is waited for: who waits for whom. Arguments as for :func:`summary`."""
+    waits: dict[CollectiveRecord, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if state.waiting is not None:
+            waits.setdefault(state.waiting, []).append(rank)
+    silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
+    return [_wait_text(launch, ranks, states, gone, silent) for launch, ranks in sorted(waits.items())]
+
+
+def _wait_text(
+    launch: CollectiveRecord,
+    ranks: list[int],
+    states: Mapping[int, State],
+    gone: Mapping[int, DepartedRank],
+    silent: list[int],
+) -> str:
+    """Whom ``ranks`` wait for in ``launch``, and why in vain."""
+    culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
+    culprits += [f"rank {rank}, which {peer.reason}" for rank, peer in gone.items() if peer.sequence < launch.sequence]
+    for rank, state in sorted(states.items()):
+        if not state.lacks(launch):
+            continue
+        instead = state.recent.get(launch.sequence)
+        did = f"has launched {instead.text()} in place of" if instead else "has not launched"
+        if state.waiting is None:
+            now = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
+        else:
+            now = f"rank {rank} is {state.doing()}"
+        culprits.append(f"rank {rank}, which {did} {launch.text()}: {now}")
+    if len(culprits) > SHOWN:
+        culprits[SHOWN - 1 :] = [f"{len(culprits) - SHOWN + 1} more"]
+    verb = "waits" if len(ranks) == 1 else "wait"
+    if not culprits:
+        return f"{listed(ranks)} {verb} for {launch.text()}, which every rank has launched: its messages do not arrive"
+    first = "" if states.keys() - set(ranks) and not silent else f" in {launch.text()},"
+    return f"{listed(ranks)} {verb}{first} for {', and for '.join(culprits)}"
+
+
+class NcclStallReporter:
+    """Notices that nothing has been launched for long: all that a watchdog can see where NCCL does the waiting.
+
+    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out. A little
+    earlier (nine tenths) each rank prints where it is. A rank that has nothing to launch for so long prints that too;
+    it is one line. Tried with a made-up clock; it has not run on GPUs.
+
+    Args:
+        timeout_seconds: of the process group.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.seconds = 0.9 * timeout_seconds
+        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
+        self._since = 0.0
+        self._said = False
+
+    def look(self, trail: FlightRecorder, now: float) -> bool:
+        """Whether it is time to print; true once for each standstill.
+
+        Args:
+            trail: of this rank.
+            now: in seconds, of any clock that does not jump.
+        """
+        seen = (trail.sequence, trail.waiting)
+        if seen != self._seen:
+            self._seen, self._since, self._said = seen, now, False
+        if trail.sequence == 0 or self._said or now - self._since < self.seconds:
+            return False
+        self._said = True
+        return True
+
+    def text(self, trail: FlightRecorder, rank: int, line: str) -> str:
+        """What is printed."""
+        return f"where rank {rank} is, nothing launched for {self.seconds:.0f} s: {trail.state(0, line).text()}"
+
+
+def within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What ``ask()`` returns; None when it raises or takes longer: the store may be gone, or its machine stopped."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    start_thread(run, "deepzero-autopsy").join(seconds)
+    return answers[0] if answers else None

@@ -1,0 +1,252 @@
+"""Named ranges: what ZeRO does, in a profiler's trace, in the words of the book.
+
+[Note: the grammar of a range's name]
+    ::
+
+        zero.VERB[ bucket N][ (PLACE)][ NOTE]         zero.fetch bucket 12 (blocks.3.mlp.fc) prefetch
+
+    ``VERB`` is one of :data:`VERBS`. ``N`` is the bucket: in stage 3's fetches, waits and releases the coordinator's
+    key, elsewhere its number in its group. ``PLACE`` is a module or a parameter: of *fetch* the module at which it was
+    launched, which with the note ``prefetch`` is an earlier one than the module that needs it; of *wait* the module
+    that stands still; of everything else the first parameter of the bucket. It has no parentheses; those of a name
+    become brackets. ``NOTE`` are words: ``prefetch``, and of *launch*, *wait* and *in_flight* the ledger's name of the
+    collective. :class:`Label` writes this grammar and reads it; nothing else does.
+
+A collective is under way between two of these ranges, *launch* and *wait*, and in none of them. So :class:`Recorder`
+notes for each from when to when, and ``profiling/trace.py`` writes this into the trace as a lane of its own, as
+*in_flight*. **Its end is when this rank has seen that it is complete**, at the end of the wait: gloo does not tell when
+messages have arrived that nobody has waited for. NCCL's kernels are in the trace themselves, and get no such lane.
+
+**Off, nothing is made**: :func:`span` returns one shared object that does nothing, and formats no name. It is on for
+the steps that a profiler records, and then a range is ``torch.profiler.record_function``, some microseconds each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+log = logging.getLogger(__name__)
+
+VERBS = {
+    "forward": "1: the model's forward pass",
+    "backward": "2: the backward pass, if the engine runs it",
+    "boundary": "3: flush, wait for the last reductions",
+    "agree": "4: this rank's share of the norm, and the ranks' agreement on it",
+    "step": "4: the optimizer; with offload one for each bucket on the host",
+    "publish": "5: new parameters go to the other ranks",
+    "fetch": "a gather is launched",
+    "release": "gathered values are let go",
+    "reduce": "gradients are laid into a bucket, and the bucket is sent",
+    "launch": "the call that starts a collective; on gloo it may stand still",
+    "wait": "the program stands still until a collective is complete; on a GPU the stream is told to",
+    "D2H": "a copy from the device to the host",
+    "H2D": "a copy from the host to the device",
+    "in_flight": "a collective from its launch until it is known to be complete; in a lane of its own",
+}
+"""What a range can be, with the numbers of the book's page on a training step."""
+
+_NAME = re.compile(r"zero\.(\w+)(?: bucket (\d+))?(?: \(([^()]*)\))?(?: (.*))?")
+_BUCKET = re.compile(r"bucket (\d+)")
+_BRACKETS = str.maketrans("()", "[]")
+
+
+@dataclass(frozen=True)
+class Label:
+    """A range's name, in parts.
+
+    Example:
+        >>> Label("fetch", 12, "blocks.3.mlp.fc", "prefetch").text()
+        'zero.fetch bucket 12 (blocks.3.mlp.fc) prefetch'
+        >>> Label.parse("zero.wait bucket 3 gradients.reduce_scatter")
+        Label(verb='wait', bucket=3, place='', note='gradients.reduce_scatter')
+    """
+
+    verb: str
+    bucket: int | None = None
+    place: str = ""
+    note: str = ""
+
+    def text(self) -> str:
+        """The name, see [Note: the grammar of a range's name]."""
+        number = "" if self.bucket is None else f" bucket {self.bucket}"
+        place = f" ({self.place.translate(_BRACKETS)})" if self.place else ""
+        return f"zero.{self.verb}{number}{place}" + (f" {self.note}" if self.note else "")
+
+    @classmethod
+    def parse(cls, name: str) -> Label | None:
+        """The inverse of :meth:`text`; None for names that are not ours."""
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in VERBS:
+            return None
+        return cls(match[1], None if match[2] is None else int(match[2]), match[3] or "", match[4] or "")
+
+
+def bucket_of(where: str) -> int | None:
+    """The number in what a collective says of itself, ``bucket 12``."""
+    found = _BUCKET.search(where)
+    return int(found[1]) if found else None
+
+
+@dataclass
+class LaneSpan:
+    """What goes into a lane of its own: a collective, a delayed update. Times are those of ``time.time_ns``."""
+
+    label: Label
+    began_ns: int
+    ended_ns: int | None = None
+
+
+class Recorder:
+    """What is kept of the recorded steps beside the profiler's own events.
+
+    Args:
+        held: gives the bytes held by category at a moment, for the memory timeline; None: there is none.
+    """
+
+    SHARE = 20
+    """A sample of memory is taken only if all together take at most this part, one in 20, of the time."""
+
+    def __init__(self, held: Callable[[], dict[str, int]] | None = None) -> None:
+        self.flights: list[LaneSpan] = []
+        self.aside: list[LaneSpan] = []
+        """In threads that the profiler does not see."""
+        self.samples: list[tuple[int, dict[str, int]]] = []
+        """(``time.time_ns``, bytes by category)"""
+        self._held = held
+        self._next_sample_ns = 0
+        self._mine = threading.local()
+
+    @contextlib.contextmanager
+    def span(self, label: Label) -> Iterator[None]:
+        """A range around what is inside."""
+        outer = getattr(self._mine, "label", None)
+        self._mine.label = label
+        try:
+            with torch.profiler.record_function(label.text()):
+                yield
+        finally:
+            self._mine.label = outer
+            self._sample()
+
+    @contextlib.contextmanager
+    def standing_at(self, place: str) -> Iterator[None]:
+        """Waits inside are for this module's sake."""
+        self._mine.place = place
+        try:
+            yield
+        finally:
+            self._mine.place = ""
+
+    @contextlib.contextmanager
+    def span_aside(self, label: Label) -> Iterator[None]:
+        """A range around what is inside, in a thread that the profiler does not see."""
+        entry = LaneSpan(label, time.time_ns())
+        self.aside.append(entry)
+        try:
+            yield
+        finally:
+            entry.ended_ns = entry.ended_ns or time.time_ns()
+
+    def begin(self, kind: str, where: str, lane: bool = True) -> LaneSpan:
+        """A collective is about to be launched; its place is that of the range inside which this happens.
+
+        Args:
+            kind: the ledger's name for it.
+            where: ``bucket 12``.
+            lane: False where the profiler sees by itself when it is under way: NCCL's kernels.
+        """
+        flight = LaneSpan(self.inside("in_flight", kind, where), time.time_ns())
+        if lane:
+            self.flights.append(flight)
+        return flight
+
+    def inside(self, verb: str, kind: str, where: str) -> Label:
+        """A label with place and note of the range around it, if that is about the same bucket."""
+        outer: Label | None = getattr(self._mine, "label", None)
+        bucket = bucket_of(where)
+        if outer is None or (bucket is not None and outer.bucket != bucket):
+            return Label(verb, bucket, "", kind)
+        return Label(verb, bucket, outer.place, f"{kind} {outer.note}".rstrip())
+
+    def wait_label(self, flight: LaneSpan) -> Label:
+        """Of the wait for ``flight``, here."""
+        place = getattr(self._mine, "place", "") or flight.label.place
+        return Label("wait", flight.label.bucket, place, flight.label.note)
+
+    def finish(self) -> None:
+        """The recorded steps are over; what is under way is cut off here."""
+        now = time.time_ns()
+        for flight in [*self.flights, *self.aside]:
+            flight.ended_ns = flight.ended_ns or now
+
+    def _sample(self) -> None:
+        began = time.time_ns()
+        if self._held is None or began < self._next_sample_ns:
+            return
+        try:
+            self.samples.append((began, self._held()))
+        except Exception as error:  # what watches a run does not stop it
+            log.warning("the trace has no memory timeline: %r", error)
+            self._held = None
+        ended = time.time_ns()
+        self._next_sample_ns = ended + self.SHARE * (ended - began)
+
+
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
+_recorder: Recorder | None = None
+
+
+def start(recorder: Recorder) -> None:
+    """Ranges are recorded from now on, by one recorder at a time."""
+    global _recorder
+    _recorder = recorder
+
+
+def stop() -> None:
+    """No ranges any more. Harmless when there were none."""
+    global _recorder
+    if _recorder is not None:
+        _recorder.finish()
+    _recorder = None
+
+
+def recorder() -> Recorder | None:
+    """Who records now; None: nobody."""
+    return _recorder
+
+
+def span(verb: str, bucket: int | None = None, place: str = "", note: str = "") -> AbstractContextManager[None]:
+    """A range with the name ``Label(verb, bucket, place, note)``; nothing at all while nobody records."""
+    if _recorder is None:
+        return _NOTHING
+    return _recorder.span(Label(verb, bucket, place, note))
+
+
+def span_aside(verb: str, bucket: int | None, place: str, note: str) -> AbstractContextManager[None]:
+    """:func:`span` in a thread that the program has started itself, which torch's profiler does not see."""
+    return _NOTHING if _recorder is None else _recorder.span_aside(Label(verb, bucket, place, note))
+
+
+def moving(verb: str, kind: str, where: str) -> AbstractContextManager[None]:
+    """A range inside another one, whose place it has if both are about the same bucket.
+
+    Args:
+        verb: one of :data:`VERBS`.
+        kind: the ledger's name, which becomes the note.
+        where: ``bucket 12``.
+    """
+    return _NOTHING if _recorder is None else _recorder.span(_recorder.inside(verb, kind, where))
+
+
+def standing_at(place: str) -> AbstractContextManager[None]:
+    """Waits inside are for this module's sake."""
+    return _NOTHING if _recorder is None else _recorder.standing_at(place)

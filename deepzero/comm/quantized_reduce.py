@@ -1,0 +1,324 @@
+"""qgZ: a bucket's way to its owners in few bits, inside nodes first. ZeRO++, section 3.3.
+
+A reduction that quantises in every hop of a ring rounds W - 1 times. Here an element is rounded **at most twice**, and
+every sum is made in fp32. Rank (i, l) is local rank l of node i, R ranks to a node, N nodes; part q of a bucket
+belongs to rank q = (j, l) = j * R + l. One bucket::
+
+    1  (i, l) -> (i, l')    one message: the parts of owners (0, l') (1, l') … (N-1, l'), quantised one by one
+    2  (i, l) adds          what the R ranks of its node have for (j, l), in rank order, for every node j
+    3  (i, l) -> (j, l)     the sum for (j, l), quantised
+    4  (j, l) adds          the sums of the N nodes, in node order, into the output
+
+With one node 3 and 4 are left out, with one rank to a node 1 and 2.
+
+*The reordering.* Parts lie in the bucket by rank: (0,0) (0,1) (1,0) (1,1) for 2 x 2. Cut into R runs, what a local rank
+would get are the parts of one node, and after step 3 sums would lie with the wrong owner. DeepSpeed swaps the parts in
+a pass of its own. Here each part is quantised from where it lies to its place in a message, and nothing else moves it::
+
+    bucket of (0,0)   | (0,0) | (0,1) | (1,0) | (1,1) |
+                                  |               |
+    message to (0,1)              +---> | (0,1) | (1,1) |
+
+Each part is a message of its own within that message, so that no block of one scale reaches into another part.
+
+What a rank has for itself, or sums for itself, is never quantised: it does not travel, so that few bits would save
+nothing, and one error less is made.
+
+*Volume* per rank, Ψ elements: inside the node ``(R-1)/R Ψ`` and between nodes ``(N-1)/W Ψ`` elements, of
+``bits/8 + 4/block`` bytes each; the exact way sends ``(W-R)/W Ψ`` elements of 2 bytes between nodes.
+
+*Error feedback* (``zero.quantization.error_feedback``). What an element has lost, ``x - decoded``, is kept in the wire
+dtype and added to the next gradient of the same element before that is quantised: nothing is lost in the long run, also
+where every single gradient is below half a step. It is kept where it arose, for what is sent in 1 and in 3; ``(R-1)/R +
+(N-1)/W`` elements for each of the layout. Residuals that are not finite become 0, so that an overflow does not linger.
+**Checkpoints do not hold them**: after a resume they start at 0, and the next few steps differ from those of a run that
+was not stopped by at most one rounding of a gradient.
+
+Source: ZeRO++ (Wang et al. 2023), section 3.3; DeepSpeed's ``runtime/comm/coalesced_collectives.py``; error feedback:
+1-bit SGD (Seide et al. 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.groups import RankGroup
+from deepzero.comm.quantization import Packed, Quantizer
+from deepzero.comm.reduce_scatter import InflightReduce, Key, Part, chunk_for, sum_chunk, sum_in_rank_order
+from deepzero.layout import Bucket, FlatLayout
+
+INSIDE = "gradients.reduce_inside_node"
+BETWEEN = "gradients.reduce_between_nodes"
+
+
+@dataclass(frozen=True)
+class EncodedMessage:
+    """A quantised contribution, which is decoded chunk by chunk as it is added."""
+
+    quantizer: Quantizer
+    packed: Packed
+
+    def read(self, start: int, values: torch.Tensor) -> None:
+        """Decode elements ``start`` to ``start + values.numel()``, whole blocks, into 1-D fp32 ``values``."""
+        self.quantizer.unpack(self.packed, values, start)
+
+
+@dataclass(frozen=True)
+class QuantizedMessages:
+    """The messages of one bucket, views of its bucket's mail; ``uint8`` but for the sum. Own entries are empty."""
+
+    inside_send: list[torch.Tensor]
+    """For each local rank: N parts."""
+    inside_recv: list[torch.Tensor]
+    partial: torch.Tensor
+    """fp32, one part: step 2's sum for this rank itself."""
+    between_send: list[torch.Tensor]
+    """For each node: one part."""
+    between_recv: list[torch.Tensor]
+
+
+class QuantizedReduce:
+    """Steps 1 to 3, for a :class:`~deepzero.comm.reduce_scatter.BucketReducer`, whose own sum is step 4.
+
+    Args:
+        comm: the ranks, at least 2; its nodes are those of the module's text. The constructor is a collective.
+        layouts: of all groups; of error feedback's residuals.
+        wire_dtype: the bucket's, and the residuals'.
+        quantizer: packs and unpacks.
+        exact_groups: numbers of groups all of whose buckets go the exact way.
+        error_feedback: keep what is lost for the next time.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        layouts: Sequence[FlatLayout],
+        wire_dtype: torch.dtype,
+        quantizer: Quantizer,
+        exact_groups: frozenset[int] = frozenset(),
+        error_feedback: bool = False,
+    ) -> None:
+        self.comm, self.quantizer, self.format, self.exact_groups = comm, quantizer, quantizer.format, exact_groups
+        self.inside, self.across = comm.split(comm.nodes.per_node)
+        longest = max((layout.largest_bucket for layout in layouts), default=0) // comm.world_size
+        self.chunk = max(chunk_for(comm.device, longest) // self.format.block, 1) * self.format.block
+        self.exact_buckets: set[Key] = set()
+        """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
+        a bucket that is sent the exact way waits, unused."""
+        self._metering, self._tallies = False, dict[Key, torch.Tensor]()
+        # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
+        self._lost: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group, layout in enumerate(layouts):
+            if error_feedback and group not in exact_groups:
+                shares = (self._in_step_1 * layout.shard_numel, self._in_step_3 * layout.shard_numel)
+                made = [torch.zeros(numel, dtype=wire_dtype, device=comm.device) for numel in shares]
+                self._lost[group] = (made[0], made[1])
+
+    @property
+    def _in_step_1(self) -> int:
+        """Parts of a bucket that a rank sends inside its node."""
+        return self.across.size * (self.inside.size - 1)
+
+    @property
+    def _in_step_3(self) -> int:
+        """Parts of a bucket that a rank sends to other nodes."""
+        return self.across.size - 1
+
+    def takes(self, key: Key) -> bool:
+        """Whether this bucket is quantised; the same answer on all ranks."""
+        return key[0] not in self.exact_groups and key not in self.exact_buckets
+
+    def mail_bytes(self, capacity: int) -> int:
+        """Bytes of the messages of a bucket of ``capacity`` elements, both ways, and of step 2's sum."""
+        part = capacity // self.comm.world_size
+        messages = 2 * (self._in_step_1 + self._in_step_3) * self.format.message_bytes(part)
+        return messages + 4 * self._partial_numel(part)
+
+    def _partial_numel(self, part: int) -> int:
+        # With one node step 2's sum goes straight into the output; with one rank to a node there is nothing to add.
+        return part if self.inside.size > 1 and self.across.size > 1 else 0
+
+    def kept(self) -> list[torch.Tensor]:
+        """Error feedback's residuals."""
+        return [lost for pair in self._lost.values() for lost in pair]
+
+    def forget(self) -> None:
+        """Error feedback starts anew. Nothing may be under way."""
+        for lost in self.kept():
+            lost.zero_()
+
+    # ---- the meter ---------------------------------------------------------------------------------------------------
+
+    @property
+    def metering(self) -> bool:
+        """Add up what is quantised, and what is lost of it; setting it to True starts at 0. It costs a second pass over
+        what is sent; between two steps only.
+        """
+        return self._metering
+
+    @metering.setter
+    def metering(self, on: bool) -> None:
+        self._metering = on
+        if on:
+            self._tallies = {}
+
+    @property
+    def measured(self) -> dict[Key, tuple[float, float]]:
+        """For each bucket the signal ``sum(x ** 2)`` and the noise ``sum((x - decoded) ** 2)`` of what *this* rank
+        has quantised in steps 1 and 3 since :attr:`metering` was set. Nothing may be under way.
+        """
+        return {key: _pair(tally) for key, tally in self._tallies.items()}
+
+    def take_measured(self, key: Key) -> tuple[float, float]:
+        """One bucket's entry of :attr:`measured`, which starts at 0 again; zeros where nothing was quantised."""
+        tally = self._tallies.pop(key, None)
+        return _pair(tally) if tally is not None else (0.0, 0.0)
+
+    # ---- steps 1 to 3 ------------------------------------------------------------------------------------------------
+
+    def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
+        """1, and where there is nothing to send inside the node, 3. See :class:`~deepzero.comm.reduce_scatter.ReduceStrategy`."""
+        bucket, recv_buffer, sent = inflight.bucket, self._open(inflight), inflight.sent()
+        per_node, me, nodes = self.inside.size, self.inside.index, range(self.across.size)
+        own = [sent[node * per_node + me] for node in nodes]
+        if per_node == 1:
+            self._reduce_between(inflight, recv_buffer, [[part] for part in own], scratch)
+            return
+        lost, padding = self._lost_of(inflight, 0), 0
+        for peer in self._others(self.inside):
+            for node, packed in zip(nodes, self._messages(recv_buffer.inside_send[peer], bucket), strict=True):
+                owner = node * per_node + peer
+                self._pack(inflight, [sent[owner]], packed, next(lost), scratch)
+                padding += bucket.shard_numel - bucket.true_numel_of(owner)
+        inflight.pending = self.comm.exchange(
+            INSIDE, recv_buffer.inside_send, recv_buffer.inside_recv, padding, f"bucket {bucket.index}", self.inside,
+            len(nodes) * bucket.shard_numel,
+        )  # fmt: skip
+        received = [
+            [EncodedMessage(self.quantizer, p) for p in self._messages(m, bucket)] for m in recv_buffer.inside_recv
+        ]
+        # For every node, what this node's ranks have for its l-th rank.
+        shares: list[list[Part]] = [[own[j] if l == me else received[l][j] for l in range(per_node)] for j in nodes]
+        if len(nodes) == 1:
+            inflight.parts = shares[0]
+        else:
+            inflight.second_hop = partial(self._reduce_between, inflight, recv_buffer, shares, scratch)
+
+    def _reduce_between(
+        self, inflight: InflightReduce, recv_buffer: QuantizedMessages, shares: list[list[Part]], scratch: torch.Tensor
+    ) -> None:
+        """2 and 3. ``shares[j]`` is what this node has for rank (j, l), to be added up in this order."""
+        bucket, me, padding = inflight.bucket, self.across.index, 0
+        inflight.second_hop = None
+        if inflight.pending is not None:
+            inflight.pending.wait()
+        lost = self._lost_of(inflight, 1)
+        for node in self._others(self.across):
+            (packed,) = self._messages(recv_buffer.between_send[node], bucket)
+            self._pack(inflight, shares[node], packed, next(lost), scratch)
+            padding += bucket.shard_numel - bucket.true_numel_of(self.across.ranks[node])
+        inflight.pending = self.comm.exchange(
+            BETWEEN, recv_buffer.between_send, recv_buffer.between_recv, padding, f"bucket {bucket.index}", self.across,
+            bucket.shard_numel,
+        )  # fmt: skip
+        mine: Part = shares[me][0]
+        if len(shares[me]) > 1:
+            # While the others' sums travel.
+            sum_in_rank_order(recv_buffer.partial, shares[me], False, scratch)
+            mine = recv_buffer.partial
+        inflight.parts = [
+            mine
+            if node == me
+            else EncodedMessage(self.quantizer, *self._messages(recv_buffer.between_recv[node], bucket))
+            for node in range(self.across.size)
+        ]
+
+    def _pack(
+        self,
+        inflight: InflightReduce,
+        parts: Sequence[Part],
+        packed: Packed,
+        lost: torch.Tensor | None,
+        scratch: torch.Tensor,
+    ) -> None:
+        """Quantise the sum of ``parts``, and what was lost last time; keep what is lost now."""
+        if lost is None and not self._metering and len(parts) == 1 and isinstance(parts[0], torch.Tensor):
+            self.quantizer.pack(parts[0], packed)
+            return
+        size = scratch.numel() // 2
+        for lo in range(0, packed.numel, size):
+            hi = min(lo + size, packed.numel)
+            x, other = scratch[: hi - lo], scratch[size : size + hi - lo]
+            sum_chunk(x, parts, lo, other)
+            if lost is not None:
+                x.add_(other.copy_(lost[lo:hi]))
+            piece = _cut(packed, lo, hi)
+            self.quantizer.pack(x, piece)
+            if lost is not None or self._metering:
+                self.quantizer.unpack(piece, other)
+                self._account(inflight.key, x, other, lost[lo:hi] if lost is not None else None)
+
+    def _account(self, key: Key, x: torch.Tensor, decoded: torch.Tensor, lost: torch.Tensor | None) -> None:
+        """Of one chunk: signal and noise for the meter, what is lost for the next time. ``decoded`` is overwritten."""
+        noise = torch.sub(x, decoded, out=decoded)
+        if self._metering:
+            tally = self._tallies.setdefault(key, torch.zeros(2, dtype=torch.float64, device=x.device))
+            for place, values in enumerate((x, noise)):
+                tally[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+        if lost is not None:
+            lost.copy_(torch.nan_to_num_(noise, nan=0.0, posinf=0.0, neginf=0.0))
+
+    # ---- where things lie --------------------------------------------------------------------------------------------
+
+    def _others(self, group: RankGroup) -> list[int]:
+        return [place for place in range(group.size) if place != group.index]
+
+    def _open(self, inflight: InflightReduce) -> QuantizedMessages:
+        """Cut the bucket's mail into messages."""
+        part, left = inflight.bucket.shard_numel, inflight.buffers.recv_buffer
+        single = self.format.message_bytes(part)
+
+        def take(nbytes: int) -> torch.Tensor:
+            nonlocal left
+            taken, left = left[:nbytes], left[nbytes:]
+            return taken
+
+        def take_each(group: RankGroup, nbytes: int) -> list[torch.Tensor]:
+            return [take(0 if place == group.index else nbytes) for place in range(group.size)]
+
+        total = take(4 * self._partial_numel(part)).view(torch.float32)
+        inside = [take_each(self.inside, self.across.size * single) for _ in range(2)]
+        between = [take_each(self.across, single) for _ in range(2)]
+        return QuantizedMessages(inside[0], inside[1], total, between[0], between[1])
+
+    def _messages(self, message: torch.Tensor, bucket: Bucket) -> list[Packed]:
+        """The parts in a message, opened; none in an empty one."""
+        single = self.format.message_bytes(bucket.shard_numel)
+        pieces = message.split(single) if message.numel() else ()
+        return [self.format.open(piece, bucket.shard_numel) for piece in pieces]
+
+    def _lost_of(self, inflight: InflightReduce, which: int) -> Iterator[torch.Tensor | None]:
+        """Residuals of the parts that step 1 (``which=0``) or 3 (1) sends, in the order in which it packs them."""
+        parts, part = (self._in_step_1, self._in_step_3)[which], inflight.bucket.shard_numel
+        pair = self._lost.get(inflight.key[0])
+        if pair is None:
+            return iter([None] * parts)
+        start = parts * inflight.bucket.shard_offset
+        return iter(pair[which][start : start + parts * part].split(part))
+
+
+def _pair(tally: torch.Tensor) -> tuple[float, float]:
+    signal, noise = tally.tolist()
+    return signal, noise
+
+
+def _cut(packed: Packed, start: int, stop: int) -> Packed:
+    """Elements ``start`` to ``stop`` of a message, whole blocks or its end, as a message."""
+    block, per = packed.format.block, 8 // packed.format.bits
+    codes, scales = packed.codes[start // per : stop // per], packed.scales[start // block : -(-stop // block)]
+    return Packed(packed.format, stop - start, codes, scales)

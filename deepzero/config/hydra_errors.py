@@ -1,0 +1,144 @@
+"""What is typed on the command line, and Hydra's errors in words. Knows Hydra's texts, not Hydra.
+
+One message for each mistake, with the nearest name that exists; and what Hydra would take without a word, or answer
+with a traceback, refused before Hydra is asked (:func:`check_words`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepzero.config.strict import ConfigError
+
+FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
+
+
+def check_words(words: Sequence[str], configs: Path) -> None:
+    """Refuse a key that is given twice, a number for a group, a file in the run folder's place.
+
+    Args:
+        words: of the command line; flags among them are Hydra's affair.
+        configs: the folder of the config groups.
+
+    Raises:
+        ConfigError: the first of these mistakes.
+    """
+    given: dict[str, str] = {}
+    for word in words:
+        prefix, key, value = split(word)
+        if word.startswith("-") or "=" not in word:
+            continue
+        if key in given:
+            raise ConfigError(f"{key} is given twice, as {given[key]} and as {word}: which is meant? Leave one out")
+        given[key] = word
+        if not prefix and key in os.listdir(configs) and re.fullmatch(r"[-+\d.,]+|true|false", value, re.IGNORECASE):
+            raise ConfigError(no_such_choice(configs, key, value))
+        if key in FOLDERS:
+            for path in (Path(value), *Path(value).parents):
+                if path.exists() and not path.is_dir():
+                    raise ConfigError(f"{word}: {path} is a file, and the run needs a folder; choose another name")
+
+
+def split(word: str) -> tuple[str, str, str]:
+    """Of an override Hydra's prefix, the key and the value.
+
+    Example:
+        >>> split("++zero.stage=2"), split("~optimizer.momentum")
+        (('++', 'zero.stage', '2'), ('~', 'optimizer.momentum', ''))
+    """
+    key, _, value = word.partition("=")
+    name = key.lstrip("+~")
+    return key[: len(key) - len(name)], name.strip(), value
+
+
+def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]) -> str:
+    """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists.
+
+    Args:
+        error: what Hydra or OmegaConf raised.
+        configs: the folder of the config groups.
+        valid_keys: gives every dotted key; asked only when one is unknown.
+    """
+    if isinstance(error, ConfigError):
+        return str(error)
+    lines = [line.strip() for e in (error, error.__cause__) if e is not None for line in str(e).splitlines()]
+    text = "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith("full_key:")))
+    unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
+    if unknown_choice:
+        group, choice = unknown_choice.groups()
+        if group == "hydra":  # hydra/launcher=slurm
+            group, _, choice = "hydra/" + choice.partition("/")[0], "", choice.partition("/")[2]
+            there = re.search(r"Available options in '[^']+':\n(.*?)\nConfig search path", text, re.DOTALL)
+            names = f" There are: {', '.join(there[1].split())}" if there else ""
+            return f"{group}={choice}: no such choice.{names}"
+        if (configs / group).is_dir():
+            return no_such_choice(configs, group, choice)
+    twice = re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text)
+    if twice:
+        return f"{twice[1]} has a choice already; write {twice[1]}={twice[2]}, without +"
+    unknown_key = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text)
+    if unknown_key:
+        return no_such_key(unknown_key[1], configs, valid_keys())
+    override = getattr(error, "override", None)  # of a parse error
+    if override and "missing EQUAL" in text:
+        return f"{override}: what should it be? Write {override}=VALUE"
+    return f"{override}: {text}" if override and str(override) not in text else text
+
+
+def no_such_key(key: str, configs: Path, valid: list[str]) -> str:
+    """A key that there is not, with the nearest one that there is, or with all that stand beside it."""
+    wrong = f"unknown config key {key!r}."
+    parent, _, last = key.rpartition(".")
+    if parent and (configs / parent / f"{last}.yaml").is_file():
+        return f"{wrong} Did you mean {f'{parent}={last}'!r}?"
+    beside = [name.rpartition(".")[2] for name in valid if parent and name.rpartition(".")[0] == parent]
+    near = difflib.get_close_matches(last, beside, n=1, cutoff=0.6)
+    if near:
+        return f"{wrong} Did you mean {f'{parent}.{near[0]}'!r}?"
+    if beside:
+        more = f"; what else its class takes: +{key}=VALUE" if parent == "optimizer" else ""
+        return f"{wrong} There are: {', '.join(name for name in beside if not name.startswith('_'))}{more}"
+    ours = [name for name in valid if name.startswith("hydra") == key.startswith("hydra")]
+    return f"{wrong}{_nearest(key, ours)} `python train.py --help` lists all keys"
+
+
+def no_such_choice(configs: Path, group: str, choice: str) -> str:
+    """A group takes the name of one of its files. ``zero=2`` and ``zero=stage2`` mean the key."""
+    choices = sorted(path.stem for path in (configs / group).glob("*.yaml"))
+    stage = re.fullmatch(r"(?:stage_?)?(\d(?:,\d)*)", choice) if group == "zero" else None
+    near = f" Did you mean 'zero.stage={stage[1]}'?" if stage else _nearest(choice, choices, f"{group}=")
+    return f"{group}={choice}: no such choice.{near} There are: {', '.join(choices)}"
+
+
+def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
+    """`` Did you mean …?``, or nothing. Full names are compared first, then last parts: ``lr`` finds optimizer.lr."""
+    near = difflib.get_close_matches(word, valid, n=1, cutoff=0.6)
+    if not near:
+        last = word.rsplit(".", 1)[-1]
+        near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
+    return f" Did you mean {prefix + near[0]!r}?" if near else ""
+
+
+def dotted(mapping: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every key of nested mappings, dotted.
+
+    Example:
+        >>> dotted({"zero": {"stage": 0}, "seed": 1})
+        ['zero', 'zero.stage', 'seed']
+    """
+    found = []
+    for key, value in mapping.items():
+        found.append(prefix + key)
+        if isinstance(value, Mapping):
+            found += dotted(value, f"{prefix}{key}.")
+    return found
+
+
+def plain_names(text: str) -> str:
+    """DeepSpeed's JSON puts arguments under ``params``; on the command line they stand directly in their group."""
+    return text.replace("optimizer.params.", "optimizer.").replace("scheduler.params.", "scheduler.")

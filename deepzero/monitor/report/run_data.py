@@ -1,0 +1,227 @@
+"""A run folder's files, read with whatever is missing or broken left out and said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from deepzero.config.run import RunConfig
+from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE
+
+DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
+"""The model state: what ZeRO cuts."""
+HOST_STATES = ("host_parameters", "host_gradients", "host_masters", "host_moments")
+
+COPIES = "offload."
+"""Kinds of the ledger's traffic that leave no machine begin so."""
+
+
+def number(value: Any) -> float | None:
+    """A finite number as a float; anything else, NaN and true included, is None.
+
+    Example:
+        >>> number(2), number(float("nan")), number("2"), number(True)
+        (2.0, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+@dataclass
+class Run:
+    """What is known of one run."""
+
+    folder: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of ``metrics.jsonl``: one for each optimizer step."""
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    """Empty when there is none: the run is under way, or its end was sudden."""
+    timeline: dict[str, Any] = field(default_factory=dict)
+    """Empty when no step was recorded."""
+    overrides: list[str] = field(default_factory=list)
+    """What was typed on the command line."""
+    problems: list[str] = field(default_factory=list)
+    """Files that could not be read, and why."""
+    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
+    _medians: dict[str, float | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Dotted key, as in ``docs/config.md``, to value."""
+        return flat(_mapping(self.summary.get("config")))
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """One of :attr:`settings`."""
+        return self.settings.get(key, default)
+
+    @property
+    def stage(self) -> int | None:
+        """Of ZeRO; None: not known."""
+        value = number(self.setting("zero.stage"))
+        return None if value is None else int(value)
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks; None: not known."""
+        for place in (self.summary, self.timeline):
+            if (value := number(place.get("world_size"))) is not None and value >= 1:
+                return int(value)
+        return None
+
+    @property
+    def model_numel(self) -> int | None:
+        """Ψ, in elements; None: not known."""
+        for place in (self.summary, self.timeline):
+            if (value := number(place.get("model_numel"))) is not None and value >= 1:
+                return int(value)
+        return None
+
+    def account(self, name: str) -> dict[str, dict[str, Any]]:
+        """``memory`` or ``communication``: of the summary, else of the recorded step; empty when neither has it."""
+        found = _mapping(self.summary.get(name)) or _mapping(self.timeline.get(name))
+        return {key: value for key, value in found.items() if isinstance(value, dict)}
+
+    def sent(self, copies: bool = False) -> dict[str, dict[str, Any]]:
+        """The account of what went to other ranks; with ``copies``, of what went between device and host."""
+        kinds = self.account("communication").items()
+        return {kind: entry for kind, entry in kinds if kind.startswith(COPIES) == copies}
+
+    def held(self, category: str, column: str = "measured") -> float:
+        """Bytes of one memory category, mean over ranks; 0 where there are none."""
+        return number(self.account("memory").get(category, {}).get(column)) or 0.0
+
+    @property
+    def recorded_step(self) -> int | None:
+        """Number of the step that was recorded, and is slower for it."""
+        value = number(self.timeline.get("step"))
+        return None if value is None else int(value)
+
+    @cached_property
+    def steady(self) -> list[dict[str, Any]]:
+        """Steps that speak of speed: neither the first of this start, which builds, nor the recorded one.
+
+        All steps of this start when nothing else is left.
+        """
+        first = int(number(self.summary.get("resumed_from_step")) or 0) + 1
+        mine = [entry for entry in self.steps if entry["step"] >= first]
+        rest = [entry for entry in mine if entry["step"] not in (first, self.recorded_step)]
+        return rest or mine
+
+    def typical(self, key: str) -> float | None:
+        """The median of a step's figure over :attr:`steady`; None where no step has it."""
+        if key not in self._medians:
+            values = [value for value in _numbers(self.steady, key) if value is not None]
+            self._medians[key] = median(values) if values else None
+        return self._medians[key]
+
+    def column(self, key: str) -> list[float | None]:
+        """One figure of every step; what is missing or not finite is None. Asked for often, made once."""
+        if key not in self._columns:
+            self._columns[key] = _numbers(self.steps, key)
+        return self._columns[key]
+
+    @cached_property
+    def keys(self) -> set[str]:
+        """Names of all figures that any step has."""
+        return {key for names in {tuple(entry) for entry in self.steps} for key in names}
+
+
+def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
+    # Nearly all are finite floats, and a run may have a million of them: those are seen at a glance.
+    values = [entry.get(key) for entry in entries]
+    return [value if type(value) is float and math.isfinite(value) else number(value) for value in values]
+
+
+def read_run(folder: Path) -> Run:
+    """Read what there is. Nothing in a run folder can make this fail; what could not be read is in ``problems``."""
+    run = Run(folder)
+    run.summary, run.timeline = _read_json(run, SUMMARY), _read_json(run, TIMELINE)
+    for entry in _read_lines(run):
+        if number(entry.get("step")) is None:
+            continue
+        if "loss" in entry:
+            run.steps.append(entry)
+        elif "val_loss" in entry:
+            run.validations.append(entry)
+    try:
+        lines = (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8").splitlines()
+        run.overrides = [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
+    except (OSError, UnicodeDecodeError):
+        pass  # only what Hydra started has it
+    return run
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written to this folder."""
+    return (folder / METRICS).exists() or (folder / SUMMARY).exists()
+
+
+def _read_json(run: Run, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads((run.folder / name).read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+        run.problems.append(f"{name}: not a JSON object")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        run.problems.append(f"{name}: {error}")
+    return {}
+
+
+def _read_lines(run: Run) -> list[dict[str, Any]]:
+    """``metrics.jsonl``, without lines that are no JSON object; a torn last line is nothing to speak of."""
+    try:
+        lines = (run.folder / METRICS).read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        run.problems.append(f"{METRICS}: {error}")
+        return []
+    entries, broken = [], 0
+    for line in filter(None, lines[:-1]):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if isinstance(entry, dict):
+            entries.append(entry)
+        else:
+            broken += 1
+    if broken:
+        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
+    return entries
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys, as on the command line: without ``engine.``.
+
+    Example:
+        >>> flat({"engine": {"zero": {"stage": 2}}, "train": {"steps": 5}})
+        {'zero.stage': 2, 'train.steps': 5}
+    """
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, "" if (prefix, key) == ("", "engine") else f"{prefix}{key}.")
+        else:
+            found[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def defaults() -> dict[str, Any]:
+    """The dataclasses' own settings, dotted."""
+    return flat(dataclasses.asdict(RunConfig()))

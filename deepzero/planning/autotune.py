@@ -1,0 +1,311 @@
+"""Which stage, which offload, which micro-batch: every setting that fits, the fastest first, by rehearsal.
+
+In order: *fix* what the user has chosen · *estimate* every setting of what is left (``estimate.py``) and strike out
+what cannot fit · *rehearse* the best of each stage and offload, with a smaller micro-batch where the first did not fit
+after all · *refine* the fastest: bucket sizes, looking ahead, hpZ and MiCS between nodes; what changes bits (qwZ, qgZ)
+only when it is asked for · *sort* by tokens per second.
+
+A prediction that is shown comes from a rehearsal on the cluster's numbers, as ``tools.simulate`` would give it. Only
+where a step has many micro-batches, two and three of them are rehearsed, and the rest is a straight line: each further
+one launches, computes and waits for the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.strict import ConfigError
+from deepzero.monitor.terminal import short_bytes
+from deepzero.planning import plan
+from deepzero.planning.dry_run import dry_run
+from deepzero.planning.estimate import Estimate, Estimator, Offloaded, Setting
+from deepzero.planning.search_space import Question, Space, words_of
+from deepzero.planning.simulate import Simulated, simulate
+
+STRAIGHT = 3
+"""Micro-batches of a step up to which it is rehearsed as it is."""
+SURE = 0.85
+"""Of estimated activations: so much there will be at least."""
+WAITS = 0.05
+"""Of the step: a fastest setting that waits longer is tried with a larger micro-batch."""
+ENOUGH = 0.99
+"""Of the best throughput: a smaller micro-batch that reaches it is taken."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting, rehearsed."""
+
+    setting: Setting
+    words: tuple[str, ...]
+    """Overrides that make it: the user's, then ours."""
+    simulated: Simulated
+    step_seconds: float
+    tokens: int
+    """Of an optimizer step."""
+    straight_line: bool
+    """Drawn out from two and three micro-batches."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A stage and offload of which nothing fits, or that does not go with what was given."""
+
+    setting: Setting
+    memory: dict[str, int]
+    """Bytes of one rank by category, at the smallest; empty where ``reason`` says all."""
+    too_much: float
+    """Bytes beyond what may be used, of a device or of a node's host; 0 where ``reason`` says all."""
+    on_host: bool
+    rehearsed: bool
+    reason: str = ""
+    buffers: int = 0
+    """Bytes that come on top by estimate, where nothing was rehearsed."""
+
+
+@dataclass
+class TuningAdvice:
+    """The answer."""
+
+    question: Question
+    numel: int
+    options: list[Option] = field(default_factory=list)
+    """What fits, the fastest first."""
+    refused: list[Refused] = field(default_factory=list)
+    waiting: list[Estimate] = field(default_factory=list)
+    """What may fit, and was not rehearsed for want of time."""
+    help: list[str] = field(default_factory=list)
+    """Where nothing fits: what would."""
+    took: float = 0.0
+
+
+def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) -> Option:
+    """One setting on the cluster.
+
+    Raises:
+        ConfigError: the words do not go together, or not with so many ranks.
+    """
+    run, world = question.compose(words), question.world
+    batch = resolve_batch(run.engine, world.world_size)
+
+    def simulated(engine: EngineConfig, tokens: int) -> Simulated:
+        program = question.make(dataclasses.replace(run, engine=engine), world.world_size)
+        return simulate(dry_run(program, world), question.cluster, tokens)
+
+    each = run.model.block_size * batch.micro_batch * world.world_size
+    if batch.accumulation <= STRAIGHT:
+        found = simulated(run.engine, each * batch.accumulation)
+        return Option(setting, tuple(words), found, found.timeline.seconds, each * batch.accumulation, False)
+    alone = dataclasses.replace(run.engine, train_batch_size=None, train_micro_batch_size_per_gpu=batch.micro_batch)
+    two, three = (
+        simulated(dataclasses.replace(alone, gradient_accumulation_steps=steps), each * steps)
+        for steps in (STRAIGHT - 1, STRAIGHT)
+    )
+    further = three.timeline.seconds - two.timeline.seconds
+    seconds = three.timeline.seconds + (batch.accumulation - STRAIGHT) * further
+    return Option(setting, tuple(words), three, seconds, each * batch.accumulation, True)
+
+
+class Search:
+    """Finds the settings that fit, and how fast they are."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.space = question, Space(question)
+        self.began = time.perf_counter()
+        question.tell("probing the model")
+        self.estimator = Estimator(self.space.run, question.make, question.cluster, question.world)
+        self.advice = TuningAdvice(question, 0)
+        self.rehearsed, self.longest = 0, 0.0
+        self.extra: dict[tuple[tuple[int, Offloaded], bool], float] = {}
+        """Bytes by which rehearsals have shown an estimate to be too small."""
+
+    def run(self) -> TuningAdvice:
+        """Estimate, rehearse, refine, sort."""
+        advice, chosen = self.advice, []
+        for family in self.space.families():
+            candidates = self._candidates(family)
+            advice.numel = self.estimator.numel
+            if candidates:
+                chosen.append(candidates)
+            else:
+                advice.refused.append(self._refuse_by_estimate(family))
+        chosen.sort(key=lambda some: -some[0].tokens_per_second)
+        for candidates in chosen:
+            if not self._may_rehearse(refining=False):
+                advice.waiting.append(candidates[0])
+            else:
+                self._settle(candidates)
+        self._sort()
+        self._grow()
+        if advice.options:
+            best = advice.options[0]
+            for extra in self.space.variants(best.setting, self.estimator.limit, self.estimator.numel):
+                if self._may_rehearse(refining=True):
+                    self._try(dataclasses.replace(best.setting, extra=extra))
+            self._sort()
+        if not advice.options and not advice.waiting:
+            advice.help = self._help()
+        advice.took = time.perf_counter() - self.began
+        return advice
+
+    def _grow(self) -> None:
+        """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""
+        while (options := self.advice.options) and options[0].simulated.exposed_share > WAITS:
+            best = options[0].setting
+            larger = [size for size in self.space.batches() if size[0] > best.micro_batch]
+            if not larger or not self._may_rehearse(refining=True):
+                return
+            setting = dataclasses.replace(best, micro_batch=larger[0][0], accumulation=larger[0][1])
+            estimate = self.estimator(setting)
+            if not self._likely(estimate) or self._try(setting, estimate) is not None:
+                return
+            self._sort()
+            if options[0].setting == best:
+                return
+
+    def _may_rehearse(self, refining: bool) -> bool:
+        """One always; a further one where it will be over in time, by the longest so far, and leaves some to refine."""
+        until = time.perf_counter() - self.began + self.longest
+        in_time = until < self.question.seconds * (1.0 if refining else 0.75)
+        return self.rehearsed < self.question.rehearsals and (in_time or not self.rehearsed)
+
+    def _candidates(self, family: tuple[int, Offloaded]) -> list[Estimate]:
+        """Settings of a family that may fit, in the order in which they are to be tried: the most promising first."""
+        found = []
+        for checkpointing in self.space.checkpointing():
+            for micro_batch, accumulation in self.space.batches():
+                estimate = self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
+                if self._beyond(estimate)[0] > 0:
+                    break
+                found.append(estimate)
+        fits = [one for one in found if self._likely(one)] or found
+        if not fits:
+            return []
+        fastest = max(one.tokens_per_second for one in fits)
+        first = min(
+            (one for one in fits if one.tokens_per_second >= ENOUGH * fastest),
+            key=lambda one: (one.device_bytes, one.setting.micro_batch),
+        )
+        rest = sorted((one for one in found if one is not first), key=lambda one: -one.tokens_per_second)
+        return [first, *rest]
+
+    def _beyond(self, estimate: Estimate) -> tuple[float, bool]:
+        """Bytes too many, at the least; and whether it is the host that has too few."""
+        sure = estimate.device_bytes - round((1 - SURE) * estimate.memory["activations"])
+        host = estimate.host_bytes * self.estimator.nodes.per_node - self.question.host_bytes
+        device = sure - self.question.device_bytes
+        return (device, False) if device > 0 or host <= 0 else (host, True)
+
+    def _likely(self, estimate: Estimate) -> bool:
+        key = (estimate.setting.family, estimate.setting.checkpointing)
+        extra = self.extra.get(key, estimate.buffers)
+        return estimate.device_bytes + extra <= self.question.device_bytes and self._beyond(estimate)[0] <= 0
+
+    def _refuse_by_estimate(self, family: tuple[int, Offloaded]) -> Refused:
+        """Nothing of it can fit: the setting that comes nearest."""
+        micro_batch, accumulation = self.space.batches()[0]
+        found = [
+            self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
+            for checkpointing in self.space.checkpointing()
+        ]
+        nearest = min(found, key=lambda one: self._beyond(one)[0])
+        too_much, on_host = self._beyond(nearest)
+        return Refused(nearest.setting, nearest.memory, too_much, on_host, rehearsed=False, buffers=nearest.buffers)
+
+    def _settle(self, candidates: list[Estimate]) -> None:
+        """Rehearse until one fits; after one that does not, what it has shown to be too large is passed over."""
+        last: Refused | None = None
+        remaining = list(candidates)
+        while remaining and (last is None or self._may_rehearse(refining=False)):
+            estimate = remaining.pop(0)
+            last = self._try(estimate.setting, estimate)
+            if last is None:
+                return
+            if last.reason or last.on_host:
+                break
+            left = [one for one in remaining if one.device_bytes < estimate.device_bytes]
+            likely = [one for one in left if self._likely(one)]
+            # Where none looks as if it did, the smallest decides.
+            remaining = likely or sorted(left, key=lambda one: one.device_bytes)[:1]
+        if last is not None:
+            self.advice.refused.append(last)
+
+    def _try(self, setting: Setting, estimate: Estimate | None = None) -> Refused | None:
+        """Rehearse one setting, and note it where it fits.
+
+        Returns:
+            Why it does not; None: it does.
+        """
+        self.rehearsed += 1
+        words = self.space.words(setting)
+        self.question.tell(f"rehearsing {self.rehearsed}: {' '.join(words[len(self.question.words) :]) or 'as given'}")
+        began = time.perf_counter()
+        try:
+            option = rehearse_option(self.question, setting, words)
+        except ConfigError as error:
+            return Refused(setting, {}, 0.0, False, True, str(error))
+        self.longest = max(self.longest, time.perf_counter() - began)
+        simulated = option.simulated
+        over = simulated.device_bytes - self.question.device_bytes
+        host = simulated.host_bytes_per_node - self.question.host_bytes
+        if estimate is not None:
+            key = (setting.family, setting.checkpointing)
+            self.extra[key] = simulated.device_bytes - estimate.device_bytes
+        if max(over, host) > 0:
+            return Refused(
+                setting, plan.memory(simulated.rehearsal), over if over > 0 else host, over <= 0, rehearsed=True
+            )
+        self.advice.options.append(option)
+        return None
+
+    def _sort(self) -> None:
+        """The fastest first; of equals, the one that holds less, then the plainer one."""
+        self.advice.options.sort(
+            key=lambda one: (-float(f"{one.tokens_per_second:.3g}"), one.simulated.device_bytes, len(one.words))
+        )
+
+    def _help(self) -> list[str]:
+        """By estimate: more ranks, other settings than those that were given, more memory."""
+        said = []
+        here = self.estimator
+        for power in range(1, 11):
+            size = self.space.world_size << power
+            self.estimator = here.of(dataclasses.replace(self.question.world, world_size=size))
+            if any(self._likely(one) for one in self._smallest(self.space.families(), self.space.checkpointing())):
+                said.append(f"{size} ranks instead of {self.space.world_size}")
+                break
+        self.estimator = here
+        families: list[tuple[int, Offloaded]] = [(s, "none") for s in range(4)] + [(s, "optimizer") for s in (1, 2, 3)]
+        both = [False, True] if self.space.run.model.library == "own" else self.space.checkpointing()
+        every = self._smallest([*families, (3, "optimizer_and_param")], both, micro_batch=1)
+        fits = [one for one in every if self._likely(one)]
+        if fits:
+            words = " ".join(words_of(max(fits, key=lambda one: one.tokens_per_second).setting))
+            said.append(f"{words}, which the given settings exclude")
+        device = [one for one in self.advice.refused if one.too_much > 0 and not one.on_host]
+        if device:
+            least = min(one.too_much + one.buffers for one in device)
+            needed = (self.question.device_bytes + least) / (1 - self.question.headroom)
+            said.append(
+                f"devices of about {short_bytes(needed)} instead of {short_bytes(self.question.cluster.memory_bytes)}"
+            )
+        return said
+
+    def _smallest(
+        self, families: Sequence[tuple[int, Offloaded]], checkpointing: Sequence[bool], micro_batch: int | None = None
+    ) -> list[Estimate]:
+        first, accumulation = self.space.batches()[0]
+        return [
+            self.estimator(Setting(*family, choice, micro_batch or first, accumulation))
+            for family in families
+            for choice in checkpointing
+        ]

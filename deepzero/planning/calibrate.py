@@ -1,0 +1,215 @@
+"""What the machine at hand can do, measured: the numbers of a :class:`~deepzero.planning.clusters.Cluster`.
+
+All ranks measure at the same time, as they compute at the same time: what they share (cores, memory, the links of a
+node) each then has its share of. Of every number the slowest rank's counts, for a step waits for that one.
+
+- *Operations*: linear layers forward and backward in the compute dtype; ``efficiency`` is then 1.
+- *Memory*: what layer norms and GELUs reach of it, forward and backward. On a GPU that is the memory's bandwidth; a CPU
+  core is slower at such functions than at reading, and it is they that a step is made of.
+- *Host memory*: a large tensor copied, read and written.
+- *An op's least time*: forward and backward pass of a network so small that nothing but launching takes time.
+- *Links*: the collectives of ``comm/collectives.py``, at several sizes inside a node and, where there are several,
+  between the ranks of the same number on each; seconds over bytes as a straight line, by least squares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.groups import RankGroup, find_nodes, told_by_launcher
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.planning.clusters import Cluster
+from deepzero.planning.op_cost import WorkMeter
+
+SIZES = (1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23)
+"""Bytes that a rank contributes to a collective."""
+ROWS, WIDTH = 512, 1024
+"""Of the layers that are timed: a micro-batch's tokens, a model's width."""
+ROUNDS = 5
+"""The median of so many counts."""
+
+
+def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
+    """Measure. A collective: every rank of the process group calls it, and gets the same cluster.
+
+    Args:
+        dtype: in which matrix products are made.
+        sizes: bytes of a rank's part, at least two different ones.
+    """
+    device = process_group.default_device()
+    told = process_group.all_gather_object(told_by_launcher())
+    nodes = find_nodes(None, process_group.world_size(), told)
+    comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
+    inside, across = comm.split(nodes.per_node)
+    products = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
+    mine = {
+        "flops": _reached(products, device, dtype)[0],
+        "memory_bandwidth": _reached(others, device, dtype)[1],
+        "host_memory_bandwidth": _copy_bandwidth(torch.device("cpu"), torch.device("cpu"), 2) * nodes.per_node,
+        "host_bandwidth": _copy_bandwidth(torch.device("cpu"), device, 1),
+        "memory_bytes": _memory_bytes(device, nodes.per_node),
+    }
+    overhead = _op_overhead(device)
+    inner = _link(comm, inside, sizes)
+    # A rank of each node talks to its like: what leaves a node is what all its ranks send.
+    outer = _link(comm, across, sizes)
+    everyone = process_group.all_gather_object((mine, overhead, inner, outer))
+    least = {key: min(theirs[0][key] for theirs in everyone) for key in mine}
+    inner = _slowest([theirs[2] for theirs in everyone]) or (0.0, least["memory_bandwidth"])
+    outer = _slowest([theirs[3] for theirs in everyone]) or inner
+    return Cluster(
+        name="probed",
+        ranks_per_node=nodes.per_node,
+        efficiency=1.0,
+        inside_bandwidth=inner[1],
+        node_bandwidth=outer[1] * nodes.per_node,
+        inside_latency=inner[0],
+        between_latency=outer[0],
+        host_bytes=_host_bytes(),
+        device_type=device.type,
+        op_overhead=max(theirs[1] for theirs in everyone),
+        **least,
+    )
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Seconds over bytes as ``latency + bytes / bandwidth``, by least squares of the *relative* error.
+
+    Relative, because the largest message would else decide alone.
+
+    Args:
+        points: (bytes, seconds), of at least two different sizes.
+
+    Returns:
+        Latency in seconds, not negative; bandwidth in bytes a second.
+
+    Example:
+        >>> fit_line([(1000, 2.5), (2000, 3.0), (4000, 4.0)])
+        (2.0, 2000.0)
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
+    square = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, points, strict=True))
+    slope = sum(w * (size - x) * (s - y) for w, (size, s) in zip(weights, points, strict=True)) / square
+    if slope <= 0:  # noise: the largest message says what can be had at least
+        size, seconds = max(points)
+        slope = seconds / size
+    return max(0.0, round(y - slope * x, 12)), round(1 / slope, 6)
+
+
+def _median_seconds(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
+    """After one round that does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        _settle(device)
+        process_group.barrier()
+        began = time.perf_counter()
+        work()
+        _settle(device)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds[1:])[rounds // 2]
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _reached(layers: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Operations and bytes a second of a forward and a backward pass, **counted as a rehearsal counts them**."""
+    network = nn.Sequential(*layers).to(device, dtype)
+    x = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
+
+    def work() -> None:
+        network.zero_grad(set_to_none=True)
+        network(x).backward(x.detach())
+
+    with WorkMeter(device.type) as meter:
+        work()
+    seconds = _median_seconds(work, device)
+    return sum(meter.work.flops) / seconds, sum(meter.work.bytes) / seconds
+
+
+def _copy_bandwidth(source: torch.device, target: torch.device, passes: int) -> float:
+    """Bytes a second of a copy; ``passes`` 2 counts what is read and what is written."""
+    size = 1 << (28 if target.type == "cuda" else 25)
+    pinned = source.type != target.type
+    given = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=pinned)
+    taken = torch.zeros(size, dtype=torch.uint8, device=target)
+    return passes * size / _median_seconds(lambda: taken.copy_(given, non_blocking=True), target)
+
+
+def _op_overhead(device: torch.device) -> float:
+    """Seconds per op where ops have nothing to do."""
+    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
+    network, x = nn.Sequential(*layers).to(device), torch.zeros(2, 8, device=device)
+
+    def work() -> None:
+        network(x).sum().backward()
+
+    with WorkMeter(device.type) as meter:
+        work()
+    return _median_seconds(work, device) / len(meter.work.flops)
+
+
+def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[float, float] | None:
+    """Latency and bandwidth among a group's ranks; None: nobody is there to talk to. All groups measure at once."""
+    if group.size == 1:
+        return None
+    points = []
+    for size in sizes:
+        parts = torch.zeros(group.size, size, dtype=torch.uint8, device=comm.device)
+        send, recv = list(torch.zeros_like(parts).unbind()), list(parts.unbind())
+        seconds = _median_seconds(partial(_exchange, comm, send, recv, group), comm.device)
+        points.append(((group.size - 1) * size, seconds))
+    return fit_line(points)
+
+
+def _exchange(comm: Communicator, send: list[torch.Tensor], recv: list[torch.Tensor], group: RankGroup) -> None:
+    comm.exchange("probe", send, recv, group=group).wait()
+
+
+def _slowest(links: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
+    there = [link for link in links if link is not None]
+    return (max(link[0] for link in there), min(link[1] for link in there)) if there else None
+
+
+def _host_bytes() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _memory_bytes(device: torch.device, per_node: int) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return _host_bytes() / per_node
+
+
+def probe_to_file(path: str, dtype: str) -> None:
+    """A rank's program: join, measure, and let rank 0 write the cluster into ``path``, as JSON."""
+    process_group.init_distributed()
+    found = probe(getattr(torch, dtype))
+    if process_group.rank() == 0:
+        Path(path).write_text(as_text(found), encoding="utf-8")
+    process_group.barrier()
+    process_group.shutdown()
+
+
+def as_text(cluster: Cluster) -> str:
+    """What ``--cluster FILE.json`` takes."""
+    return json.dumps(dataclasses.asdict(cluster), indent=1) + "\n"

@@ -1,0 +1,313 @@
+"""A rehearsal: some optimizer steps of the engine, as any one rank of any number of ranks, without values.
+
+The model, the engine, the stage, the coordinator, the buckets, the offload: all of it is the code that trains. Tensors
+are on the meta device, ranks are pretended (``comm/dry_run.py``), and the ledger keeps every event. In stage 3 the
+first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the second step
+executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
+
+What cannot be rehearsed is a model whose path depends on values (experts that are chosen by the data): torch then
+raises, because the meta device has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from deepzero.comm.dry_run import FakeRank, fake_process_group, real_device_type
+from deepzero.comm.groups import Nodes
+from deepzero.comm.ledger import Event, Traffic
+from deepzero.config.engine import EngineConfig
+from deepzero.config.strict import ConfigError
+from deepzero.offload.copy_streams import FETCH
+from deepzero.planning.hf_patches import nothing_is_packed
+from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
+from deepzero.profiling.step_recorder import StepRecorder
+from deepzero.runtime.engine import Engine
+from deepzero.runtime.optimizers import build_optimizer
+from deepzero.runtime.pytree import scalar_loss
+from deepzero.runtime.zero.fetch_plan import FetchPlan
+from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
+from deepzero.runtime.zero.stage3 import ZeroStage3
+
+STEPS = 2
+"""The first records, the second follows the plan; all later ones are like the second."""
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """How many ranks, and on what."""
+
+    world_size: int
+    ranks_of_host: int
+    """R, ranks that share a machine, unless ``comm.ranks_per_node`` says otherwise."""
+    device_type: Literal["cpu", "cuda"] = "cuda"
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """What a rank runs.
+
+    ``model`` is called with the meta device as torch's default, and so makes a model without memory. ``batch`` gives
+    the arguments of one micro-batch's forward pass, on the meta device; the model's output has to be, or to hold, a
+    scalar loss, unless ``loss`` makes one of it.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Any, ...]]
+    config: EngineConfig
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class DryRunResult:
+    """What one rank did."""
+
+    rank: int
+    nodes: Nodes
+    device_type: str
+    """What the ranks run on: cpu or cuda. Buffers, kernels and ways of summing differ."""
+    stage: int
+    model_numel: int
+    events: list[Event]
+    """Of the last step, in order; ``at`` counts ops, see :attr:`work`."""
+    recording: list[Event]
+    """Of the first step."""
+    work: Work
+    """Of the last step: ops, numbered as the events count them."""
+    plan: FetchPlan | None
+    """Stage 3: what the last step followed."""
+    memory: dict[str, int]
+    """Bytes of model state and buffers by category: the ledger's closed forms."""
+    held: dict[str, int]
+    """The same as counted in the rehearsal: the most that was held of each."""
+    peak_bytes: int
+    """On the device, the most that was alive at any time of the last step, activations and temporaries included."""
+    traffic: dict[str, Traffic]
+    """Of the last step, as counted on this rank."""
+    predicted: dict[str, Traffic]
+    """Of any step, by the closed forms, mean over ranks."""
+    host_bytes: int
+    """In host memory."""
+    trail: list[tuple[str, str, int, int]]
+    """Every collective of the last step, in order: kind, where, how many take part, elements that a rank sends. The
+    same on all ranks, or they hang. (Of what goes to replicas ranks send different numbers: 0 stands for all.)"""
+    gradients: list[str]
+    """Parameters that got one in the last step, in the order in which they came."""
+    points: list[dict[str, Any]]
+    """What was held after each event of the last step, where that was asked for: see ``profiling/step_recorder.py``."""
+    fetched: dict[str, str]
+    """What stage 3 fetches and releases: ``bucket 3`` → the parameters that lie in it."""
+    reduced: dict[str, str]
+    """The same of what is reduced, and of what is published whole; several groups may have a bucket of a number."""
+    micro_batches: int
+    delayed: bool = False
+    """The CPU steps beside the next step's forward and backward pass."""
+
+    def name_of(self, event: Event) -> str:
+        """The parameters that an event is about, for people; empty where it is about none, or about all."""
+        if event.what in ("fetch", "release") or "all_gather_" in event.kind or event.kind in (FETCH, TO_REPLICAS):
+            return self.fetched.get(event.where, "")
+        return self.reduced.get(event.where, "")
+
+    @property
+    def activation_bytes(self) -> int:
+        """What of the peak is neither model state nor a buffer of ZeRO's: activations and temporaries.
+
+        With :attr:`memory` it makes the peak. (Not with :attr:`held`: that is weighed between micro-batches, when what
+        was gathered is gone on a GPU, and would be counted twice.)
+        """
+        device = sum(size for category, size in self.memory.items() if not category.startswith("host_"))
+        return max(0, self.peak_bytes - device)
+
+
+def dry_run(
+    program: TrainStep, world: ClusterShape, rank: int = 0, steps: int = STEPS, limit: int | None = None
+) -> DryRunResult:
+    """Run ``program`` for some steps as ``rank``.
+
+    Args:
+        program: model, batch, settings.
+        world: how many ranks, and on what.
+        rank: which of them.
+        steps: optimizer steps; fewer than :data:`STEPS` do not reach stage 3's plan.
+        limit: weigh what is held at every event of the last step, and keep about so many points; None: do not.
+
+    Raises:
+        ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss.
+    """
+    config = _without_side_effects(program.config)
+    who = FakeRank(rank, world.world_size, world.device_type, world.ranks_of_host)
+    meter = WorkMeter()
+    with fake_process_group(who), meter, fused_attention(), quiet(), contextlib.ExitStack() as rehearsing:
+        arrived: list[str] = []
+        engine = _build(program, config, arrived)
+        rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
+        ledger = engine.ledger
+        ledger.clock, ledger.trace = meter.clock, True
+        recording: list[Event] = []
+        for step in range(steps):
+            ledger.events, meter.work, arrived[:] = [], Work(), []
+            recorder = None
+            if limit is not None and step == steps - 1:
+                recorder = StepRecorder(ledger, limit, clock=meter.clock)
+                recorder.begin()
+            meter.restart_peak()
+            for _ in range(engine.batch.accumulation):
+                engine.backward(_loss(program, engine(*program.batch())))
+                engine.step()
+            if recorder is not None:
+                recorder.end()
+            if step == 0:
+                recording = ledger.events
+        engine.finish_delayed_update()
+        return _result(engine, meter, recording, arrived, recorder)
+
+
+def follow(engine: Engine, plan: FetchPlan) -> None:
+    """Let a stage-3 engine follow a rehearsed plan from its first step on: nothing has to be recorded.
+
+    Raises:
+        ConfigError: the engine is of another stage, is cut into other buckets than the plan is about, or has other
+            limits on what is fetched ahead, kept and gathered.
+    """
+    stage = engine.stage
+    if not isinstance(stage, ZeroStage3):
+        raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
+    numel = {bucket.key: bucket.numel for bucket in stage.coordinator.buckets}
+    if numel != plan.numel:
+        raise ConfigError(
+            f"the plan is about {len(plan.numel)} buckets of {sum(plan.numel.values()):,} elements, and this engine "
+            f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
+        )
+    if stage.coordinator.limits != plan.limits:
+        raise ConfigError(
+            f"the plan keeps to {plan.limits}, and this engine to {stage.coordinator.limits}; rehearse with the same "
+            "settings"
+        )
+    stage.coordinator.follow(plan)
+
+
+def _without_side_effects(config: EngineConfig) -> EngineConfig:
+    """Nothing is delayed or printed; what is launched and held does not depend on it."""
+    chaos = dataclasses.replace(config.comm.chaos, enabled=False)
+    return dataclasses.replace(
+        config,
+        comm=dataclasses.replace(config.comm, chaos=chaos),
+        steps_per_print=None,
+        scheduler=None,
+    )
+
+
+def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> Engine:
+    if config.optimizer is None:
+        raise ConfigError("a rehearsal builds its optimizer from the settings: they have to name one")
+    with torch.device("meta"):
+        model = program.model()
+    stranger = next((name for name, p in model.named_parameters() if not p.is_meta), None)
+    if stranger is not None:
+        raise ConfigError(f"parameter {stranger!r} has values: the model of a rehearsal is made on the meta device")
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            param.register_hook(partial(_note_arrival, arrived, name))
+    optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
+    return Engine(model, optimizer, config)
+
+
+@contextlib.contextmanager
+def quiet(level: int = logging.WARNING) -> Iterator[None]:
+    """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay.
+
+    Args:
+        level: of what is heard. ``ERROR`` where a run has given the warnings itself.
+    """
+    logger = logging.getLogger("deepzero")
+    before = logger.level
+    logger.setLevel(max(before, level))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _note_arrival(arrived: list[str], name: str, _: torch.Tensor) -> None:
+    arrived.append(name)
+
+
+def _loss(program: TrainStep, output: Any) -> torch.Tensor:
+    loss = program.loss(output) if program.loss is not None else scalar_loss(output)
+    if loss is None:
+        raise ConfigError(f"the model's output ({type(output).__name__}) holds no scalar loss; give the program one")
+    return loss
+
+
+def _result(
+    engine: Engine, meter: WorkMeter, recording: list[Event], arrived: list[str], recorder: StepRecorder | None
+) -> DryRunResult:
+    ledger, stage = engine.ledger, engine.stage
+    ledger.sample()
+    plan = stage.coordinator.training.step_plan() if isinstance(stage, ZeroStage3) else None
+    host = sum(size for category, size in ledger.held.items() if category.startswith("host_"))
+    return DryRunResult(
+        rank=engine.global_rank,
+        nodes=engine.comm.nodes,
+        device_type=real_device_type(engine.device),
+        stage=engine.config.zero.stage,
+        model_numel=engine.model_numel,
+        events=ledger.events,
+        recording=recording,
+        work=meter.work,
+        plan=plan,
+        memory=dict(ledger.predicted_memory),
+        held=dict(ledger.held),
+        # The host's memory is one arena, on the meta device too, there all the time.
+        peak_bytes=meter.peak_bytes - host,
+        traffic=dict(ledger.last_step),
+        predicted=dict(ledger.predicted_traffic),
+        host_bytes=host,
+        trail=[launched(event) for event in ledger.events if event.what == "launch"],
+        gradients=arrived,
+        points=[point.as_dict() for point in recorder.points] if recorder is not None else [],
+        fetched=_fetched_names(engine),
+        reduced=_reduced_names(engine),
+        micro_batches=engine.batch.accumulation,
+        delayed=engine.config.zero.offload_optimizer.delayed_update,
+    )
+
+
+def launched(event: Event) -> tuple[str, str, int, int]:
+    """One entry of a rehearsal's trail."""
+    if event.sent is None:
+        return event.kind, event.where, 0, 0
+    elements = 0 if event.kind == TO_REPLICAS else event.sent.elements
+    return event.kind, event.where, event.sent.ranks, elements
+
+
+def _fetched_names(engine: Engine) -> dict[str, str]:
+    if not isinstance(engine.stage, ZeroStage3):
+        return {}
+    buckets = engine.stage.coordinator.buckets
+    return {f"bucket {made.key}": _short([param._zero.name for param in made.params]) for made in buckets}
+
+
+def _reduced_names(engine: Engine) -> dict[str, str]:
+    """By the group's own numbers; where two groups have the same, both are named."""
+    found: dict[str, str] = {}
+    for group in engine._zero.groups:
+        for bucket in group.layout.buckets:
+            key, name = f"bucket {bucket.index}", _short([group.names[slot.index] for slot in bucket.slots])
+            found[key] = f"{found[key]} or {name}" if key in found else name
+    return found
+
+
+def _short(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"

@@ -1,0 +1,229 @@
+"""What a rehearsal computes and holds: floating-point operations, bytes read and written, memory in use, op by op.
+
+torch's own formulas say how many operations a matrix product, an attention or a convolution takes
+(``torch.utils.flop_counter``). Everything else is taken to be bound by memory: its time is that of reading its inputs
+and writing its outputs once. Memory in use is that of all storages alive, model state and temporaries alike; what an
+allocator adds by rounding and fragmentation is not in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from deepzero.comm.dry_run import real_device_type
+
+_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+    **flop_registry,
+}
+"""torch counts the CPU's attention nowhere; it has the same products and the same arguments."""
+
+
+@dataclass
+class Work:
+    """One op after the other."""
+
+    flops: list[int] = field(default_factory=list)
+    """Multiplications and additions, two for a fused pair."""
+    bytes: list[int] = field(default_factory=list)
+    """Read and written; 0 for an op that only makes a view."""
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """What an op makes of inputs of such shapes, and what it costs: a model of a hundred alike blocks asks again."""
+
+    shapes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
+    """Of its outputs."""
+    single: bool
+    """One tensor, not a tuple."""
+    flops: int
+    bytes: int
+
+    def make(self) -> Any:
+        """New outputs."""
+        made = tuple(
+            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in self.shapes
+        )
+        return made[0] if self.single else made
+
+
+class WorkMeter(TorchDispatchMode):
+    """Counts, while it is entered, what is dispatched on one kind of device.
+
+    Args:
+        device_type: which. ``meta``: a rehearsal. Another, to measure a real run in the same way.
+    """
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.work = Work()
+        self.alive_bytes = self.peak_bytes = 0
+        self._seen: set[int] = set()
+        self._recipes: dict[Any, _Recipe | None] = {}
+
+    def clock(self) -> float:
+        """How many ops there have been: for :attr:`Ledger.clock`."""
+        return float(len(self.work.flops))
+
+    def restart_peak(self) -> None:
+        """The peak from here on."""
+        self.peak_bytes = self.alive_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Count one op, and let it run."""
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)  # moves nothing and holds nothing new; and there are many of them
+        key = self._key(func, args, kwargs)
+        recipe = self._recipes.get(key) if key is not None else None
+        if recipe is not None:
+            output = recipe.make()
+            self._count(recipe.flops, recipe.bytes, [output] if recipe.single else output)
+            return output
+        output = func(*args, **kwargs)
+        made = self._mine(output)
+        if not made:
+            return output
+        formula: Callable[..., int] | None = _FORMULAS.get(func._overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
+        moved = sum(_bytes_of(t) for t in (*self._mine((args, kwargs)), *made))
+        if key is not None:
+            self._recipes[key] = _recipe_of(output, flops, moved)
+        self._count(flops, moved, made)
+        return output
+
+    def _mine(self, tree: Any) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(tree)
+        return [t for t in leaves if isinstance(t, torch.Tensor) and t.device.type == self.device_type]
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ops with the same key make the same; None for what writes into its inputs, or has to be run."""
+        if self.device_type != "meta" or not _makes_new_tensors(func):
+            return None
+        try:
+            key = (func, _shape_of(args), _shape_of(tuple(kwargs.items())))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _count(self, flops: int, moved: int, made: Iterable[torch.Tensor]) -> None:
+        if moved or flops:
+            self.work.flops.append(flops)
+            self.work.bytes.append(moved)
+            for tensor in made:
+                self._hold(tensor)
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if nbytes and key not in self._seen:
+            self._seen.add(key)
+            self.alive_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+            weakref.finalize(storage, self._let_go, key, nbytes)
+
+    def _let_go(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.alive_bytes -= nbytes
+
+
+@functools.cache
+def _makes_new_tensors(func: Any) -> bool:
+    """Whether nothing that it returns is, or lies in, what it is given."""
+    schema = func._schema
+    return not any(item.alias_info is not None for item in (*schema.arguments, *schema.returns))
+
+
+def _shape_of(value: Any) -> Any:
+    """What of an argument the shape of the result depends on; TypeError for a tensor that has values."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            raise TypeError("a tensor with values")
+        return (value.shape, value.stride(), value.dtype)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shape_of, value))
+    return type(value), value  # 1, 1.0 and True are equal, and make different dtypes
+
+
+def _recipe_of(output: Any, flops: int, moved: int) -> _Recipe | None:
+    """None where the outputs are something else than new tensors without gaps, all on the meta device."""
+    single = isinstance(output, torch.Tensor)
+    made = (output,) if single else output
+    if not isinstance(made, tuple):
+        return None
+    for tensor in made:
+        if type(tensor) is not torch.Tensor or not tensor.is_meta:
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = (last + 1) * tensor.itemsize if tensor.numel() else 0
+        if tensor.untyped_storage().nbytes() != extent:
+            return None
+    return _Recipe(tuple((t.shape, t.stride(), t.dtype) for t in made), single, flops, moved)
+
+
+def _bytes_of(tensor: torch.Tensor) -> int:
+    """What reading a tensor moves: a dimension that is stretched (stride 0) is read once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride else min(size, 1)
+    return numel * tensor.itemsize
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """Let attention be one kernel on the meta device too, as it will be: torch's own shapes, torch's own count.
+
+    torch takes it apart there, and would hold a T by T matrix per head that no real device holds. A mode cannot tell
+    it otherwise: torch takes modes away in a backward pass, where checkpointed blocks run once more. So the function is
+    exchanged for as long as the rehearsal lasts; what is not on the meta device reaches the original.
+    """
+    original = F.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if not query.is_meta or attn_mask is not None or query.dim() != 4:
+            rest = (attn_mask, dropout_p, is_causal)
+            return original(query, key, value, *rest, scale=scale, enable_gqa=enable_gqa)
+        if (times := query.size(1) // key.size(1)) > 1:
+            key, value = (t.repeat_interleave(times, 1) for t in (key, value))
+        kernels = torch.ops.aten
+        kernel = kernels._scaled_dot_product_flash_attention
+        if real_device_type(query.device) == "cpu":
+            kernel = kernels._scaled_dot_product_flash_attention_for_cpu
+        output: torch.Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return output
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original

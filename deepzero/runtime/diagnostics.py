@@ -1,0 +1,122 @@
+"""Looking at a run from outside: the hash of the parameters, the ledger of all ranks, the first bad gradient."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.comm import process_group
+from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
+from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.runtime.zero.sharded_step import MasterFragment
+
+
+def params_sha256(model: nn.Module) -> str:
+    """SHA-256 over the raw bytes of every parameter, by sorted name; a tied parameter counts once. A collective."""
+    digest = hashlib.sha256()
+    for _, param in sorted(model.named_parameters()):
+        with GatheredParameters(param):
+            digest.update(param.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's state dict with a copy of each whole parameter, gathered one by one. A collective."""
+    state, copies = model.state_dict(), {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            if param not in copies:  # else tied: one tensor under all its names
+                with GatheredParameters(param):
+                    copies[param] = param.detach().clone()
+            state[name] = copies[param]
+    return state
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes in use now: allocated on a GPU, resident on a CPU (the peak so far where the system does not say)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return _peak_bytes(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> dict[str, Any]:
+    """All ranks' ledgers in one: means over ranks, and for memory also the most that any rank held.
+
+    The mean is what the closed forms speak of: with padding at the end of a bucket the last rank owns and sends a
+    few true elements fewer than the first, and the sum over ranks is exact.
+
+    ``activations`` is a residual, without prediction: the peak of memory over what was in use when everything stood.
+    ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
+    what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
+    """
+    residuals = process_group.all_gather_object(max(0, _peak_bytes(device) - bytes_at_build))
+    reports = process_group.all_gather_object(ledger.report())
+    combined: dict[str, Any] = {"memory": {}, "communication": {}}
+    for category, entry in reports[0]["memory"].items():
+        held = [report["memory"][category]["measured"] for report in reports]
+        combined["memory"][category] = {
+            "predicted": entry["predicted"],
+            "measured": _whole(sum(held) / len(held)),
+            "largest": max(held),
+        }
+    combined["memory"]["activations"] = {
+        "predicted": None,
+        "measured": _whole(sum(residuals) / len(residuals)),
+        "largest": max(residuals),
+    }
+    everyone = process_group.all_gather_object([ledger.held.get(category, 0) for category in UNPREDICTED])
+    for category, sizes in zip(UNPREDICTED, zip(*everyone, strict=True), strict=True):
+        if any(sizes):
+            combined["memory"][category] = {
+                "predicted": None,
+                "measured": _whole(sum(sizes) / len(sizes)),
+                "largest": max(sizes),
+            }
+    kinds = sorted({kind for report in reports for kind in report["communication"]})
+    for kind in kinds:
+        total = Traffic()
+        for report in reports:
+            measured = report["communication"].get(kind, {}).get("measured", Traffic().as_dict())
+            total.add(Traffic(**measured))
+        mean = {name: _whole(value / len(reports)) for name, value in total.as_dict().items()}
+        predicted = reports[0]["communication"].get(kind, {}).get("predicted", Traffic().as_dict())
+        combined["communication"][kind] = {"predicted": predicted, "measured": mean}
+    return combined
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Sequence[MasterFragment]) -> str:
+    """The first parameter, in the model's order, with an inf or NaN in its reduced gradient on any rank. A collective.
+
+    Args:
+        model: gives the order.
+        groups: all groups.
+        parts: in the order of the groups' pieces, as ``stage.gradients.master_parts`` gives them.
+    """
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    owners = [group.names[fragment.slot.index] for group in groups for fragment in group.fragments]
+    bad = [name for name, part in zip(owners, parts, strict=True) if not bool(torch.isfinite(part.grad).all())]
+    everyone = [name for names in process_group.all_gather_object(bad) for name in names]
+    return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"

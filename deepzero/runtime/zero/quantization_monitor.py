@@ -1,0 +1,230 @@
+"""The error meter: how much of weights and gradients quantisation loses, bucket by bucket, while a run trains.
+
+What a quantised bucket is worth is its signal-to-noise ratio, over all ranks::
+
+    SNR = 10 log10( sum x**2 / sum (x - decoded)**2 )   in dB
+
+6 dB are one bit. For numbers of a bell curve in blocks of 2048, 8 bits give some 42 dB and 4 bits 17; a block in which
+one number is much larger than the rest has less, as the scale is that one's: 20 dB in 8 bits at the worst, when the
+rest is as large as half a step.
+
+Every ``meter_every`` steps, the first included, weights are measured on each rank's own part, as it would be sent, and
+gradients as they are sent, both times where they are sent twice. Ranks then add up their sums, in rank order, so that
+all come to the same numbers and the same decision: a bucket below ``min_weight_snr_db`` or ``min_gradient_snr_db``
+travels unquantised from the next step on, which is said once. A step that is skipped, as its gradients are not finite,
+is not measured; the next one is.
+
+Left out: the decision is not saved. A run that goes on from a checkpoint measures in its first step, and decides again.
+
+Sources: section 5.3 of ZeRO++ (Wang et al. 2023) compares loss curves and no more; the measure is deepzero's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.quantized_reduce import QuantizedReduce
+from deepzero.comm.reduce_scatter import Key
+from deepzero.config.zero import QuantizationConfig
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+
+log = logging.getLogger(__name__)
+
+METER = "quantization.all_gather"
+
+NO_NOISE_DB = 400.0
+"""What is said where nothing was lost; more than fp64 could tell apart."""
+
+CHUNK = 1 << 18
+"""Elements that are measured at a time."""
+
+
+@dataclass
+class QuantErrorReport:
+    """What was measured last, in dB, by bucket; empty before the first measurement."""
+
+    weights: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    unquantized: list[str] = field(default_factory=list)
+    """What goes unquantised since it fell below a bound: ``weights of …``, ``gradients of …``."""
+
+
+class QuantizationMonitor:
+    """Measures, tells, and decides.
+
+    Args:
+        buckets: those whose weights travel quantised.
+        quantized_grads: qgZ's part of the reducer; None: gradients do not travel quantised.
+        names: of the buckets of gradients that do, by their key there.
+        settings: how often, and which bounds.
+        comm: the ranks.
+        changed: called when something is quantised no more.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[PartitionedBucket],
+        quantized_grads: QuantizedReduce | None,
+        names: Mapping[Key, str],
+        settings: QuantizationConfig,
+        comm: Communicator,
+        changed: Callable[[], None],
+    ) -> None:
+        self.buckets, self.quantized_grads, self.names = list(buckets), quantized_grads, dict(names)
+        self.settings, self.comm, self._changed = settings, comm, changed
+        self.readings, self.steps, self.fresh = QuantErrorReport(), 0, False
+        """``fresh``: the last step was measured."""
+        comm.ledger.untracked_kinds.add(METER)
+        self._scratch: torch.Tensor | None = None
+        self._message: torch.Tensor | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        """Gradients are measured as they are sent: the reducer has to know before."""
+        if self.quantized_grads is not None:
+            self.quantized_grads.metering = self._due()
+
+    def _due(self) -> bool:
+        """Whether the step under way, counted from 0, is measured."""
+        return self.settings.meter_every > 0 and self.steps % self.settings.meter_every == 0
+
+    def close_step(self, applied: bool) -> None:
+        """An optimizer step is complete. A collective, if it was one that is measured.
+
+        Args:
+            applied: the parameters have changed. A step that was skipped counts for nothing, and the next one is
+                measured in its place.
+        """
+        self.fresh = applied and self._due()
+        if self.fresh:
+            self._measure()
+        self.steps += int(applied)
+        self._watch()
+
+    def restart(self) -> None:
+        """The gradients of the step under way are dropped, and what was measured of them."""
+        self._watch()
+
+    def metrics(self) -> dict[str, float]:
+        """For the loggers: every bucket's ratio and the worst, after a step that was measured; else nothing."""
+        if not self.fresh:
+            return {}
+        found: dict[str, float] = {}
+        for what, ratios in (("weights", self.readings.weights), ("gradients", self.readings.gradients)):
+            found |= {f"quantization/{what}_snr_db/{name}": ratio for name, ratio in ratios.items()}
+            if ratios:
+                found[f"quantization/{what}_snr_db_min"] = min(ratios.values())
+        return {**found, "quantization/unquantized": float(len(self.readings.unquantized))}
+
+    # ---- how ---------------------------------------------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        weights = [bucket for bucket in self.buckets if bucket.gather.quantizes]
+        reduce = self.quantized_grads
+        gradients = [key for key in self.names if reduce is not None and reduce.takes(key)]
+        sent = reduce.measured if reduce is not None else {}
+        mine = [self._of_weights(bucket) for bucket in weights] + [sent.get(key, (0.0, 0.0)) for key in gradients]
+        sums = self._over_ranks(mine)
+        self.readings.weights, self.readings.gradients = {}, {}
+        stopped = False
+        for bucket, pair in zip(weights, sums, strict=False):
+            stopped |= self._judge("weights", _name_of(bucket), pair, bucket.gather.stop_quantizing)
+        for key, pair in zip(gradients, sums[len(weights) :], strict=True):
+            stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
+        if stopped:
+            self._changed()
+
+    def _stop_gradients(self, key: Key) -> None:
+        if self.quantized_grads is not None:
+            self.quantized_grads.exact_buckets.add(key)
+
+    def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
+        """This rank's part, quantised and back, in whole blocks."""
+        quantizer, part = bucket.gather.rules.quantizer, bucket.shard
+        if quantizer is None:
+            return 0.0, 0.0
+        step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
+        total = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        for piece in part.split(step):
+            values = piece.to(self.comm.device)
+            message = self._room(quantizer.format.message_bytes(values.numel()))
+            packed = quantizer.format.open(message, values.numel())
+            quantizer.pack(values, packed)
+            decoded = self._decoded(values.numel())
+            quantizer.unpack(packed, decoded)
+            total += squares(values, decoded)
+        signal, noise = total.tolist()
+        return signal, noise
+
+    def _room(self, size: int) -> torch.Tensor:
+        if self._message is None or self._message.numel() < size:
+            self._message = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
+        return self._message[:size]
+
+    def _decoded(self, numel: int) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.comm.device)
+        return self._scratch[:numel]
+
+    def _over_ranks(self, mine: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Every rank's sums, added in rank order: the same numbers on all ranks."""
+        if not mine:
+            return []
+        values = torch.tensor(mine, dtype=torch.float64).reshape(-1)
+        whole = torch.zeros(self.comm.world_size, values.numel(), dtype=torch.float64, device=self.comm.device)
+        parts = whole.unbind()
+        parts[self.comm.rank].copy_(values)
+        self.comm.all_gather(METER, whole.view(-1), where="error meter").wait()
+        total = torch.zeros_like(parts[0])
+        for part in parts:
+            total += part
+        pairs = total.view(-1, 2).tolist()
+        return [(signal, noise) for signal, noise in pairs]
+
+    def _judge(self, what: str, name: str, sums: tuple[float, float], stop: Callable[[], None]) -> bool:
+        """Note a ratio; below the bound, stop. Returns whether it was stopped."""
+        signal, noise = sums
+        if not (math.isfinite(signal) and math.isfinite(noise)) or signal == 0:
+            return False
+        ratio = 10 * math.log10(signal / noise) if noise > 0 else NO_NOISE_DB
+        readings = self.readings.weights if what == "weights" else self.readings.gradients
+        readings[name] = ratio
+        bound = self.settings.bound_db("weight" if what == "weights" else "gradient")
+        if bound is None or ratio >= bound:
+            return False
+        stop()
+        self.readings.unquantized.append(f"{what} of {name}")
+        if self.comm.rank == 0:
+            log.warning(
+                "the quantised %s of %s have a signal-to-noise ratio of %.1f dB, below zero.quantization.min_%s_snr_db,"
+                " which is %g: they travel unquantised from now on",
+                what, name, ratio, what.removesuffix("s"), bound,
+            )  # fmt: skip
+        return True
+
+
+def _name_of(bucket: PartitionedBucket) -> str:
+    return short_name([param._zero.name for param in bucket.params])
+
+
+def short_name(names: Sequence[str]) -> str:
+    """A bucket's name in logs: its first parameter's, and how many more it has.
+
+    Example:
+        >>> short_name(["head.weight"]), short_name(["a.weight", "a.bias", "b.weight"])
+        ('head.weight', 'a.weight+2')
+    """
+    return names[0] + (f"+{len(names) - 1}" if len(names) > 1 else "")
+
+
+def squares(values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    """fp64 ``[2]``: the sums of ``values**2`` and ``(values - decoded)**2``; both are 1-D."""
+    wide = values.to(torch.float64)
+    return torch.stack([wide.square().sum(), (wide - decoded).square().sum()])
