@@ -156,9 +156,9 @@ class FlatLayout:
 
         Example:
             >>> plan = plan_layout([100, 60], world_size=2, bucket_limit=1 << 20)
-            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.pieces(rank=0)]
+            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.fragments(rank=0)]
             [(0, 0, 0, 100)]
-            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.pieces(rank=1)]
+            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.fragments(rank=1)]
             [(1, 0, 0, 60)]
         """
         fragments = []

@@ -182,7 +182,7 @@ class QuantizedReduce:
     # ---- steps 1 to 3 ------------------------------------------------------------------------------------------------
 
     def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
-        """1, and where there is nothing to send inside the node, 3. See :class:`~deepzero.comm.reduce_scatter.ReduceStrategy`."""
+        """1, and where there is nothing to send inside the node, 3."""
         bucket, recv_buffer, sent = inflight.bucket, self._open(inflight), inflight.sent()
         per_node, me, nodes = self.inside.size, self.inside.index, range(self.across.size)
         own = [sent[node * per_node + me] for node in nodes]

@@ -69,7 +69,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
     """In bytes, of the device: the most while it builds, what training holds there, what the given model took."""
     meter = DeviceMeter()
     with monkeypatch.context() as patched, fake_process_group(FakeRank(world - 1, world, "cuda", min(world, 8))):
-        patched.setattr(HostArena, "carve", meter.on_host(HostArena.allocate))
+        patched.setattr(HostArena, "allocate", meter.on_host(HostArena.allocate))
         on_host = settings.zero.offload_optimizer.device == "cpu"
         if on_host:
             patched.setattr(build, "allocate_state", meter.on_host(build.allocate_state))

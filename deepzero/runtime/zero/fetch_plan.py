@@ -88,8 +88,8 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
         limits: what may be held.
 
     Example:
-        >>> uses = [Use((i,), backward=False, where="") for i in (0, 1, 2)]
-        >>> uses += [Use((i,), backward=True, where="") for i in (2, 1, 0)]
+        >>> uses = [ModuleUse((i,), backward=False, where="") for i in (0, 1, 2)]
+        >>> uses += [ModuleUse((i,), backward=True, where="") for i in (2, 1, 0)]
         >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
         >>> [(a.release, a.fetch, [key for key, _ in a.prefetch]) for a in plan]
         [((), (0,), [1]), ((0,), (), [2]), ((), (), [0]), ((2,), (), []), ((1,), (), [])]
