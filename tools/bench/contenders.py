@@ -68,6 +68,18 @@ def _deepzero(stage: int) -> Contender:
     )
 
 
+def _deepzero_offload(stage: int) -> Contender:
+    host = Variant("host", "overlap_comm, offload_optimizer", {"stage": stage, "overlap": True, "offload": True})
+    return Contender(
+        f"deepzero{stage}-offload",
+        f"deepzero stage {stage}, optimizer on the host",
+        "ours:build",
+        (host,),
+        needs=("deepzero.runtime.engine",),
+        stage=stage,
+    )
+
+
 def _deepspeed(stage: int) -> Contender:
     torch_adam = {"stage": stage, "bucket": 50_000_000, "optimizer": "torch"}
     cpu_adam = {**torch_adam, "optimizer": "cpu_adam"}
@@ -133,6 +145,7 @@ CONTENDERS: tuple[Contender, ...] = (
     _deepzero(1),
     _deepzero(2),
     _deepzero(3),
+    _deepzero_offload(2),
     Contender(
         "plain",
         "plain PyTorch loop",

@@ -11,14 +11,17 @@ from tools.bench.rank import Context, Step
 
 
 def build(context: Context, options: dict[str, Any]) -> Step:
-    """Stage ``options["stage"]``, with ``overlap_comm`` as ``options["overlap"]`` says."""
+    """Stage ``options["stage"]``, with ``overlap_comm`` as ``options["overlap"]`` says; ``options["offload"]``: CPUAdam on the host."""
     work = context.work
+    zero = {"stage": options["stage"], "overlap_comm": options["overlap"]}
+    if options.get("offload"):
+        zero["offload_optimizer"] = {"device": "cpu"}
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": work.clip,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": options["stage"], "overlap_comm": options["overlap"]},
+        "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {**work.adamw, "betas": [work.beta1, work.beta2]}},
     }
     engine, *_ = deepzero.initialize(model=context.model, config=config)
