@@ -17,7 +17,15 @@ import deepzero
 from deepzero.comm import desync_watchdog, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import Gone, Launch, RankDivergenceError, RankLeftError, State, Trail, Watchdog
+from deepzero.comm.desync_watchdog import (
+    CollectiveRecord,
+    DepartedRank,
+    FlightRecorder,
+    RankDivergenceError,
+    RankLeftError,
+    State,
+    Watchdog,
+)
 from deepzero.comm.flight_recorder import RankStore
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
@@ -28,7 +36,7 @@ QUICK_SECONDS = 0.5
 
 def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
     """A rank that has launched ``launches`` and waits for the one with this number."""
-    trail = Trail()
+    trail = FlightRecorder()
     for where in launches:
         trail.launch("gather", where)
     recent = {item.sequence: item for item in trail.recent}
@@ -45,8 +53,8 @@ def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
         ({0: ("ab", 2)}, {}, []),  # rank 1 is running
         ({0: ("ab", 2), 1: ("ac", 2), 2: ("ab", 2)}, {}, [0, 1, 2]),
         ({0: ("ab", 2), 1: ("abc", 3), 2: ("a", 1)}, {}, []),
-        ({0: ("ab", 2)}, {1: Gone(1, "has failed")}, [0]),
-        ({0: ("ab", 2)}, {1: Gone(2, "has ended its program")}, []),
+        ({0: ("ab", 2)}, {1: DepartedRank(1, "has failed")}, [0]),
+        ({0: ("ab", 2)}, {1: DepartedRank(2, "has ended its program")}, []),
     ],
 )
 def test_who_is_stuck(trails, gone, expected):
@@ -65,11 +73,11 @@ def test_verdict_names_everything():
 
 
 def test_tags_differ():
-    trail = Trail()
+    trail = FlightRecorder()
     tags = {trail.launch("gather", "a").tag for _ in range(1000)}
     assert len(tags) == 1000
     assert all(2**30 <= tag < 2**31 for tag in tags)
-    assert Launch(1, 0, "gather", "").text() == "collective 1, gather"
+    assert CollectiveRecord(1, 0, "gather", "").text() == "collective 1, gather"
 
 
 def look(dog: Watchdog) -> bool:
