@@ -176,7 +176,7 @@ def take_different_paths(rank, world, how):
 MISMATCHES = [
     ("exchange", 2),
     pytest.param("exchange", 3, marks=pytest.mark.exhaustive),
-    pytest.param("blocking", 3, marks=pytest.mark.slow),
+    pytest.param("blocking", 3, marks=pytest.mark.exhaustive),
     pytest.param("running", 3, marks=pytest.mark.exhaustive),
 ]
 

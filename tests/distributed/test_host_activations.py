@@ -52,7 +52,7 @@ def many(rank, world, cases):
     return [bits(rank, world, given, kind) for given, kind in cases]
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant"])
 def test_same_bits(ranks, kind, precision):
     cases = []

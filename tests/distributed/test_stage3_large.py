@@ -31,7 +31,7 @@ process_group.shutdown()
 """
 
 
-@pytest.mark.parametrize("layers", [pytest.param(16, marks=pytest.mark.slow), pytest.param(48, marks=BY_HAND)])
+@pytest.mark.parametrize("layers", [pytest.param(16, marks=BY_HAND), pytest.param(48, marks=BY_HAND)])
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
 def test_peak_memory_of_building(tmp_path, layers):
     """At most model / W + two buckets + 400 MB, interpreter and torch included."""

@@ -53,7 +53,7 @@ def test_standard_output_on_a_full_disk(tiny: list[str], tmp_path: Path) -> None
     assert runs.summary(tmp_path / "run")["status"] == "finished"
 
 
-@pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_folder_that_cannot_be_made(sweep: bool, tiny: list[str], tmp_path: Path) -> None:
     where = ["-m", "hydra.sweep.dir=/proc/run"] if sweep else ["hydra.run.dir=/proc/run"]
     done = runs.train(*where, *tiny, cwd=tmp_path)

@@ -66,7 +66,7 @@ def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_
     ("launched_by", "number"),
     [
         ("launcher", signal.SIGINT),
-        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
         pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
     ],

@@ -182,9 +182,9 @@ def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
     [
         (["hydra.run.dir=kept/a/b", "train.init_from=nowhere"], []),
         pytest.param(["train.init_from=nowhere"], [], marks=pytest.mark.slow),
-        pytest.param(["hydra.run.dir=kept/a", "zero.stage=7"], [], marks=pytest.mark.slow),
-        pytest.param(["-m", "zero.stage=7,8"], [], marks=pytest.mark.slow),
-        pytest.param(["-m", "zero.stag=1,2", "hydra.sweep.dir=kept/a"], [], marks=pytest.mark.slow),
+        pytest.param(["hydra.run.dir=kept/a", "zero.stage=7"], [], marks=pytest.mark.exhaustive),
+        pytest.param(["-m", "zero.stage=7,8"], [], marks=pytest.mark.exhaustive),
+        pytest.param(["-m", "zero.stag=1,2", "hydra.sweep.dir=kept/a"], [], marks=pytest.mark.exhaustive),
         pytest.param(
             ["-m", "zero.stage=7,1", "hydra.sweep.dir=kept/a"], ["1", "multirun.yaml"], marks=pytest.mark.slow
         ),

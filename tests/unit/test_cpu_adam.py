@@ -28,7 +28,7 @@ from deepzero.ops import CPUAdam
 SIZES = (0, 1, 7, 63, 64, 65, 1000, 4095)
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
 COMPILED = pytest.param(
-    "compiled", marks=[pytest.mark.slow, pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())]
+    "compiled", marks=[pytest.mark.exhaustive, pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())]
 )
 MODES: tuple[dict[str, Any], ...] = (
     {},
