@@ -11,7 +11,7 @@ from tools.bench.rank import Context, Step
 
 
 def build(context: Context, options: dict[str, Any]) -> Step:
-    """Stage ``options["stage"]``, ``overlap_comm`` as ``options["overlap"]`` says; CPUAdam with ``options["offload"]``."""
+    """Stage ``options["stage"]``, ``overlap_comm`` as ``options["overlap"]`` says, ``options["offload"]``."""
     work = context.work
     zero = {"stage": options["stage"], "overlap_comm": options["overlap"]}
     if options.get("offload"):
