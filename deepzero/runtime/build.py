@@ -37,15 +37,15 @@ from deepzero.runtime.zero.build_stage3 import (
     plan_partitioning,
 )
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup, check_unclaimed, lost_on_error
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
 from deepzero.runtime.zero.quantizers import build_quantizer
 from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
-from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
@@ -273,8 +273,10 @@ def _build_stage(
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
     if config.zero.stage == 0:
         return ZeroStage0(flat, order, source, reducer, accumulation)
-    overlap = config.zero.overlap_comm
-    return ZeroStage1And2(flat, order, source, reducer, comm, config.zero.stage == 2, overlap, accumulation, host)
+    gradients = GradientReducer(
+        groups, order, source, reducer, config.zero.stage == 2, config.zero.overlap_comm, accumulation, host=host
+    )
+    return ZeroStage1And2(flat, gradients, comm)
 
 
 def _build_reducer(

@@ -26,12 +26,12 @@ from deepzero.runtime.closed_forms import (
     wire_bytes,
 )
 from deepzero.runtime.quantized_forms import residual_bytes
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.forecast import expected, secondary_bytes
 from deepzero.runtime.zero.master_shard import HOST_MASTERS
 from deepzero.runtime.zero.offload_setup import MOMENTS
 from deepzero.runtime.zero.partitioned_param_group import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_0 import ZeroStage0
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
 

@@ -25,12 +25,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.module_hooks import ModuleHooks
@@ -43,7 +42,7 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
-from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 
 
 class PersistentStore:
@@ -121,8 +120,6 @@ class ZeroStage3:
         host: HostGradients | None = None,
     ) -> None:
         self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
-        self._arrivals: list[PendingAllGather] = []
-        self.persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
         self.partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.frozen = list(frozen)
         self._key_of = {
@@ -142,7 +139,9 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        mark_persistent(model, self.persistent)
+        # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
+        self.persistent = ZeroStage1And2([g for g in groups if isinstance(g, FlatParamGroup)], self.gradients, comm)
+        mark_persistent(model, self.persistent.groups)
         self._model = model
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
@@ -199,17 +198,15 @@ class ZeroStage3:
         if isinstance(found, PartitionedParamGroup):
             found.arrived(bucket, copy)
         elif isinstance(found, FlatParamGroup):
-            self._arrivals.append(all_gather_arrived(found, bucket, copy, self.comm))
+            self.persistent.arrived(self.persistent.groups.index(found), bucket, copy)
 
     def publish(self) -> None:
         """7: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
-        gathers: list[PendingAllGather | Pending]
-        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
+        self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
-        for gather in gathers:
-            gather.wait()
+        self.persistent.wait_all_gathers()
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -227,8 +224,7 @@ class ZeroStage3:
         """Whole, plain parameters again; no hooks. A collective."""
         self.coordinator.release_all()
         self.hooks.remove()
-        for group in self.persistent:
-            group.release()
+        self.persistent.destroy()
         for param in self._model.parameters():
             if isinstance(param, PersistentParameter):
                 del param._zero
