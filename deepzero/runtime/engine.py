@@ -48,7 +48,7 @@ from deepzero.runtime.pytree import output_tensors, scalar_loss
 from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.fragments import TensorFragments
-from deepzero.runtime.zero.grad_accumulator import GradientHooks
+from deepzero.runtime.zero.gradient_reduction import BackwardHooks
 from deepzero.runtime.zero.guards import lost_on_error
 from deepzero.runtime.zero.sharded_step import clip_divisor
 
@@ -130,7 +130,7 @@ class Engine(EngineCheckpoints):
         with lost_on_error(model):
             self._sharded_step = build_step(self._zero, optimizer, config)
         trained = [param for group in self._zero.groups for param in group.params]
-        self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
+        self._hooks = BackwardHooks(trained, self._gradient_ready, self._backward_end)
         self._trained = TrainedParameters(model, self._zero.groups)
         self._fragments = TensorFragments(
             model, self._zero.groups, self._sharded_step, self.stage.gradients,
@@ -269,10 +269,13 @@ class Engine(EngineCheckpoints):
             self._seen_loss = share if self._seen_loss is None else self._seen_loss + share
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
+        """3: autograd's own hook, of each parameter whose ``.grad`` is complete."""
+        self._hooks.gradient_arrived()
         self.ledger.note("gradient_ready")
-        if self._scaled:
-            self._apply_loss_scale_to_grad(param)
-        self.stage.gradient_ready(param, self._is_reduction_boundary())
+        with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
+            if self._scaled:
+                self._apply_loss_scale_to_grad(param)
+            self.stage.reduce_ready_gradient(param, self._is_reduction_boundary())
 
     def _backward_end(self, reached: bool) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
@@ -335,7 +338,7 @@ class Engine(EngineCheckpoints):
         # 3 boundary: flush, wait. A rank in trouble does so too, as the others count on it.
         with profiler_ranges.span("boundary"):
             trouble = self._trouble()
-            self.stage.finish_gradients()
+            self.stage.reduce_gradients()
         self.ledger.note("boundary")
         # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
         with profiler_ranges.span("agree"):

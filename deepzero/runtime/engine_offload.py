@@ -54,7 +54,7 @@ from deepzero.runtime.offload_states import (
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.fragments import TensorFragments
-from deepzero.runtime.zero.grad_accumulator import GradientHooks
+from deepzero.runtime.zero.gradient_reduction import BackwardHooks
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
@@ -77,7 +77,7 @@ class EngineOffload(EngineFacts):
     comm: Communicator
     stage: Any
     _zero: ZeroComponents
-    _hooks: GradientHooks
+    _hooks: BackwardHooks
     _fragments: TensorFragments
     _sharded_step: ShardedStep | DelayedStep
     _saver: Saver | None = None

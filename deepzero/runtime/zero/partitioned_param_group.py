@@ -68,6 +68,8 @@ class PartitionedParamGroup:
         rules: how buckets travel, if not in plain all-gathers.
     """
 
+    whole = False
+
     def __init__(
         self,
         names: Sequence[str],

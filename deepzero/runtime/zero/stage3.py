@@ -11,7 +11,7 @@ step.
 One parameter's way, in the numbers of a training step: **0** ``PartitionedParamGroup`` cuts it → **1** ``ModuleHooks``
 → ``fetch_sub_module`` → its bucket is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
 fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
-complete: ``GradientReducer`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
+complete: ``GradientReducer`` sends it to its owners → **5** ``reduce_gradients`` → **6** ``ShardedStep.step``, by
 sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
@@ -30,8 +30,7 @@ from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -42,6 +41,7 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+from deepzero.runtime.zero.sharded_step import ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 
 
@@ -151,12 +151,12 @@ class ZeroStage3:
 
     # ---- 4: gradient ready -------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """4: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.gradient_ready(param, boundary)
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def _launched(self, entry: BucketRef) -> None:
         key = self._key_of.get((entry.group, entry.bucket.index))
@@ -183,9 +183,9 @@ class ZeroStage3:
         """5 boundary: what is gathered becomes old with this step. It is released also when a write to it raises."""
         self.coordinator.end_step()
 
-    def finish_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """5 boundary: then flush and wait."""
-        self.gradients.finish_gradients()
+        self.gradients.reduce_gradients()
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
