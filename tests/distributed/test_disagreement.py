@@ -8,6 +8,7 @@ from torch import nn
 
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, start
 
 
@@ -57,7 +58,8 @@ class SharedMemory(nn.Module):
         self.b = nn.Parameter(self.a.data)
 
 
-def refused(rank, world):
+@on_ranks()
+def test_refused_by_name(rank, world):
     for model, words in (
         (SharedMemory(), "share memory"),
         (nn.Linear(2, 2, dtype=torch.float64), "float64"),
@@ -74,10 +76,6 @@ def refused(rank, world):
     engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
     with pytest.raises(RuntimeError, match="add_param_group"):
         engine.step()
-
-
-def test_refused_by_name(ranks):
-    ranks.run(refused, world_size=2)
 
 
 class Several(TinyModel):

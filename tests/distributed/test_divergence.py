@@ -29,6 +29,7 @@ from deepzero.comm.desync_watchdog import (
 from deepzero.comm.flight_recorder import RankStore
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
 QUICK_SECONDS = 0.5
@@ -256,7 +257,8 @@ def test_a_rank_that_leaves_is_named(ranks):
     assert "waiting for collective 2, parameters.all_gather of the second" in text
 
 
-def leave_by_the_back_door(rank, world):
+@on_ranks(process_group=False)
+def test_the_thread_ends_with_its_group(rank, world):
     """Destroying the group without a word ends the thread too, and the next group starts afresh."""
     first = join()._watch
     # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
@@ -269,11 +271,7 @@ def leave_by_the_back_door(rank, world):
     alive = first._thread.is_alive(), second._thread.is_alive()
     process_group.shutdown()
     second._thread.join(5)
-    return first is not second, *alive, second._thread.is_alive()
-
-
-def test_the_thread_ends_with_its_group(ranks):
-    assert ranks.run(leave_by_the_back_door, world_size=2, process_group=False) == [(True, False, True, False)] * 2
+    assert (first is not second, *alive, second._thread.is_alive()) == (True, False, True, False)
 
 
 class Branching(nn.Module):
@@ -288,7 +286,9 @@ class Branching(nn.Module):
         return ((self.right if way else self.left)(self.first(x))).sum()
 
 
-def branch(rank, world):
+@on_ranks(process_group=False)
+def test_stage_3_names_the_modules(rank, world):
+    """Each message has both ranks' modules, and what to do about experts."""
     join()
     settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
     engine, *_ = deepzero.initialize(model=Branching(), config=settings)
@@ -298,15 +298,10 @@ def branch(rank, world):
     with pytest.raises(RankDivergenceError) as error:
         engine.backward(engine(torch.ones(2, 16), rank))
     process_group.shutdown()
-    return str(error.value), time.monotonic() - started
-
-
-def test_stage_3_names_the_modules(ranks):
-    """Each message has both ranks' modules, and what to do about experts."""
-    for text, seconds in ranks.run(branch, world_size=2, process_group=False):
-        assert (
-            "in reduction of the bucket of right.weight" in text
-            and "in forward of right" in text
-            and "set_z3_leaf_modules" in text
-        )
-        assert seconds < 15
+    text, seconds = str(error.value), time.monotonic() - started
+    assert (
+        "in reduction of the bucket of right.weight" in text
+        and "in forward of right" in text
+        and "set_z3_leaf_modules" in text
+    )
+    assert seconds < 15

@@ -8,6 +8,7 @@ from torch import nn
 
 import deepzero
 from deepzero.config.strict import ConfigError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config
 
 NAMES = [
@@ -65,12 +66,9 @@ def test_odd_dtypes(ranks, stage):
         assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0).view(torch.uint8).tolist()
 
 
-def sparse(rank, world):
+@on_ranks()
+def test_a_sparse_buffer(rank, world):
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(4).to_sparse())
     with pytest.raises(ConfigError, match=r"buffer 'graph' is torch.sparse_coo"):
         deepzero.initialize(model=model, config=config(stage=2))
-
-
-def test_a_sparse_buffer(ranks):
-    ranks.run(sparse, world_size=2)

@@ -19,7 +19,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
 from tests import doors
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, on_ranks
 from tests.e2e.test_launch import free_port
 
 CPU = torch.device("cpu")
@@ -130,14 +130,12 @@ def test_a_world_of_one(ranks: RankPool) -> None:
     assert doors.beyond(found) == []
 
 
-def broadcasts(rank: int, world_size: int) -> list[tuple[str, str]]:
+@on_ranks()
+def test_a_broadcast_is_one_collective(rank, world_size):
     """The collectives of a communicator's broadcast, and what is waited for meanwhile."""
     comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), desync_watchdog.current().trail
     before, waiting = trail.sequence, []
     with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):  # type: ignore
         comm.broadcast("setup.broadcast", torch.zeros(3))
-    return [(launch.kind, *waiting) for launch in trail.recent if launch.sequence > before]
-
-
-def test_a_broadcast_is_one_collective(ranks: RankPool) -> None:
-    assert ranks.run(broadcasts) == [[("setup.broadcast", "setup.broadcast")]] * 2
+    kinds = [launch.kind for launch in trail.recent if launch.sequence > before]
+    assert kinds == waiting == ["setup.broadcast"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deepzero.comm import ring
 from deepzero.comm.ring import Hop, Phase
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import RankPool, on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,29 +146,6 @@ def bytes_on_the_wire(rank: int, world_size: int, numel: int, dtype: torch.dtype
     return sum(sent), len(sent)
 
 
-def many_elements(rank: int, world_size: int) -> float:
-    """Chunks far larger than a socket's buffer: ranks that only sent at first would wait for each other for ever."""
-    tensor = torch.full((6_000_001,), float(rank))
-    ring.all_reduce(tensor)
-    assert bool((tensor == tensor[0]).all())
-    return tensor[0].item()
-
-
-def shapes(rank: int, world_size: int) -> None:
-    """Any contiguous shape, parameters included, in place; what cannot work is refused before anything is sent."""
-    parameter = torch.nn.Parameter(torch.full((3, 5), float(rank)))
-    ring.all_reduce(parameter)
-    assert parameter.shape == (3, 5)
-    assert parameter.unique().tolist() == [(world_size - 1) / 2]
-    whole = torch.full((3,), rank)
-    ring.all_reduce(whole, average=False)
-    assert whole.tolist() == [sum(range(world_size))] * 3
-    with pytest.raises(ValueError, match=r"torch.int64.*average=False"):
-        ring.all_reduce(torch.ones(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"contiguous.*\(1, 3\)"):
-        ring.all_reduce(torch.ones(4, 3).t())
-
-
 def test_the_sources_example_on_four_ranks(ranks: RankPool) -> None:
     answers = ranks.run(example, world_size=4)
     assert_tables([hop for hops, _ in answers for hop in hops])
@@ -216,12 +193,29 @@ def test_volume_when_chunks_are_uneven_or_empty(ranks: RankPool, world_size: int
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_large_chunks_do_not_deadlock(ranks: RankPool, world_size: int) -> None:
-    assert ranks.run(many_elements, world_size=world_size) == [(world_size - 1) / 2] * world_size
+@on_ranks(None)
+def test_large_chunks_do_not_deadlock(rank, world_size):
+    """Chunks far larger than a socket's buffer: ranks that only sent at first would wait for each other for ever."""
+    tensor = torch.full((6_000_001,), float(rank))
+    ring.all_reduce(tensor)
+    assert bool((tensor == tensor[0]).all())
+    assert tensor[0].item() == (world_size - 1) / 2
 
 
-def test_shapes_and_refusals(ranks: RankPool) -> None:
-    ranks.run(shapes, world_size=3)
+@on_ranks(3)
+def test_shapes_and_refusals(rank, world_size):
+    """Any contiguous shape, parameters included, in place; what cannot work is refused before anything is sent."""
+    parameter = torch.nn.Parameter(torch.full((3, 5), float(rank)))
+    ring.all_reduce(parameter)
+    assert parameter.shape == (3, 5)
+    assert parameter.unique().tolist() == [(world_size - 1) / 2]
+    whole = torch.full((3,), rank)
+    ring.all_reduce(whole, average=False)
+    assert whole.tolist() == [sum(range(world_size))] * 3
+    with pytest.raises(ValueError, match=r"torch.int64.*average=False"):
+        ring.all_reduce(torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"contiguous.*\(1, 3\)"):
+        ring.all_reduce(torch.ones(4, 3).t())
 
 
 def test_without_a_process_group() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, my_micro_batches
 
 STEPS = 20
@@ -110,8 +111,10 @@ def test_fp16(ranks):
     assert results[0][0] == results[0][1] and float("inf") in results[0][0][1]
 
 
-def plain_loop(rank, world, steps):
+@on_ranks()
+def test_evaluation_in_the_middle_of_accumulation(rank, world):
     """Evaluation in the middle of accumulation, and a plain backward."""
+    steps = 6
     outcomes = []
     for stage in (2, 3):
         zero = WHOLE if stage == 3 else {}
@@ -126,9 +129,5 @@ def plain_loop(rank, world, steps):
                 loss.backward()
                 engine.step()
         outcomes.append((seen, engine.params_sha256()))
-    return outcomes
-
-
-def test_evaluation_in_the_middle_of_accumulation(ranks):
-    for two, three in ranks.run(plain_loop, 6, world_size=2):
-        assert two == three
+    two, three = outcomes
+    assert two == three

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config
 from tests.distributed.weight_uses import CHECKPOINTINGS, OPERATIONS, WIDTH, checkpointed
 
@@ -114,7 +115,8 @@ class Lora(nn.Module):
         return x.float().pow(2).mean()
 
 
-def adapters(rank: int, world: int) -> bool:
+@on_ranks(timeout=300)
+def test_adapters_with_checkpointed_blocks(rank, world):
     for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
         outcomes = []
         for stage, zero in ((2, {}), (3, {"stage3_param_persistence_threshold": 0})):
@@ -132,14 +134,10 @@ def adapters(rank: int, world: int) -> bool:
             engine.destroy()
         assert outcomes[0] == outcomes[1], precision
         assert outcomes[0][0][0] != outcomes[0][0][-1]
-    return True
 
 
-def test_adapters_with_checkpointed_blocks(ranks):
-    assert all(ranks.run(adapters, world_size=2, timeout=300))
-
-
-def shown(rank: int, world: int) -> bool:
+@on_ranks(timeout=300)
+def test_values_show_inside_a_pass_only_and_what_is_kept_stays(rank, world):
     """A parameter shows its values inside a pass, however long its bucket stays gathered; what is kept stays."""
     settings = config(stage=3, bucket=10**6, zero={"stage3_param_persistence_threshold": 0}, chaos=1)
     engine, *_ = deepzero.initialize(model=Blocks("addmm", "trained", "none"), config=settings)
@@ -169,11 +167,6 @@ def shown(rank: int, world: int) -> bool:
         assert all(
             torch.equal(value, expected) for value, expected in zip(kept, (whole.t(), whole, whole), strict=True)
         )
-    return True
-
-
-def test_values_show_inside_a_pass_only_and_what_is_kept_stays(ranks):
-    assert all(ranks.run(shown, world_size=2, timeout=300))
 
 
 def test_some_ways_to_keep_a_weight(ranks):

@@ -21,6 +21,7 @@ from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
 from deepzero.profiling.trace_events import load_trace
 from deepzero.profiling.trace_summary import summarize
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import one_step, start
 
 WIDTH, ACTIVE = 256, 3
@@ -262,7 +263,8 @@ def test_a_run_that_ends_before_the_first_recorded_step_says_so(ranks, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def silent(rank, world):
+@on_ranks()
+def test_off_nothing_is_made(rank, world):
     """A step with the profiler off, in which a range would raise."""
     engine = start(Layers(), stage=3, zero=WHOLE, bucket=WIDTH * WIDTH)
     original = torch.profiler.record_function
@@ -273,21 +275,14 @@ def silent(rank, world):
         torch.profiler.record_function = original  # type: ignore[misc]
     off = profiler_ranges.span("fetch", 1, "a") is profiler_ranges.span("wait") is profiler_ranges.standing_at("b")
     engine.destroy()
-    return off and profiler_ranges.recorder() is None
+    assert off and profiler_ranges.recorder() is None
 
 
-def test_off_nothing_is_made(ranks):
-    assert ranks.run(silent, world_size=2) == [True, True]
-
-
-def alone(rank, world):
+@on_ranks(1)
+def test_one_rank_sends_nothing(rank, world):
     engine = start(Layers(), stage=2)
     one_step(engine, rank, world)
-    return engine.step_metrics()
-
-
-def test_one_rank_sends_nothing(ranks):
-    assert ranks.run(alone, world_size=1) == [{}]
+    assert engine.step_metrics() == {}
 
 
 def heard(rank, world, folder, broken):

@@ -11,6 +11,7 @@ from torch import nn
 
 import deepzero
 from deepzero.checkpoint.manifest import CheckpointError
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_export import Buffered, buffered, same
 from tests.distributed.training import config, make_model, one_step, start
 
@@ -163,14 +164,12 @@ def test_floats_for_integers(ranks, tmp_path):
     ranks.run(unfit, path, r"holds 'count' in F32, and here it is not floating", world_size=2)
 
 
-def everything(rank, world, path):
+@on_ranks()
+def test_without_load_module_only(rank, world, tmp_path):
+    path = write(tmp_path / "m", source())
     engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=1))
     with pytest.raises(CheckpointError, match="holds plain safetensors: weights, without the state of an optimizer"):
         engine.load_checkpoint(path)
-
-
-def test_without_load_module_only(ranks, tmp_path):
-    ranks.run(everything, write(tmp_path / "m", source()), world_size=2)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
