@@ -1,11 +1,8 @@
 """Settings that cannot be used: one clear message, with the offending value, the nearest valid one, before any rank."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -101,50 +98,50 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("override", "fragments"), KEYS, ids=[override for override, _ in KEYS])
-def test_keys_and_choices(override: str, fragments: list[str]) -> None:
+def test_keys_and_choices(override, fragments):
     message = complaint(override)
     assert all(fragment in message for fragment in fragments), message
     assert len(message.splitlines()) <= 3
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), VALUES, ids=[" ".join(overrides) for overrides, _ in VALUES])
-def test_values(overrides: list[str], fragments: list[str]) -> None:
+def test_values(overrides, fragments):
     message = complaint(*overrides)
     assert all(fragment in message for fragment in fragments), message
     assert len(message.splitlines()) == 1
     assert ".params." not in message
 
 
-def test_an_optimizer_that_is_not_elementwise() -> None:
+def test_an_optimizer_that_is_not_elementwise():
     message = complaint("optimizer=sgd", "optimizer._target_=torch.optim.Adafactor", "~optimizer.momentum",
                         "~optimizer.dampening", "~optimizer.nesterov")  # fmt: skip
     assert "Adafactor" in message
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_not_there(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "launch.device=cuda" in complaint("launch.device=cuda")
 
 
-def test_an_empty_corpus(tmp_path: Path) -> None:
+def test_an_empty_corpus(tmp_path):
     (tmp_path / "empty.txt").write_text("")
     message = complaint("data=text", f"data.path={tmp_path / 'empty.txt'}")
     assert str(tmp_path / "empty.txt") in message
     assert "empty" in message
 
 
-def test_the_good_default_has_nothing_to_complain_about(tmp_path: Path) -> None:
+def test_the_good_default_has_nothing_to_complain_about(tmp_path):
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
     assert complaint("data=text", f"data.path={tmp_path / 'text.txt'}") == ""
 
 
-def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def cli(*arguments, cwd):
     """``python train.py ARGUMENTS`` for commands that start no rank."""
     command = [sys.executable, "-W", "error", str(train.HERE), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
 
 
-def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -> None:
+def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path):
     done = cli("zero.stage=1", "zro.stage=2", "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -153,7 +150,7 @@ def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
+def test_a_bad_value_on_the_command_line(tmp_path):
     done = cli("launch.nproc=0", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "launch.nproc=0: must be at least 1 rank\n")
 
@@ -174,7 +171,7 @@ def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
         (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
     ],
 )
-def test_one_line_instead_of_hydras_traceback(arguments: list[str], words: str, tmp_path: Path) -> None:
+def test_one_line_instead_of_hydras_traceback(arguments, words, tmp_path):
     (tmp_path / "README.md").write_text("keep me")
     done = cli(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -183,13 +180,13 @@ def test_one_line_instead_of_hydras_traceback(arguments: list[str], words: str, 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("submitit") is not None, reason="submitit is installed")
-def test_slurm_without_its_plugin(tmp_path: Path) -> None:
+def test_slurm_without_its_plugin(tmp_path):
     done = cli("-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=out", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("pip install 'deepzero[slurm]'\n")
 
 
-def test_help_is_worth_reading(tmp_path: Path) -> None:
+def test_help_is_worth_reading(tmp_path):
     done = cli("--help", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stderr == ""

@@ -408,11 +408,7 @@ def _mirror_all_reduce(comm, tensor, *_, **__):
     tensor.mul_(comm.world_size)
 
 
-MIRRORS = {
-    "exchange": _mirror_exchange,
-    "reduce_scatter": _mirror_reduce_scatter,
-    "all_reduce": _mirror_all_reduce,
-}
+MIRRORS = {"exchange": _mirror_exchange, "reduce_scatter": _mirror_reduce_scatter, "all_reduce": _mirror_all_reduce}
 """What a collective of the communicator does among ranks that all have what this one has."""
 
 

@@ -110,12 +110,7 @@ class RankPool:
         atexit.register(self.close)
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        world_size: int = 2,
-        timeout: float = 60.0,
-        process_group: bool = True,
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, process_group: bool = True
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned, in rank order.
 

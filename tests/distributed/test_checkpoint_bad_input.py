@@ -1,7 +1,5 @@
 """What a save or a load refuses, and how: on every rank, with a message that helps, and with nothing changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -233,7 +231,7 @@ class Sullen:
 
 
 def endless():
-    values: list[object] = []
+    values = []
     values.append(values)
     return values
 

@@ -1,7 +1,5 @@
 """Disks that are full or closed, writers that meet, tags that are saved twice: nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

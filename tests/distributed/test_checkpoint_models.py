@@ -1,11 +1,7 @@
 """Models, optimizers and schedules of all kinds, resumed to the bit: in a new engine, and in one that went further."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -165,7 +161,7 @@ def resume(rank, world, folder, what, stage):
     return at_three[2]
 
 
-def some(cases: Iterable[Any], first: int) -> list[Any]:
+def some(cases, first):
     """The first ones in every run of the tests, the others in the exhaustive one."""
     return [
         pytest.param(case, marks=[] if place < first else [pytest.mark.exhaustive]) for place, case in enumerate(cases)
@@ -257,7 +253,7 @@ def test_the_module_only_and_another_schedule(rank, world, tmp_path):
 
 @contextlib.contextmanager
 def logged():
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)

@@ -1,7 +1,5 @@
 """The one-step delayed update, against a plain loop that is late in the same way; and who must wait for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks that disagree, and models and optimizers that cannot be partitioned: said by name, on all ranks, no hang."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -52,7 +50,7 @@ def test_one_rank_cannot_start(ranks):
 class SharedMemory(nn.Module):
     """Two parameter objects in one storage."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.ones(4))
         self.b = nn.Parameter(self.a.data)

@@ -4,8 +4,6 @@ A group whose waits were broken is of no use any more, so these tests run on ran
 of their own for each call, with the default time-out of ten minutes: whoever hangs, hangs.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -35,7 +33,7 @@ from tests.distributed.training import SGD, config, make_model, my_micro_batches
 QUICK_SECONDS = 0.5
 
 
-def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
+def waiting_state(launches, waits_for, beat=1):
     """A rank that has launched ``launches`` and waits for the one with this number."""
     trail = FlightRecorder()
     for where in launches:
@@ -81,7 +79,7 @@ def test_tags_differ():
     assert CollectiveRecord(1, 0, "gather", "").text() == "collective 1, gather"
 
 
-def look(dog: Watchdog) -> bool:
+def look(dog):
     """One round of the thread, without the thread."""
     assert dog.trail.waiting is not None
     return dog._look(dog.trail.waiting)
@@ -135,14 +133,14 @@ def test_who_goes_on_is_left_alone():
         dog.leave("is done")
 
 
-def join(seconds: float = QUICK_SECONDS) -> Communicator:
+def join(seconds=QUICK_SECONDS):
     """A process group of this call's own, and a watchdog that is quicker than the default."""
     desync_watchdog.DIVERGENCE_SECONDS = seconds
     process_group.init_distributed(backend="gloo")
     return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), process_group.rank()))
 
 
-def one_exchange(comm: Communicator, where: str, elements: int = 5) -> list[float]:
+def one_exchange(comm, where, elements=5):
     """Send the rank's number to everyone."""
     send = [torch.full((elements,), float(comm.rank))] * comm.world_size
     recv = [torch.full((elements,), -1.0) for _ in range(comm.world_size)]
@@ -277,11 +275,11 @@ def test_the_thread_ends_with_its_group(rank, world):
 class Branching(nn.Module):
     """Takes another way on another rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.left, self.right = (nn.Linear(16, 16, bias=False) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+    def forward(self, x, way):
         """Left or right."""
         return ((self.right if way else self.left)(self.first(x))).sum()
 

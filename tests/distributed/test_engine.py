@@ -1,7 +1,5 @@
 """What an engine meets in real models and real accidents."""
 
-from __future__ import annotations
-
 import logging
 import math
 
@@ -100,7 +98,7 @@ def test_nan_gradient_stops_and_names_the_parameter(rank, world, stage, precisio
 class Odd(nn.Module):
     """Frozen, unused, scalar and tied weights, a buffer, a weight used on rank 0 alone, nested outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tiny = TinyModel()
         self.frozen = nn.Linear(VOCAB, 3)
@@ -120,7 +118,7 @@ class Odd(nn.Module):
 
 def odd_model(rank, world, stage):
     torch.manual_seed(0)
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -155,7 +153,7 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(ranks):
 class Chosen(nn.Module):
     """Six weights, of which the caller names those that are used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(6))
 
@@ -165,7 +163,7 @@ class Chosen(nn.Module):
 
 
 def several_unused(rank, world, stage):
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -226,7 +224,7 @@ def test_more_ranks_than_elements(ranks, stage):
 class Checkpointed(TinyModel):
     """The blocks recomputed in the backward pass; one weight is used inside and outside a checkpointed block."""
 
-    def __init__(self, reentrant: bool | None) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
 
@@ -314,7 +312,7 @@ def test_evaluation_and_zero_grad_in_between(rank, world, stage):
 class Breaks(nn.Module):
     """Raises in its backward pass when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(LENGTH, LENGTH), nn.Linear(LENGTH, LENGTH)
         self.broken = False

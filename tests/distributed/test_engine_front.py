@@ -1,7 +1,5 @@
 """The engine's front door, and what happens to those who misuse it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -73,7 +71,7 @@ def test_what_others_ask(ranks):
 
 
 def given_twice(rank, world):
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -230,11 +228,7 @@ def different(rank, world, what):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [
-        ("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
-        ("shape", "(38, 24)"),
-        ("frozen", "trained=False"),
-    ],
+    [("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"), ("shape", "(38, 24)"), ("frozen", "trained=False")],
 )
 def test_ranks_that_differ_all_raise(ranks, what, words):
     messages = ranks.run(different, what, world_size=3)
@@ -278,10 +272,7 @@ def front_door(rank, world):
     settings = config(stage=2, precision="bf16", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
     del settings["optimizer"]
     engine, optimizer, loader, scheduler = deepzero.initialize(
-        model=model,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        training_data=Numbers(),
-        config=settings,
+        model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), training_data=Numbers(), config=settings
     )
     assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler and len(loader) == 12 // world // 2
     seen = []

@@ -1,7 +1,5 @@
 """What a program may do with gradients between two steps: nothing of a step is lost, or counted twice."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

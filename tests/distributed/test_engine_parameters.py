@@ -1,7 +1,5 @@
 """What becomes of the model's parameters after the engine was built: noticed at the next step, on all ranks alike."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Activation checkpoints in host memory: the bits of a run without, and every byte that moves is known beforehand."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

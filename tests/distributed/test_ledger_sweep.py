@@ -1,7 +1,5 @@
 """Every category of memory is predicted, within a thousandth, over models and settings drawn at random, by seed."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Buffers and frozen parameters of dtypes that no backend sends: every rank starts with rank 0's values, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

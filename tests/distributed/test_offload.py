@@ -1,7 +1,5 @@
 """Offloading changes where things are, and nothing else: bits, counted bytes, order, checkpoints, misuse."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

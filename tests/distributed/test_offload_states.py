@@ -1,7 +1,5 @@
 """``offload_states`` and ``reload_states``: the device's memory is given back, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from enum import Enum

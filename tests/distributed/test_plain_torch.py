@@ -1,7 +1,5 @@
 """deepzero against plain torch: the same bits on one rank, the same numbers on several."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """qgZ in training: stages 1, 2 and 3 with accumulation, overlap, offload and chaos; what is counted; overflow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

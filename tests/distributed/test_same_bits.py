@@ -1,7 +1,5 @@
 """Promise 1: with ``comm.reduce=exact`` the stages give the same bits, whatever the buckets, overlap and timing."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Promise 1 for stage 3: the bits of stage 2, whatever is prefetched, kept, persistent, checkpointed or late."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Whatever keeps a weight of stage 3 until the backward pass sees its values: the bits of stage 2, under poison."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -26,7 +24,7 @@ STEPS = 3
 class Blocks(nn.Module):
     """Blocks with one operation; every second is checkpointed as a function, with no module's hooks around it."""
 
-    def __init__(self, operation: str, frozen: str, checkpointing: str) -> None:
+    def __init__(self, operation, frozen, checkpointing):
         super().__init__()
         self.checkpointing = checkpointing
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -43,17 +41,17 @@ class Blocks(nn.Module):
         return x.pow(2).mean()
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
+def batch(step, rank):
     return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def trained(rank: int, settings: dict, init: bool, model: tuple[str, ...]) -> list[object]:
+def trained(rank, settings, init, model):
     """Loss, norm and hash of each step."""
     torch.manual_seed(0)
     with deepzero.zero.Init(enabled=init):
         made = Blocks(*model)
     engine, *_ = deepzero.initialize(model=made, config=settings)
-    seen: list[object] = []
+    seen = []
     for step in range(STEPS):
         engine.backward(engine(batch(step, rank)))
         engine.step()
@@ -62,7 +60,7 @@ def trained(rank: int, settings: dict, init: bool, model: tuple[str, ...]) -> li
     return seen
 
 
-def compared(rank: int, world: int, cases: list[tuple]) -> list[str]:
+def compared(rank, world, cases):
     """The cases in which stage 3 differs from stage 2."""
     different = []
     for frozen, operation, checkpointing, init in cases:
@@ -77,7 +75,7 @@ def compared(rank: int, world: int, cases: list[tuple]) -> list[str]:
     return different
 
 
-def some_cases() -> list[tuple]:
+def some_cases():
     """A tenth, with each value of each axis at least twice."""
     shuffled = CASES.copy()
     random.Random(0).shuffle(shuffled)
@@ -92,7 +90,7 @@ def some_cases() -> list[tuple]:
 class Conv1D(nn.Module):
     """GPT-2's linear layer, frozen, with trained factors beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2, requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
@@ -105,7 +103,7 @@ class Conv1D(nn.Module):
 class Lora(nn.Module):
     """The standard recipe: adapters, with each block checkpointed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(Conv1D(), nn.Tanh(), Conv1D()) for _ in range(4))
 

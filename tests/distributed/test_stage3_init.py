@@ -1,7 +1,5 @@
 """``zero.Init``, existing and ``meta`` models, ``GatheredParameters``: what is whole when, and with which values."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

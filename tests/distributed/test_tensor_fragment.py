@@ -1,7 +1,5 @@
 """``deepzero.utils.safe_*``: a parameter's master, gradient and optimizer state, read and written in every stage."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -432,6 +430,6 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     assert asked > 0 and gone
 
 
-def test_names() -> None:
+def test_names():
     assert utils.set_z3_leaf_modules is deepzero.zero.set_z3_leaf_modules
     assert len(utils.__all__) == 15 and all(hasattr(utils, name) for name in utils.__all__)

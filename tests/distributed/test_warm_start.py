@@ -1,7 +1,5 @@
 """``load_module_only`` from plain safetensors: every stage, names, ties, buffers, dtypes, damage."""
 
-from __future__ import annotations
-
 import json
 import struct
 
@@ -107,7 +105,7 @@ def test_two_values_of_a_tied_weight(ranks, tmp_path):
 class Wrapped(nn.Module):
     """Puts a prefix before every name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = buffered()
 

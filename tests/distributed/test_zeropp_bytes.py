@@ -1,7 +1,5 @@
 """What qwZ, hpZ and MiCS send between nodes, and keep: closed forms, exactly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """qwZ, hpZ and qgZ together: what all of it sends, and that it goes with everything else that an engine does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

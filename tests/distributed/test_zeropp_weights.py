@@ -1,7 +1,5 @@
 """qwZ, hpZ and MiCS: how parameters are gathered changes neither bits (hpZ, MiCS) nor anything that is not stated."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -312,11 +310,7 @@ def looking(rank, world, limits):
 
 def test_a_look_at_the_very_values_leaves_no_trace(ranks):
     """Whether a bucket was released between the look and its next use depends on limits, and must not be seen."""
-    limits = [
-        {},
-        {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
-        {"stage3_max_live_parameters": 1},
-    ]
+    limits = [{}, {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, {"stage3_max_live_parameters": 1}]
     results = [ranks.run(looking, given, world_size=2) for given in limits]
     assert results[1] == results[0] and results[2] == results[0]
 

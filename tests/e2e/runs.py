@@ -26,13 +26,7 @@ TRAIN = str(ROOT / "train.py")
 TIMEOUT_SECONDS = 90.0
 MARK = "DEEPZERO_TEST_MARK"
 
-TINY = (
-    "experiment=smoke",
-    "model.n_layer=1",
-    "model.block_size=16",
-    "train.sample_tokens=8",
-    "data=text",
-)
+TINY = ("experiment=smoke", "model.n_layer=1", "model.block_size=16", "train.sample_tokens=8", "data=text")
 """A model of 22,000 parameters; the caller gives data.path."""
 
 

@@ -1,17 +1,14 @@
 """Disks that are full, or refuse: training goes on and says once what it could not write; a start is refused."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
 
 
-def within(kilobytes: int, *overrides: str, cwd: Path) -> runs.Done:
+def within(kilobytes, *overrides, cwd):
     """``python train.py OVERRIDES`` where no file may grow above so many kilobytes, as on a full disk."""
     words = runs.last_of_each_key([sys.executable, runs.TRAIN, *overrides])
     limited = f"ulimit -f {kilobytes}; exec {shlex.join(words)}"
@@ -22,7 +19,7 @@ def within(kilobytes: int, *overrides: str, cwd: Path) -> runs.Done:
 
 
 @pytest.mark.parametrize("names", ["[]", pytest.param("[tensorboard,wandb]", marks=pytest.mark.slow)])
-def test_training_goes_on_and_says_it_once(names: str, tiny: list[str], tmp_path: Path) -> None:
+def test_training_goes_on_and_says_it_once(names, tiny, tmp_path):
     more = ["train.steps=120", "train.eval_every=0", "train.save_every=0", "train.log_every=40"]
     done = within(32, *tiny, *more, f"logger.names={names}", "hydra.run.dir=run", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
@@ -38,7 +35,7 @@ def test_training_goes_on_and_says_it_once(names: str, tiny: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_standard_output_on_a_full_disk(tiny: list[str], tmp_path: Path) -> None:
+def test_standard_output_on_a_full_disk(tiny, tmp_path):
     words = [sys.executable, runs.TRAIN, *tiny, "train.steps=2", "hydra.run.dir=run"]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "error.txt").touch()  # that it is replaced is said, too
@@ -54,14 +51,14 @@ def test_standard_output_on_a_full_disk(tiny: list[str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("sweep", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_folder_that_cannot_be_made(sweep: bool, tiny: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(sweep, tiny, tmp_path):
     where = ["-m", "hydra.sweep.dir=/proc/run"] if sweep else ["hydra.run.dir=/proc/run"]
     done = runs.train(*where, *tiny, cwd=tmp_path)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith("cannot write /proc/run: No such file or directory; make room there, or choose another")
 
 
-def test_a_folder_that_nothing_fits_into(tiny: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_nothing_fits_into(tiny, tmp_path):
     done = within(0, *tiny, "hydra.run.dir=run", cwd=tmp_path)
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     assert done.err.startswith(f"cannot write {tmp_path / 'run'}: File too large; make room there, or choose another")

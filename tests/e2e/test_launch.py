@@ -1,7 +1,5 @@
 """Ranks that fail, are killed or are interrupted: what the user is told, and that no process stays behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -17,7 +15,7 @@ from tests.e2e import runs
 PROGRAMS = str(runs.ROOT / "tests" / "e2e" / "programs.py")
 
 
-def launch(how: str, folder: Path) -> runs.Done:
+def launch(how, folder):
     """``programs.py HOW``, whose end must leave no process."""
     with runs.started([sys.executable, "-W", "error", PROGRAMS, how, str(folder)], folder) as command:
         done = command.wait()
@@ -26,7 +24,7 @@ def launch(how: str, folder: Path) -> runs.Done:
     return done
 
 
-def test_an_exception_on_one_rank(tmp_path: Path) -> None:
+def test_an_exception_on_one_rank(tmp_path):
     done = launch("raise", tmp_path)
     lines = done.out.splitlines()
     assert lines[0] == "RankFailed: rank 1 failed: ValueError: rank 1 has had enough"
@@ -36,7 +34,7 @@ def test_an_exception_on_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
+def test_a_rank_killed_by_the_kernel(tmp_path):
     done = launch("kill", tmp_path)
     assert done.out.startswith("RankFailed: rank 1 was killed by signal 9 (SIGKILL)")
     assert "out of memory" in done.out
@@ -44,27 +42,27 @@ def test_a_rank_killed_by_the_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_leaves(tmp_path: Path) -> None:
+def test_a_rank_that_leaves(tmp_path):
     done = launch("exit", tmp_path)
     assert done.out.startswith("RankFailed: rank 1 failed: SystemExit: 5")
     assert done.err == ""
 
 
 @pytest.mark.slow
-def test_a_save_under_way_at_the_end_of_the_program(tmp_path: Path) -> None:
+def test_a_save_under_way_at_the_end_of_the_program(tmp_path):
     launch("save", tmp_path)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
 
 
 @pytest.mark.exhaustive
-def test_a_save_under_way_when_all_ranks_fail(tmp_path: Path) -> None:
+def test_a_save_under_way_when_all_ranks_fail(tmp_path):
     done = launch("save and fail", tmp_path)
     assert "all ranks alike" in done.out
     assert (tmp_path / "checkpoints" / "latest").read_text() == "last\n"
 
 
 @pytest.mark.exhaustive
-def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
+def test_settings_that_only_a_rank_can_judge(tmp_path):
     done = launch("config", tmp_path)
     assert done.out == "ConfigError: zero.stage=7: no such stage\n"
     assert done.err == ""
@@ -79,7 +77,7 @@ def test_settings_that_only_a_rank_can_judge(tmp_path: Path) -> None:
     ],
     ids=["ctrl-c", "ctrl-c-twice", "sigterm"],
 )
-def test_signals_to_the_launcher(signals: list[signal.Signals], said: str, tmp_path: Path) -> None:
+def test_signals_to_the_launcher(signals, said, tmp_path):
     with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
         assert len(command.ranks()) == 2
@@ -92,7 +90,7 @@ def test_signals_to_the_launcher(signals: list[signal.Signals], said: str, tmp_p
     assert (done.out, done.err) == (said, "")
 
 
-def test_a_stranger_on_this_machine_changes_nothing(tmp_path: Path) -> None:
+def test_a_stranger_on_this_machine_changes_nothing(tmp_path):
     """Nobody else gets as far as a connection, and it finds no store."""
     evidence = tmp_path / "evidence"
     with runs.started([sys.executable, PROGRAMS, "talk", str(tmp_path)], tmp_path) as command:
@@ -112,7 +110,7 @@ def test_a_stranger_on_this_machine_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
+def test_a_killed_launcher_leaves_no_orphan(tmp_path):
     with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")
         command.process.kill()
@@ -120,7 +118,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny, tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "my (first) run"
     elsewhere.mkdir()
     more = ["train.steps=120", "train.eval_every=0", "train.log_every=40", f"hydra.run.dir='{run_dir}'"]
@@ -152,7 +150,7 @@ def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny: list[str], tmp_pat
     assert list(elsewhere.iterdir()) == []
 
 
-def free_port() -> int:
+def free_port():
     """A port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -160,7 +158,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
+def test_torchrun_with_two_nodes(tiny, sweep, tmp_path):
     torchrun = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test", "--local-addr=127.0.0.1",
@@ -186,7 +184,7 @@ def test_torchrun_with_two_nodes(tiny: list[str], sweep: tuple[Path, runs.Done],
 
 
 @pytest.mark.slow
-def test_under_torchrun_the_failing_rank_speaks(tmp_path: Path) -> None:
+def test_under_torchrun_the_failing_rank_speaks(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with runs.started([*torchrun, PROGRAMS, "raise", str(tmp_path)], tmp_path) as command:
         done = command.wait()
@@ -199,7 +197,7 @@ def test_under_torchrun_the_failing_rank_speaks(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_under_torchrun_an_error_is_said_once(tmp_path: Path) -> None:
+def test_under_torchrun_an_error_is_said_once(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with runs.started([*torchrun, runs.TRAIN, "zero.stagee=1"], tmp_path) as command:
         done = command.wait()

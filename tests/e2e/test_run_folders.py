@@ -1,11 +1,7 @@
 """What a run does with a folder that has been used, and what it refuses; whatever it refuses stays as it was."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ SHORT = ["train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sam
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
+def used(tmp_path_factory, tiny):
     """A folder with ``run/``, which has finished; not to be changed."""
     cwd = tmp_path_factory.mktemp("used")
     done = runs.train(*tiny, *SHORT, cwd=cwd)
@@ -26,7 +22,7 @@ def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
     return cwd
 
 
-def contents(run_dir: Path) -> dict[str, bytes]:
+def contents(run_dir):
     """Every file, but not the locks' texts."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path): path.read_bytes() for path in files}
@@ -55,7 +51,7 @@ def contents(run_dir: Path) -> dict[str, bytes]:
     ],
     ids=["resume=null", "five ranks", "fewer steps", "nothing to resume", "nothing to begin with"],
 )  # fmt: skip
-def test_refused_before_anything_is_started(overrides: list[str], said: str, used: Path, tiny: list[str]) -> None:
+def test_refused_before_anything_is_started(overrides, said, used, tiny):
     before = contents(used)
     done = runs.train(*tiny, *SHORT, *overrides, cwd=used)
     assert done.status == 2
@@ -65,7 +61,7 @@ def test_refused_before_anything_is_started(overrides: list[str], said: str, use
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint(used, tiny, tmp_path):
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     newest = tmp_path / "run" / "checkpoints" / "step_00000004"
     shard = newest / "rank-00001-of-00002.safetensors"
@@ -86,7 +82,7 @@ def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.exhaustive
-def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_once_more(used, tiny, tmp_path):
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     done = runs.train(*tiny, *SHORT, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
@@ -100,7 +96,7 @@ def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_in_one_folder(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
     with runs.started(training(*arguments), tmp_path) as first:
@@ -122,7 +118,7 @@ def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_under_torchrun(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
@@ -138,7 +134,7 @@ def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["run", "run/checkpoints/step_00000004"])
-def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_going_on_from_another_folder(source, used, tiny, tmp_path):
     before = contents(used)
     more = ["train.steps=6", "scheduler=constant"]
     done = runs.train(*tiny, *SHORT, *more, f"train.resume={used / source}", cwd=tmp_path)
@@ -154,7 +150,7 @@ def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], 
 
 
 @pytest.mark.exhaustive
-def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Path) -> None:
+def test_all_are_kept_where_nothing_is_said_to_go(tiny, tmp_path):
     done = runs.train(*tiny, *SHORT, "train.keep_last=null", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert checkpoints(tmp_path / "run") == ["step_00000002", "step_00000004"]
@@ -164,14 +160,14 @@ def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_weights_only(used, tiny, tmp_path):
     weights = f"train.init_from={used / 'run' / 'checkpoints'}"
     done = runs.train(*tiny, *SHORT, weights, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert "going on" not in done.out
     steps, _ = runs.entries(tmp_path / "run")
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
-    earlier: list[dict[str, Any]] = runs.entries(used / "run")[0]
+    earlier = runs.entries(used / "run")[0]
     assert steps[0]["loss"] < earlier[0]["loss"]
     assert steps[0]["lr"] == earlier[0]["lr"]
     assert runs.summary(tmp_path / "run")["resumed_from_step"] is None
@@ -191,9 +187,7 @@ def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
     ],
     ids=["before ranks", "a dated folder", "a value", "a sweep", "a sweep's key", "a part of a sweep"],
 )
-def test_what_is_refused_leaves_no_folder(
-    arguments: list[str], made: list[str], tiny: list[str], tmp_path: Path
-) -> None:
+def test_what_is_refused_leaves_no_folder(arguments, made, tiny, tmp_path):
     (tmp_path / "kept").mkdir()
     done = runs.train(*arguments[:1], *tiny, *SHORT[:-1], *arguments[1:], cwd=tmp_path)
     assert done.status == 2
@@ -203,7 +197,7 @@ def test_what_is_refused_leaves_no_folder(
 
 
 @pytest.mark.slow
-def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
+def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for overrides in (["train.init_from=nowhere"], ["zero.stage=7"]):
         with runs.started(training(*tiny, *SHORT, *overrides, by=torchrun), tmp_path) as command:

@@ -1,11 +1,8 @@
 """CPUAdam as an optimizer among torch's: hooks, state dicts, GradScaler, what is refused, what is compiled when."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 BF16 = torch.bfloat16
 
 
-def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def values(optimizer):
     """Copies of the parameters."""
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
@@ -43,7 +40,7 @@ class TestTorchsMachinery:
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight])
 
-        def closure() -> float:
+        def closure():
             optimizer.zero_grad()
             loss = weight.square().sum()
             loss.backward()
@@ -58,7 +55,7 @@ class TestTorchsMachinery:
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight], lr=0.5)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        seen: list[Any] = []
+        seen = []
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append((len(args), sorted(kwargs))))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
         with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without
@@ -188,7 +185,7 @@ class TestInDeepzero:
         assert moment_bytes_per_element(optimizer, torch.device("cpu")) == 8
 
 
-def sparse() -> torch.Tensor:
+def sparse():
     return torch.ones(5).to_sparse()
 
 
@@ -279,7 +276,7 @@ class TestRefused:
 
     def test_two_scales(self):
         optimizer = CPUAdam(leaves(5))
-        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = torch.tensor(2.0)
         with pytest.raises(ValueError, match="use one of them"):
             optimizer.step([torch.ones(5)], scale=2.0)
 

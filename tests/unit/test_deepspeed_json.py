@@ -1,7 +1,5 @@
 """DeepSpeed's JSON: names, meanings, defaults; every other key refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Notes that survive a restart, the number of the restart, and what a rank may ask for on SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -21,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def agent(tmp_path, monkeypatch):
     """The folder of torchrun's agent, as local rank 0 finds it in its second attempt."""
     file = tmp_path / "none_x1y2" / "attempt_1" / "0" / "error.json"
     file.parent.mkdir(parents=True)
@@ -31,7 +29,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "none_x1y2"
 
 
-def test_a_note(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note(agent, monkeypatch):
     assert recall("run_dir") is None
     remember("run_dir", "out/é")
     remember("run_dir", "out/è")
@@ -46,7 +44,7 @@ def test_a_note(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
-def test_bad_names(name: str, agent: Path) -> None:
+def test_bad_names(name, agent):
     with pytest.raises(ValueError, match="name="):
         remember(name, "x")
 
@@ -60,14 +58,14 @@ def test_bad_names(name: str, agent: Path) -> None:
         {"DEEPZERO_RESTART": "0"},  # our launcher outlives its ranks, and needs no notes
     ],
 )
-def test_no_notes_without_torchrun(variables: dict[str, str], agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_notes_without_torchrun(variables, agent, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     remember("run_dir", "x")
     assert recall("run_dir") is None
 
 
-def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_count(monkeypatch):
     monkeypatch.delenv("DEEPZERO_RESTART", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert restart_count() == 0
@@ -78,28 +76,28 @@ def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 25.1, 30.0, float("nan")])
-def test_grace_that_the_agent_would_not_grant(seconds: float) -> None:
+def test_grace_that_the_agent_would_not_grant(seconds):
     with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
         preemption.on_stop_request(lambda: None, seconds)
     assert preemption.registered() is None
 
 
-def test_a_request_can_be_withdrawn() -> None:
+def test_a_request_can_be_withdrawn():
     preemption.on_stop_request(print, 3.0)
     assert preemption.registered() == (print, 3.0)
     preemption.on_stop_request(None)
     assert preemption.registered() is None
 
 
-def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
+def test_ranks_agree_on_a_fresh_part_of_an_old_store():
     """Whatever earlier attempts have left: questions, answers, signatures, of more ranks than there are now."""
     patience = timedelta(seconds=20)
     server = rendezvous.host_store(0, patience)
 
-    def attempt(world: int, late: int) -> None:
-        parts: dict[int, dist.Store] = {}
+    def attempt(world, late):
+        parts = {}
 
-        def join(rank: int) -> None:
+        def join(rank):
             time.sleep(0.3 if rank == late else 0)
             client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
             parts[rank] = rendezvous.fresh(client, rank, world, patience)
@@ -120,7 +118,7 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
         rendezvous.fresh(server, 0, 2, timedelta(seconds=0.3))
 
 
-def test_whose_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_store_is_shared(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert rendezvous.shared_by_attempts()
@@ -191,7 +189,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
         ),
     ],
 )
-def test_signals(before: str, inside: str, leaves: bool, signals: list[str], said: list[str], status: int) -> None:
+def test_signals(before, inside, leaves, signals, said, status):
     code = PROGRAM.format(before=before, inside=inside, leaves=leaves)
     ignored = [f"SIG{name[-3:]}" for name in signals if name.startswith("ignored")]
     command = [sys.executable, "-c", code, *ignored]

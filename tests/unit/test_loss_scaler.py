@@ -1,12 +1,8 @@
 """The loss scaler: its rules one by one, its numbers against DeepSpeed's, and resuming in the middle."""
 
-from __future__ import annotations
-
 import json
 import random
-from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, StaticLossScaler, build_loss_scaler
 
 
-def scales(scaler: DynamicLossScaler, overflows: Iterable[bool]) -> list[float]:
+def scales(scaler, overflows):
     """The scale after each step."""
     out = []
     for overflow in overflows:
@@ -79,7 +75,7 @@ class TestState:
     def test_resume_gives_the_same_scales(self):
         rng = random.Random(3)
         steps = [rng.random() < 0.15 for _ in range(200)]
-        settings: dict[str, Any] = {"initial_scale": 2.0**12, "window": 4, "hysteresis": 3}
+        settings = {"initial_scale": 2.0**12, "window": 4, "hysteresis": 3}
         whole = scales(DynamicLossScaler(**settings), steps)
         for cut in (1, 57, 120):
             first, second = DynamicLossScaler(**settings), DynamicLossScaler(**settings)

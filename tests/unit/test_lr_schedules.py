@@ -1,12 +1,9 @@
 """Schedules: the shape of deepzero's own, every number of DeepSpeed's, resuming, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +13,17 @@ from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES, Scheduler, build_scheduler
 
 
-def sgd(*lrs: float) -> torch.optim.Optimizer:
+def sgd(*lrs):
     """An optimizer with one parameter group for each learning rate."""
     return torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)])
 
 
-def adam(*lrs: float) -> torch.optim.Optimizer:
+def adam(*lrs):
     """The same with betas."""
     return torch.optim.Adam([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)], betas=(0.85, 0.95))
 
 
-def used(kind: str, params: dict[str, Any], steps: int, lr: float = 1.0, total: int | None = None) -> list[float]:
+def used(kind, params, steps, lr=1.0, total=None):
     """The learning rate that each of the first optimizer steps would use."""
     optimizer = sgd(lr)
     scheduler = build_scheduler(SchedulerConfig(kind, params), optimizer, total)
@@ -108,7 +105,7 @@ class TestScheduler:
 
     @pytest.mark.parametrize("kind", sorted(CURVES))
     def test_resume_goes_on_with_the_same_rates_at_once(self, kind):
-        params: dict[str, Any] = {
+        params = {
             "constant": {},
             "warmup_cosine": {"warmup_steps": 3},
             "warmup_stable_decay": {"warmup_steps": 3},
@@ -197,7 +194,7 @@ class TestRefused:
 
 
 # What DeepSpeed 0.19.8 gives for optimizer steps 0, 1, …, kept here so that the numbers hold where it is not installed.
-FROZEN: list[tuple[str, dict[str, Any], list[float]]] = [
+FROZEN = [
     (
         "WarmupLR",
         {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4},
@@ -264,7 +261,7 @@ def theirs():
     logger.setLevel(level)
 
 
-def same_as_deepspeed(theirs: Any, kind: str, params: dict[str, Any], make: Any, steps: int = 60) -> None:
+def same_as_deepspeed(theirs, kind, params, make, steps=60):
     """Rates and betas of every optimizer step, and the saved state, are those of DeepSpeed's class."""
     ours_opt, their_opt = make(), make()
     ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)

@@ -1,7 +1,5 @@
 """The presets against the sizes that were published."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ from deepzero.models.presets import PRESETS
         ("gpt_1t", 1_008_014_617_600),
     ],
 )
-def test_published_parameter_counts(name: str, numel: int) -> None:
+def test_published_parameter_counts(name, numel):
     config = PRESETS[name]
     with torch.device("meta"):
         model = GPT(config)
@@ -38,14 +36,14 @@ def test_published_parameter_counts(name: str, numel: int) -> None:
     assert config.name == name
 
 
-def test_ffn_width() -> None:
+def test_ffn_width():
     assert ffn_width(ModelConfig(n_embd=768, n_head=12)) == 3072
     assert ffn_width(ModelConfig(n_embd=768, n_head=12, activation="swiglu")) == 2048
     assert ffn_width(ModelConfig(n_embd=4096, n_head=32, activation="swiglu")) == 10944  # 10922.67 rounded up to 64
     assert ffn_width(PRESETS["llama_7b"]) == 11008
 
 
-def test_flops_of_gpt2_by_hand() -> None:
+def test_flops_of_gpt2_by_hand():
     with torch.device("meta"):
         model = GPT(PRESETS["gpt2_124m"])
     weights = 12 * 12 * 768**2 + 50257 * 768

@@ -1,10 +1,6 @@
 """Elementwise or not: every optimizer of torch, some of other people, and no trace left in any of them."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from deepzero.runtime.elementwise_check import borrowed, check_elementwise, sett
 optim = torch.optim
 
 
-def model_weights() -> list[torch.Tensor]:
+def model_weights():
     """A matrix and a vector, as a model has them."""
     return [torch.linspace(-1.0, 1.0, 12).reshape(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)]
 
@@ -23,20 +19,20 @@ def model_weights() -> list[torch.Tensor]:
 class Custom(optim.Optimizer):
     """Descent with a twist that a subclass gives; counts its steps in three places."""
 
-    def __init__(self, params: Any, lr: float = 0.1, **settings: Any):
+    def __init__(self, params, lr=0.1, **settings):
         super().__init__(params, {"lr": lr, "count": [0], **settings})
         self.steps = 0
-        self.log: list[int] = []
+        self.log = []
         self.offset = torch.zeros(1)
         self.library = types  # a module cannot be copied
         self.me = self
 
-    def change(self, grad: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def change(self, grad, param, group):
         """What a step subtracts, before the learning rate."""
         return grad
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         """One step."""
         assert self.me is self
         self.steps += 1
@@ -90,7 +86,7 @@ class MatrixOnly(Custom):
 class NeedsClosure(Custom):
     """Evaluates the loss by itself."""
 
-    def step(self, closure):  # type: ignore[override]
+    def step(self, closure):
         """One step."""
         closure()
 
@@ -112,17 +108,17 @@ class Breaks(Custom):
 class Wrapper(optim.Optimizer):
     """Lookahead's shape: another optimizer inside."""
 
-    def __init__(self, inner: optim.Optimizer):
+    def __init__(self, inner):
         self.inner = inner
         self.param_groups, self.state = inner.param_groups, inner.state
         self.defaults = inner.defaults
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         """One step of the other."""
         self.inner.step()
 
 
-ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
+ELEMENTWISE = {
     "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
     "AdamW-fused": lambda p: optim.AdamW(p, fused=True),
     "AdamW-foreach-amsgrad": lambda p: optim.AdamW(p, foreach=True, amsgrad=True),
@@ -143,7 +139,7 @@ ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
     "custom": Custom,
 }
 
-NOT_ELEMENTWISE: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
+NOT_ELEMENTWISE = {
     "LBFGS": (optim.LBFGS, r"LBFGS failed in a trial.*closure"),
     "Adafactor": (optim.Adafactor, r"Adafactor gave other results for slices"),
     "SparseAdam": (optim.SparseAdam, r"SparseAdam failed in a trial.*dense gradients"),
@@ -268,7 +264,7 @@ class TestNoTrace:
         with pytest.raises(KeyError), borrowed(optimizer) as lent:
             assert lent is optimizer
             assert lent.param_groups == []
-            lent.something_new = 1  # type: ignore[attr-defined]
+            lent.something_new = 1
             raise KeyError
         assert vars(optimizer) == attributes
 

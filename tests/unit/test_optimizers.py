@@ -1,10 +1,7 @@
 """Building optimizers by name: DeepSpeed's names and defaults, torch's arithmetic, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +11,12 @@ from deepzero.config.strict import ConfigError
 from deepzero.runtime.optimizers import build_optimizer
 
 
-def weights(*extents: int) -> list[torch.Tensor]:
+def weights(*extents):
     """Leaves to optimize."""
     return [torch.linspace(-1.0, 1.0, n).requires_grad_() for n in extents or (5,)]
 
 
-def built(target: str, **params: Any) -> torch.optim.Optimizer:
+def built(target, **params):
     """The optimizer of a config over one small tensor."""
     return build_optimizer(OptimizerConfig(target, params), weights())
 
@@ -27,12 +24,10 @@ def built(target: str, **params: Any) -> torch.optim.Optimizer:
 class OfTheUser(torch.optim.Optimizer):
     """An optimizer that only a dotted path can find."""
 
-    def __init__(
-        self, params: Any, lr: float, period: int = 5, scale: float = 0, names: tuple[float, float] = (1.0, 2.0)
-    ):
+    def __init__(self, params, lr, period=5, scale=0, names=(1.0, 2.0)):
         super().__init__(params, {"lr": lr, "period": period, "scale": scale, "names": names})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         """Plain descent."""
         with torch.no_grad():
             for group in self.param_groups:
@@ -43,7 +38,7 @@ class OfTheUser(torch.optim.Optimizer):
 class TakesAnything(OfTheUser):
     """Its constructor has an open end."""
 
-    def __init__(self, params: Any, lr: float = 0.1, **more: Any):
+    def __init__(self, params, lr=0.1, **more):
         super().__init__(params, lr)
         self.more = more
 
@@ -119,7 +114,7 @@ class TestArguments:
             built(PATH, lr=0.1, perod=3)
 
     def test_open_ended_constructors_take_anything(self):
-        assert built(f"{__name__}.TakesAnything", colour="red").more == {"colour": "red"}  # type: ignore[attr-defined]
+        assert built(f"{__name__}.TakesAnything", colour="red").more == {"colour": "red"}
 
     def test_params_is_not_an_argument(self):
         with pytest.raises(ConfigError, match=r"unknown config key 'optimizer.params.params'"):

@@ -1,7 +1,5 @@
 """``tools.plan`` and ``tools.simulate`` from the command line, in this process: output, exit status, odd input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def number():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
     unfit = {"train_batch_size": 7, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}
@@ -48,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan(folder, capsys):
     assert plan.main([*TINY, "zero.stage=3", "--ranks", "64", "--rank", "63", "--json", "plan.json"]) == 0
     text = capsys.readouterr().out
     assert "64 ranks on 8 nodes" in text and "rank 63" in text and "one step, in order" in text
@@ -58,12 +56,12 @@ def test_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in folder.iterdir()} == {"mine.py", "unfit.json", "bare.json", "plan.json"}
 
 
-def test_a_plan_for_a_module_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_module_of_ones_own(folder, capsys):
     assert plan.main(["--program", "mine.py:make", "--ranks", "4"]) == 0
     assert "stage 3, 417 parameters, 4 ranks" in capsys.readouterr().out
 
 
-def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_hugging_face_model(folder, capsys):
     pytest.importorskip("transformers")
     assert plan.main(["model=hf", *TINY[:1], "zero.stage=3", "--ranks", "16", "--moves", "0"]) == 0
     assert "16 ranks on 2 nodes" in capsys.readouterr().out
@@ -91,7 +89,7 @@ def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFix
         (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
     ],
 )
-def test_a_plan_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_a_plan_of_nothing(folder, capsys, words, said):
     before = sorted(folder.iterdir())
     assert plan.main(words) == 2
     captured = capsys.readouterr()
@@ -99,7 +97,7 @@ def test_a_plan_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str], wor
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-def test_simulated_on_both_clusters_of_the_post(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_on_both_clusters_of_the_post(folder, capsys):
     words = [*TINY, "--compare", "zero.stage=1", "--compare", "zero=stage1_allreduce", "--check", "0", "--check", "5"]
     assert simulate.main([*words, "--cluster", "azure_nc24r", "--cluster", "dgx_2h", "--json", "found.json"]) == 0
     found = json.loads((folder / "found.json").read_text())
@@ -110,7 +108,7 @@ def test_simulated_on_both_clusters_of_the_post(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("all go the same way") == 4
 
 
-def test_a_wrong_rank_ends_with_its_own_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
     words = [*TINY, "--ranks", "4", "--wrong", "2:blocks.0", "--wrong", "3:blocks.0.norm_1"]
     assert simulate.main(words) == simulate.DIFFERENT
     text = capsys.readouterr().out
@@ -134,6 +132,6 @@ def test_a_wrong_rank_ends_with_its_own_status(folder: Path, capsys: pytest.Capt
         (["--probe", "--cluster", "h100"], "--probe measures"),
     ],
 )
-def test_nothing_to_simulate(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+def test_nothing_to_simulate(folder, capsys, words, said):
     assert simulate.main([*TINY, *words]) == 2
     assert said in capsys.readouterr().err

@@ -1,12 +1,9 @@
 """Which of several errors is the cause, and how it is told. The processes themselves: tests/e2e/test_launch.py."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ ECHOES = [
 ]
 
 
-def caught(error: BaseException, rank: int = 0) -> RankReport:
+def caught(error, rank=0):
     """``error`` as a rank would report it."""
     try:
         raise error
@@ -36,7 +33,7 @@ def caught(error: BaseException, rank: int = 0) -> RankReport:
 
 
 @pytest.mark.parametrize("message", ECHOES)
-def test_lost_peers_are_recognised(message: str) -> None:
+def test_lost_peers_are_recognised(message):
     assert caught(RuntimeError(message)).peer_gone
 
 
@@ -44,11 +41,11 @@ def test_lost_peers_are_recognised(message: str) -> None:
     "error",
     [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("disk")],
 )
-def test_other_errors_are_causes(error: Exception) -> None:
+def test_other_errors_are_causes(error):
     assert not caught(error).peer_gone
 
 
-def test_the_watchdogs_errors_know_whose_fault_it_is() -> None:
+def test_the_watchdogs_errors_know_whose_fault_it_is():
     for error, echo in ((RankLeftError("rank 1 has left"), True), (RankDivergenceError("different paths"), False)):
         try:
             raise error from RuntimeError(ECHOES[-1])
@@ -56,7 +53,7 @@ def test_the_watchdogs_errors_know_whose_fault_it_is() -> None:
             assert describe(raised, 0).peer_gone == echo
 
 
-def test_an_echo_that_was_wrapped() -> None:
+def test_an_echo_that_was_wrapped():
     try:
         try:
             raise RuntimeError(ECHOES[0])
@@ -69,7 +66,7 @@ def test_an_echo_that_was_wrapped() -> None:
     assert "caused by RuntimeError" in report.title
 
 
-def test_the_cause_is_the_earliest_that_is_no_echo() -> None:
+def test_the_cause_is_the_earliest_that_is_no_echo():
     echo, late, cause = (
         caught(e, rank) for rank, e in enumerate((RuntimeError(ECHOES[0]), ValueError("b"), ValueError("a")))
     )
@@ -84,19 +81,19 @@ def test_the_cause_is_the_earliest_that_is_no_echo() -> None:
     assert root_cause([]) is None
 
 
-def test_the_frames_are_the_users() -> None:
+def test_the_frames_are_the_users():
     report = caught(ValueError("x"))
     assert "test_rank_process.py" in report.frames
     assert report.text().startswith("rank 0 failed: ValueError: x\n")
 
 
-def test_settings_need_no_frames() -> None:
+def test_settings_need_no_frames():
     report = caught(ConfigError("zero.stage=7: no"))
     assert report.kind == "config"
     assert report.text() == "zero.stage=7: no"
 
 
-def test_a_checkpoints_error_needs_no_frames() -> None:
+def test_a_checkpoints_error_needs_no_frames():
     try:
         raise CheckpointError("the disk has 0.001 GB left")
     except CheckpointError as error:
@@ -105,16 +102,14 @@ def test_a_checkpoints_error_needs_no_frames() -> None:
     assert "test_rank_process.py" in report.full
 
 
-def test_reports_travel_through_files(tmp_path: Path) -> None:
+def test_reports_travel_through_files(tmp_path):
     first, second = caught(ValueError("é"), 0), caught(RuntimeError(ECHOES[0]), 1)
     for report in (first, second):
         write_report(tmp_path, report)
     assert read_reports(tmp_path) == [first, second]
 
 
-def test_a_report_that_cannot_be_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "program.py").write_text(
         "def fail(job):\n    job.unlink()\n    job.parent.rmdir()\n    raise ValueError(7)\n"
     )
@@ -131,7 +126,7 @@ def test_a_report_that_cannot_be_written_is_said(
     assert capsys.readouterr().err.startswith("rank 1 failed: ValueError: 7\n")
 
 
-def test_a_killed_rank_comes_before_the_echo_it_left() -> None:
+def test_a_killed_rank_comes_before_the_echo_it_left():
     echo = caught(RuntimeError(ECHOES[0]), 0)
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGKILL})
     assert str(error).startswith("rank 1 was killed by signal 9 (SIGKILL); when nobody")
@@ -139,39 +134,39 @@ def test_a_killed_rank_comes_before_the_echo_it_left() -> None:
     assert str(error) == "rank 1 was killed by signal 11 (SIGSEGV)"
 
 
-def test_a_rank_that_the_agent_ended_is_not_the_cause() -> None:
+def test_a_rank_that_the_agent_ended_is_not_the_cause():
     error = launcher._failure([caught(ValueError("x"), 1)], {0: -signal.SIGTERM, 1: 1})
     assert isinstance(error, RankFailed)
     assert error.headline == "rank 1 failed: ValueError: x"
     assert "Traceback" in error.full
 
 
-def test_a_rank_without_a_word() -> None:
+def test_a_rank_without_a_word():
     assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3}))
 
 
-def test_a_rank_that_refuses_its_settings() -> None:
+def test_a_rank_that_refuses_its_settings():
     error = launcher._failure([caught(ConfigError("no"), 1), caught(RuntimeError(ECHOES[1]), 0)], {0: 1, 1: 2})
     assert isinstance(error, ConfigError)
     assert str(error) == "no"
 
 
-def test_programs_are_found_by_file(tmp_path: Path) -> None:
+def test_programs_are_found_by_file(tmp_path):
     file = tmp_path / "a_program_for_ranks.py"
     file.write_text("def go():\n    return __name__\n\nNUMBER = 3\n")
-    assert load_program(str(file), "go")() == "a_program_for_ranks"  # type: ignore[func-returns-value]
+    assert load_program(str(file), "go")() == "a_program_for_ranks"
     assert load_program(str(file), "go") is load_program(str(file), "go")
     with pytest.raises(TypeError, match="NUMBER"):
         load_program(str(file), "NUMBER")
     del sys.modules["a_program_for_ranks"]
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert [default_threads(n) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
 
 
-def test_a_launcher_is_known_by_all_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_known_by_all_its_variables(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "1")
