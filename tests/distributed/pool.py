@@ -177,7 +177,7 @@ def on_ranks(world_size: int | None = 2, **options: Any) -> Callable[[Callable[.
     return decorate
 
 
-def _ready_to_fork() -> multiprocessing.context.ForkServerContext:
+def ready_to_fork() -> multiprocessing.context.ForkServerContext:
     """A process that has imported all that ranks need, and no more: each rank is a copy of it. An import takes 3 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "deepzero", "tests.distributed.pool"])
@@ -206,7 +206,7 @@ class _SubPool:
 
     def start(self) -> None:
         """Start all ranks at once and wait until each has answered."""
-        context = _ready_to_fork()
+        context = ready_to_fork()
         meeting = self._new_meeting()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

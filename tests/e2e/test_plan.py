@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.e2e.runs import ROOT, train
+from tests.e2e import runs
 
 SCALE = """
 import resource, sys
@@ -18,25 +18,25 @@ sys.exit(status)
 """Reads its own peak: that of all children would be some other test's."""
 
 
-@pytest.mark.slow
 def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path):
-    done = train("plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path)
+    done = runs.refused(
+        "plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path
+    )
     assert done.status == 0, done.err
     assert "stage 3" in done.out and "3 ranks on 1 node" in done.out and "one step, in order" in done.out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_plan_is_not_for_torchrun(tmp_path):
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = train("plan=true", cwd=tmp_path, **launcher)
+    done = runs.refused("plan=true", cwd=tmp_path, **launcher)
     assert done.status == 2 and "plan=true starts nothing: run it with python, not with torchrun" in done.err
     assert not (tmp_path / "outputs").exists()
 
 
 def simulated(words, cwd, timeout):
     """What a simulation in a process of its own prints, whose memory stays below 4 GB."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCALE, "zero.stage=3", *words]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr

@@ -109,9 +109,7 @@ def test_sigterm_to_torchrun(reference, tiny, tmp_path):
     done, step = stop_with_sigterm(command_line, tmp_path)
     assert done.status != 0  # torchrun's own
     assert runs.summary(tmp_path / "run")["error"] == "stopped by SIGTERM"
-    with runs.started(command_line, tmp_path) as command:
-        done = command.wait()
-        assert command.processes() == {}
+    done = runs.finished(command_line, tmp_path)
     assert done.status == 0, done.err
     assert f"going on after step {step}" in done.out
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(reference(*STAGE_2))
