@@ -126,18 +126,15 @@ def test_model_files_are_the_presets():
         assert run_config(f"model={name}").model == preset
 
 
-@pytest.mark.parametrize(
-    ("overrides", "rate"),
-    [
-        ([], 2e-3),
-        (["model=gpt2_124m"], 6e-4),
-        (["model=gpt2_124m", "optimizer=cpu_adam"], 6e-4),
-        (["model=gpt2_1_3b", "optimizer.lr=1e-4"], 1e-4),
-        (["model=gpt2_124m", "optimizer=sgd"], 0.1),
-        (["experiment=gpt2_1_3b", "data.path=/some/path"], 2e-4),
-        (["experiment=smoke"], 2e-3),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "rate"), [
+    ([], 2e-3),
+    (["model=gpt2_124m"], 6e-4),
+    (["model=gpt2_124m", "optimizer=cpu_adam"], 6e-4),
+    (["model=gpt2_1_3b", "optimizer.lr=1e-4"], 1e-4),
+    (["model=gpt2_124m", "optimizer=sgd"], 0.1),
+    (["experiment=gpt2_1_3b", "data.path=/some/path"], 2e-4),
+    (["experiment=smoke"], 2e-3),
+])  # fmt: skip
 def test_each_model_has_its_learning_rate(overrides, rate):
     composed = settings(*overrides)
     assert composed["optimizer"]["lr"] == rate
@@ -155,17 +152,14 @@ def test_chaos_is_one_word():
     assert not run_config().engine.comm.chaos.enabled
 
 
-@pytest.mark.parametrize(
-    ("overrides", "total", "micro", "accumulation"),
-    [
-        ([], 24, None, None),
-        (["train_batch_size=12"], 12, None, None),
-        (["train_micro_batch_size_per_gpu=2"], None, 2, None),
-        (["train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=4"], None, 2, 4),
-        (["gradient_accumulation_steps=4"], 24, None, 4),
-        (["experiment=smoke"], 12, None, None),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "total", "micro", "accumulation"), [
+    ([], 24, None, None),
+    (["train_batch_size=12"], 12, None, None),
+    (["train_micro_batch_size_per_gpu=2"], None, 2, None),
+    (["train_micro_batch_size_per_gpu=2", "gradient_accumulation_steps=4"], None, 2, 4),
+    (["gradient_accumulation_steps=4"], 24, None, 4),
+    (["experiment=smoke"], 12, None, None),
+])  # fmt: skip
 def test_the_fallback_batch_never_contradicts_what_was_typed(overrides, total, micro, accumulation):
     engine = run_config(*overrides).engine
     assert engine.train_batch_size == total

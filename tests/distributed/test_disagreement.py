@@ -28,15 +28,12 @@ def one_rank_differs(rank, world, what):
     return f"{type(error.value).__name__}: {error.value}"
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("optimizer", "optimizer class: SGD on rank 0, AdamW on rank 1"),
-        ("lr", "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
-        ("groups", "optimizer group 0 params"),
-        ("buffer", "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
-    ],
-)
+@pytest.mark.parametrize(("what", "words"), [
+    ("optimizer", "optimizer class: SGD on rank 0, AdamW on rank 1"),
+    ("lr", "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
+    ("groups", "optimizer group 0 params"),
+    ("buffer", "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
+])  # fmt: skip
 def test_one_rank_differs(ranks, what, words):
     assert all(words in message for message in ranks.run(one_rank_differs, what, world_size=2))
 

@@ -26,19 +26,16 @@ def clear(engine):
         owner.zero_grad(set_to_none=False)
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (0, {}),
-        (1, {}),
-        (1, {"overlap": True, "precision": "bf16"}),
-        (1, {"zero": HOST, "precision": "bf16"}),
-        (2, {}),
-        (2, {"zero": HOST}),
-        (3, {"zero": WHOLE}),
-        (3, {"zero": {**WHOLE, **HOST}, "precision": "bf16"}),
-    ],
-)
+@pytest.mark.parametrize(("stage", "settings"), [
+    (0, {}),
+    (1, {}),
+    (1, {"overlap": True, "precision": "bf16"}),
+    (1, {"zero": HOST, "precision": "bf16"}),
+    (2, {}),
+    (2, {"zero": HOST}),
+    (3, {"zero": WHOLE}),
+    (3, {"zero": {**WHOLE, **HOST}, "precision": "bf16"}),
+])  # fmt: skip
 @on_ranks()
 def test_zero_grad_is_harmless_at_any_time(rank, world, stage, settings):
     """Two steps of two micro-batches, with ``zero_grad`` in every place where a program may have it."""

@@ -29,11 +29,8 @@ def zero(stage, ratio=None, param=False, **more):
         block["offload_optimizer"] = {"device": "cpu", "ratio": ratio, **more}
     if param:
         block["offload_param"] = {
-            "device": "cpu",
-            "pin_memory": True,
-            "buffer_count": 5,
-            **({} if param is True else param),
-        }
+            "device": "cpu", "pin_memory": True, "buffer_count": 5, **({} if param is True else param),
+        }  # fmt: skip
     return block
 
 
@@ -70,17 +67,14 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
             assert entry["measured"] == pytest.approx(entry["predicted"], rel=0.01), (label, category)
 
 
-@pytest.mark.parametrize(
-    ("stage", "world"),
-    [
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        (2, 2),
-        pytest.param(3, 2, marks=pytest.mark.slow),
-        pytest.param(1, 4, marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, marks=pytest.mark.exhaustive),
-        pytest.param(3, 4, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("stage", "world"), [
+    pytest.param(1, 2, marks=pytest.mark.slow),
+    (2, 2),
+    pytest.param(3, 2, marks=pytest.mark.slow),
+    pytest.param(1, 4, marks=pytest.mark.exhaustive),
+    pytest.param(2, 4, marks=pytest.mark.exhaustive),
+    pytest.param(3, 4, marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_same_bits(ranks, stage, world):
     """Ratios, accumulation, chaos; the same Adam kernel with and without offload."""
     for accumulation in (1, 3):

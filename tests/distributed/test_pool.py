@@ -196,14 +196,11 @@ def test_skip_travels(ranks):
         ranks.run(skip, world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("fn", "what"),
-    [
-        (change_dtype, "get_default_dtype"),
-        pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
-        pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("fn", "what"), [
+    (change_dtype, "get_default_dtype"),
+    pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
+    pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_leaks_are_refused(ranks, fn, what):
     with pytest.raises(LeakedState, match=what):
         ranks.run(fn, world_size=1)

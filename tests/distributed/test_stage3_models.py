@@ -136,15 +136,9 @@ class OwnFunction(Base):
 
 
 MODELS = {
-    "base": Base,
-    "outside": OutsideItsModule,
-    "twice": CalledTwice,
-    "unused": Unused,
-    "lora": Lora,
-    "nested": Nested,
-    "library": Library,
-    "function": OwnFunction,
-}
+    "base": Base, "outside": OutsideItsModule, "twice": CalledTwice, "unused": Unused, "lora": Lora, "nested": Nested,
+    "library": Library, "function": OwnFunction,
+}  # fmt: skip
 
 
 def batch(step, rank):

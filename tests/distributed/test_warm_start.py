@@ -213,17 +213,14 @@ def test_damaged_headers(ranks, tmp_path, kind):
     ranks.run(unfit, tmp_path / "m", rf"model\.safetensors.*{text}", world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "has no weight_map"),
-        ('{"weight_map": {"mean": 3}}', "has no weight_map"),
-        ('{"weight_map": {"mean": "../x.safetensors"}}', "no safetensors file of the same folder"),
-        ('{"weight_map": {"mean": "x.safetensors"}}', "is missing, and the index names it"),
-        ('{"weight_map": {"nose": "model-00001-of-00002.safetensors"}}', "does not hold 'nose'"),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    ("{", "is not JSON"),
+    ("[1]", "has no weight_map"),
+    ('{"weight_map": {"mean": 3}}', "has no weight_map"),
+    ('{"weight_map": {"mean": "../x.safetensors"}}', "no safetensors file of the same folder"),
+    ('{"weight_map": {"mean": "x.safetensors"}}', "is missing, and the index names it"),
+    ('{"weight_map": {"nose": "model-00001-of-00002.safetensors"}}', "does not hold 'nose'"),
+])  # fmt: skip
 def test_damaged_indices(ranks, tmp_path, content, text):
     (write(tmp_path / "m", source(), parts=2) / "model.safetensors.index.json").write_text(content)
     ranks.run(unfit, tmp_path / "m", text, world_size=2)

@@ -55,15 +55,9 @@ class Command:
         for name in ("PYTHONPATH", "WANDB_MODE", "WANDB_API_KEY"):
             env.pop(name, None)  # train.py has to find its package by itself, and nobody is logged in
         self.process = subprocess.Popen(
-            last_of_each_key(arguments),
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            last_of_each_key(arguments), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
         self.started = time.monotonic()
 
     def wait(self, timeout: float = TIMEOUT_SECONDS) -> Done:

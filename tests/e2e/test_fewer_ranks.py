@@ -10,13 +10,9 @@ from tests.e2e.test_lost_ranks import SOON
 from tests.e2e.test_resume import far_enough
 
 COMMON = [
-    "train.eval_every=0",
-    "train.sample_tokens=0",
-    "scheduler=constant",
-    "zero.stage=2",
-    "train.log_every=50",
+    "train.eval_every=0", "train.sample_tokens=0", "scheduler=constant", "zero.stage=2", "train.log_every=50",
     "hydra.run.dir=run",
-]
+]  # fmt: skip
 
 
 def same_steps(one, other, steps):

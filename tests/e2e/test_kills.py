@@ -149,15 +149,9 @@ def one_life(zygote, line, chance, tally):
     alive = line.folder / f"alive{zygote.lives}"
     alive.mkdir()
     pids = zygote.begin(
-        world=line.world,
-        precision=line.precision,
-        stage=chance.choice([1, 2, 3]),
-        until=line.until,
-        folder=str(line.checkpoints),
-        reference=str(line.reference),
-        alive=str(alive),
-        slow=chance.uniform(0.05, 0.3),
-    )
+        world=line.world, precision=line.precision, stage=chance.choice([1, 2, 3]), until=line.until,
+        folder=str(line.checkpoints), reference=str(line.reference), alive=str(alive), slow=chance.uniform(0.05, 0.3),
+    )  # fmt: skip
     if tally.kills % 3 == 0:  # in a save, as soon as there is one
         zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
         time.sleep(chance.uniform(0.0, 0.25))

@@ -45,15 +45,11 @@ def test_what_becomes_of_ranks(how, said, tmp_path):
         assert how == "save" or "all ranks alike" in done.out
 
 
-@pytest.mark.parametrize(
-    ("signals", "said"),
-    [
-        pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
-        pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.exhaustive),
-        pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
-    ],
-    ids=["ctrl-c", "ctrl-c-twice", "sigterm"],
-)
+@pytest.mark.parametrize(("signals", "said"), [
+    pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
+    pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.exhaustive),
+    pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
+], ids=["ctrl-c", "ctrl-c-twice", "sigterm"])  # fmt: skip
 def test_signals_to_the_launcher(signals, said, tmp_path):
     with runs.started([sys.executable, PROGRAMS, "sleep", str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("alive*"))) == 2, "two ranks")

@@ -95,16 +95,9 @@ def test_small_memory_leaves_stage_3_alone():
     given = ("offload=none", "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=1")
     found = Search(ask(*WIDE, *given, ranks=ranks, memory=memory, rehearsals=1)).run()
     sizes = StateSizes(
-        compute=2,
-        accumulation=4,
-        moments=8,
-        wire=2,
-        stage=2,
-        overlap=True,
-        micro_batches=1,
-        whole_reduce=False,
+        compute=2, accumulation=4, moments=8, wire=2, stage=2, overlap=True, micro_batches=1, whole_reduce=False,
         exact=False,
-    )
+    )  # fmt: skip
     forms = [
         sum(predicted_memory(Elements(found.numel), ranks, dataclasses.replace(sizes, stage=stage)).values())
         for stage in (2, 3)

@@ -149,16 +149,13 @@ def test_chaos_puts_copies_off_until_somebody_waits():
     assert set(early) == {0.0, 4.0}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "param", "locked"),
-    [
-        ({"device": "cpu"}, {}, True),
-        ({"device": "cpu", "pin_memory": False}, {}, False),
-        ({"device": "cpu", "pin_memory": False}, {"device": "cpu"}, True),
-        ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
-        ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "param", "locked"), [
+    ({"device": "cpu"}, {}, True),
+    ({"device": "cpu", "pin_memory": False}, {}, False),
+    ({"device": "cpu", "pin_memory": False}, {"device": "cpu"}, True),
+    ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
+    ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
+])  # fmt: skip
 def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch):
     asked = []
     monkeypatch.setattr(offload_setup, "HostArena", lambda regions, device, pin: asked.append(pin))

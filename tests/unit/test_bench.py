@@ -20,16 +20,9 @@ from tools.bench.stats import mean_over_ranks, median, slowest_rank
 from tools.bench.workload import TINY, Workload, batch, make_tokens, tokens_needed
 
 PARTS = {
-    "forward_backward": 0.5,
-    "adam_shard": 0.05,
-    "adam_full": 0.1,
-    "reduce_all_to_all": 0.1,
-    "reduce_all_to_all_pieces": 0.2,
-    "reduce_scatter": 0.3,
-    "gather": 0.3,
-    "gather_pieces": 0.1,
-    "all_reduce": 0.15,
-}
+    "forward_backward": 0.5, "adam_shard": 0.05, "adam_full": 0.1, "reduce_all_to_all": 0.1,
+    "reduce_all_to_all_pieces": 0.2, "reduce_scatter": 0.3, "gather": 0.3, "gather_pieces": 0.1, "all_reduce": 0.15,
+}  # fmt: skip
 
 
 def measured(name, seconds, peak=100.0, idle=50.0, variant=0):
@@ -62,18 +55,12 @@ def test_a_step_lasts_as_long_as_its_slowest_rank():
 def test_rounds_are_pooled_and_failed_rounds_left_out():
     ddp = by_name("ddp")
     rounds = [
-        Outcome(
-            seconds={"step": [1.0, 3.0]},
-            cpu_seconds={"step": 1.0},
-            losses=[5.0],
-            build_peak_bytes=10,
-            step_peak_bytes=7,
-        ),
+        Outcome(seconds={"step": [1.0, 3.0]}, cpu_seconds={"step": 1.0}, losses=[5.0], build_peak_bytes=10,
+         step_peak_bytes=7),
         Outcome(error="rank 1 ended with 1"),
-        Outcome(
-            seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6, step_peak_bytes=8
-        ),
-    ]
+        Outcome(seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6,
+         step_peak_bytes=8),
+    ]  # fmt: skip
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
     assert (row.median_seconds, row.best_seconds, row.samples) == (2.5, 1.0, 4)
@@ -169,15 +156,12 @@ def test_every_contender_has_a_builder_and_distinct_variants():
         assert len({v.name for v in contender.variants}) == len(contender.variants)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--contenders", "dpp"], "unknown contender 'dpp'"),
-        (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
-        (["--rounds", "0"], "--rounds=0: must be at least 1"),
-        (["--micro-batch", "0"], "--micro-batch=0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--contenders", "dpp"], "unknown contender 'dpp'"),
+    (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
+    (["--rounds", "0"], "--rounds=0: must be at least 1"),
+    (["--micro-batch", "0"], "--micro-batch=0"),
+])  # fmt: skip
 def test_bad_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         zero.main(arguments)

@@ -25,14 +25,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert "torch sees no NVIDIA GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parts", "bytes"], "--parts: unknown bytes; there are: bits, speed, largest"),
-        (["--contenders", "s2,s4"], "--contenders: unknown s4; there are: plain, s2"),
-        (["--blocks", "0"], "--blocks=0: must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--parts", "bytes"], "--parts: unknown bytes; there are: bits, speed, largest"),
+    (["--contenders", "s2,s4"], "--contenders: unknown s4; there are: plain, s2"),
+    (["--blocks", "0"], "--blocks=0: must be at least 1"),
+])  # fmt: skip
 def test_bad_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu.main(["offload", *arguments])

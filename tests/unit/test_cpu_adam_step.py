@@ -164,16 +164,13 @@ class TestInDeepzero:
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.95), 0.0)
         assert (group["decoupled_weight_decay"], group["bias_correction"]) == (False, False)
 
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({"amsgrad": True}, "amsgrad=True is not implemented"),
-            ({"fp32_optimizer_states": False}, "fp32_optimizer_states=False.*is not implemented"),
-            ({"adam_w_mode": True, "adamw_mode": True}, "both adam_w_mode and adamw_mode"),
-            ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled, numba"),
-            ({"maximize": True}, "unknown config key 'optimizer.params.maximize'"),
-        ],
-    )
+    @pytest.mark.parametrize(("params", "message"), [
+        ({"amsgrad": True}, "amsgrad=True is not implemented"),
+        ({"fp32_optimizer_states": False}, "fp32_optimizer_states=False.*is not implemented"),
+        ({"adam_w_mode": True, "adamw_mode": True}, "both adam_w_mode and adamw_mode"),
+        ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled, numba"),
+        ({"maximize": True}, "unknown config key 'optimizer.params.maximize'"),
+    ])  # fmt: skip
     def test_refused_by_name(self, params, message):
         with pytest.raises(ConfigError, match=message):
             build_optimizer(OptimizerConfig("CPUAdam", params), leaves(5))
@@ -194,19 +191,16 @@ GRAD = f"the gradient of {NAME}"
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"betas": (0.9, 1.0)}, r"param_groups\[0\]: betas\[1\]=1.0 must be at least 0 and below 1"),
-            ({"betas": (0.9,)}, r"must be two numbers"),
-            ({"eps": -1e-8}, r"eps=-1e-08 must be finite and not negative"),
-            ({"lr": float("nan")}, r"lr=nan must be finite"),
-            ({"weight_decay": float("inf")}, r"weight_decay=inf"),
-            ({"amsgrad": True}, r"amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it"),
-            ({"fp32_optimizer_states": False}, r"both moments are kept in fp32"),
-            ({"kernel": "fast"}, r"must be one of auto, chunked, compiled, numba"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "message"), [
+        ({"betas": (0.9, 1.0)}, r"param_groups\[0\]: betas\[1\]=1.0 must be at least 0 and below 1"),
+        ({"betas": (0.9,)}, r"must be two numbers"),
+        ({"eps": -1e-8}, r"eps=-1e-08 must be finite and not negative"),
+        ({"lr": float("nan")}, r"lr=nan must be finite"),
+        ({"weight_decay": float("inf")}, r"weight_decay=inf"),
+        ({"amsgrad": True}, r"amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it"),
+        ({"fp32_optimizer_states": False}, r"both moments are kept in fp32"),
+        ({"kernel": "fast"}, r"must be one of auto, chunked, compiled, numba"),
+    ])  # fmt: skip
     def test_arguments(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             CPUAdam(leaves(5), **arguments)

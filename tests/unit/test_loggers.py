@@ -271,15 +271,12 @@ def test_what_the_user_says_of_names_counts(monkeypatch):
     assert named(LoggerConfig(), [], None).group is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"run_name": "x" * 129}, "logger.run_name"),
-        ({"group": ""}, "logger.group"),
-        ({"tags": ("x" * 65,)}, "logger.tags"),
-        ({"project": "a/b"}, "logger.project='a/b'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "key"), [
+    ({"run_name": "x" * 129}, "logger.run_name"),
+    ({"group": ""}, "logger.group"),
+    ({"tags": ("x" * 65,)}, "logger.tags"),
+    ({"project": "a/b"}, "logger.project='a/b'"),
+])  # fmt: skip
 def test_what_wandb_would_refuse_is_refused_before_the_run(settings, key):
     with pytest.raises(ConfigError, match=key):
         LoggerConfig(**settings)
@@ -325,16 +322,13 @@ def test_wandb_follows_its_own_variable(nobody, monkeypatch):
     assert wandb_mode(LoggerConfig(wandb_mode="online"), print) == "online"
 
 
-@pytest.mark.parametrize(
-    ("word", "mode", "lines"),
-    [
-        ("run", "online", 0),
-        ("Offline", "offline", 0),
-        ("dryrun", "offline", 0),
-        ("off", "offline", 1),
-        ("", "online", 0),
-    ],
-)
+@pytest.mark.parametrize(("word", "mode", "lines"), [
+    ("run", "online", 0),
+    ("Offline", "offline", 0),
+    ("dryrun", "offline", 0),
+    ("off", "offline", 1),
+    ("", "online", 0),
+])  # fmt: skip
 def test_wandb_sends_nothing_against_a_word_of_its_variable(nobody, monkeypatch, word, mode, lines):
     monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
     monkeypatch.setenv("WANDB_MODE", word)

@@ -125,13 +125,9 @@ class TestBuild:
 
     def test_fp16_reads_every_number(self):
         precision = PrecisionConfig(
-            dtype="fp16",
-            initial_scale_power=3,
-            loss_scale_window=7,
-            hysteresis=5,
-            consecutive_hysteresis=True,
+            dtype="fp16", initial_scale_power=3, loss_scale_window=7, hysteresis=5, consecutive_hysteresis=True,
             min_loss_scale=2.0,
-        )
+        )  # fmt: skip
         scaler = build_loss_scaler(precision)
         assert isinstance(scaler, DynamicLossScaler)
         assert (scaler.scale, scaler.window, scaler.hysteresis) == (8.0, 7, 5)

@@ -161,30 +161,23 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"needs scheduler.params.total_(num_)?steps"):
             build_scheduler(SchedulerConfig(kind), sgd())
 
-    @pytest.mark.parametrize(
-        ("kind", "params", "message"),
-        [
-            ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
-            ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
-            ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
-            ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5: must be an integer"),
-            ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
-            ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
-            ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
-            ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
-            ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
-            ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
-            ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
-            ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
-            (
-                "OneCycle",
-                {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0},
-                r"cycle_first_step_size=0",
-            ),
-            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
-            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": 0.5}, r"SGD has no betas"),
-        ],
-    )
+    @pytest.mark.parametrize(("kind", "params", "message"), [
+        ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
+        ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
+        ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
+        ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5: must be an integer"),
+        ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
+        ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
+        ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
+        ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
+        ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
+        ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, r"cycle_first_step_size=0"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": 0.5}, r"SGD has no betas"),
+    ])  # fmt: skip
     def test_values_without_sense(self, kind, params, message):
         with pytest.raises(ConfigError, match=message):
             build_scheduler(SchedulerConfig(kind, params), sgd(), 10)
@@ -195,52 +188,18 @@ class TestRefused:
 
 # What DeepSpeed 0.19.8 gives for optimizer steps 0, 1, …, kept here so that the numbers hold where it is not installed.
 FROZEN = [
-    (
-        "WarmupLR",
-        {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4},
-        [0.1, 0.1, 0.5, 0.7339850002884625, 0.9, 0.9],
-    ),
+    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4}, [0.1, 0.1, 0.5,
+     0.7339850002884625, 0.9, 0.9]),
     ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 1]),
-    (
-        "WarmupDecayLR",
-        {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"},
-        [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0],
-    ),
-    (
-        "WarmupCosineLR",
-        {
-            "total_num_steps": 6,
-            "warmup_num_steps": 2,
-            "warmup_min_ratio": 0.5,
-            "cos_min_ratio": 0.0,
-            "warmup_type": "linear",
-        },
-        [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0],
-    ),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 0.0,
-            "cycle_max_lr": 1.0,
-            "cycle_first_step_size": 4,
-            "cycle_second_step_size": 2,
-            "decay_step_size": 1,
-            "decay_lr_rate": 1.0,
-        },
-        [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0],
-    ),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1.0,
-            "cycle_max_lr": 2.0,
-            "cycle_first_step_size": 1,
-            "decay_step_size": 2,
-            "decay_lr_rate": 1.0,
-        },
-        [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5],
-    ),
-]
+    ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"}, [0,
+     0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_min_ratio": 0.5, "cos_min_ratio": 0.0,
+     "warmup_type": "linear"}, [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0]),
+    ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 2,
+     "decay_step_size": 1, "decay_lr_rate": 1.0}, [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0]),
+    ("OneCycle", {"cycle_min_lr": 1.0, "cycle_max_lr": 2.0, "cycle_first_step_size": 1, "decay_step_size": 2,
+     "decay_lr_rate": 1.0}, [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "params", "rates"), FROZEN, ids=lambda value: value if isinstance(value, str) else "")
@@ -323,15 +282,9 @@ class TestAgainstDeepSpeed:
     )
     def test_one_cycle_with_momentum(self, theirs, second, stairs, decay):
         params = {
-            "cycle_min_lr": [0.01, 0.1],
-            "cycle_max_lr": 1.5,
-            "cycle_first_step_size": 7,
-            "cycle_second_step_size": second,
-            "cycle_min_mom": 0.75,
-            "cycle_max_mom": [0.9, 0.95],
-            **stairs,
-            **decay,
-        }
+            "cycle_min_lr": [0.01, 0.1], "cycle_max_lr": 1.5, "cycle_first_step_size": 7,
+            "cycle_second_step_size": second, "cycle_min_mom": 0.75, "cycle_max_mom": [0.9, 0.95], **stairs, **decay,
+        }  # fmt: skip
         same_as_deepspeed(theirs, "OneCycle", params, lambda: adam(1, 1))
 
     def test_one_cycle_without_momentum(self, theirs):

@@ -15,19 +15,9 @@ from deepzero.models.gpt import GPT, INIT_STD, MLP, NORM_EPS, Attention, apply_r
 
 GPT2 = ModelConfig(name="tiny-gpt2", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_embd=16)
 LLAMA = ModelConfig(
-    name="tiny-llama",
-    vocab_size=31,
-    block_size=12,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=16,
-    norm="rmsnorm",
-    position="rope",
-    activation="swiglu",
-    bias=False,
-    tied=False,
-)
+    name="tiny-llama", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, norm="rmsnorm",
+    position="rope", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
 STYLES = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda c: c.name)
 
 

@@ -8,18 +8,15 @@ from deepzero.models.gpt import GPT, ffn_width
 from deepzero.models.presets import PRESETS
 
 
-@pytest.mark.parametrize(
-    ("name", "numel"),
-    [
-        ("nano", 885_888),
-        ("gpt2_124m", 124_439_808),
-        ("gpt2_350m", 354_823_168),
-        ("gpt2_1_3b", 1_313_626_112),
-        ("llama_7b", 6_738_415_616),
-        ("gpt3_175b", 174_604_259_328),
-        ("gpt_1t", 1_008_014_617_600),
-    ],
-)
+@pytest.mark.parametrize(("name", "numel"), [
+    ("nano", 885_888),
+    ("gpt2_124m", 124_439_808),
+    ("gpt2_350m", 354_823_168),
+    ("gpt2_1_3b", 1_313_626_112),
+    ("llama_7b", 6_738_415_616),
+    ("gpt3_175b", 174_604_259_328),
+    ("gpt_1t", 1_008_014_617_600),
+])  # fmt: skip
 def test_published_parameter_counts(name, numel):
     config = PRESETS[name]
     with torch.device("meta"):

@@ -60,18 +60,15 @@ class TestNames:
         with pytest.raises(ConfigError, match=r"adam_w_mode=False contradicts optimizer 'adamw'"):
             built("adamw", adam_w_mode=False)
 
-    @pytest.mark.parametrize(
-        ("target", "params", "decay"),
-        [
-            ("Adam", {}, 0.0),
-            ("AdamW", {}, 0.0),
-            ("AdamW", {"weight_decay": 0.3}, 0.3),
-            ("AdamW", {"torch_adam": True}, 0.01),
-            ("Adam", {"torch_adam": True}, 0.01),
-            ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
-            ("torch.optim.AdamW", {}, 0.01),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "params", "decay"), [
+        ("Adam", {}, 0.0),
+        ("AdamW", {}, 0.0),
+        ("AdamW", {"weight_decay": 0.3}, 0.3),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("torch.optim.AdamW", {}, 0.01),
+    ])  # fmt: skip
     def test_default_weight_decay(self, target, params, decay):
         assert built(target, **params).defaults["weight_decay"] == decay
 
@@ -84,21 +81,18 @@ class TestNames:
         assert type(optimizer).__name__ == "OfTheUser"
         assert optimizer.param_groups[0]["lr"] == 0.5
 
-    @pytest.mark.parametrize(
-        ("target", "message"),
-        [
-            ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
-            ("Optimizer", r"unknown optimizer 'Optimizer'"),
-            ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
-            ("muon", r"'muon' is not elementwise"),
-            ("Lion", r"dotted path"),
-            ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
-            ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),
-            ("torch.nn.Linear", r"'torch.nn.Linear' is not a subclass"),
-            ("torch.optim.Optimizer", r"is not a subclass"),
-            (".Adam", r"'.Adam' cannot be imported"),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "message"), [
+        ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
+        ("Optimizer", r"unknown optimizer 'Optimizer'"),
+        ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
+        ("muon", r"'muon' is not elementwise"),
+        ("Lion", r"dotted path"),
+        ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
+        ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),
+        ("torch.nn.Linear", r"'torch.nn.Linear' is not a subclass"),
+        ("torch.optim.Optimizer", r"is not a subclass"),
+        (".Adam", r"'.Adam' cannot be imported"),
+    ])  # fmt: skip
     def test_refused(self, target, message):
         with pytest.raises(ConfigError, match=message):
             built(target)
@@ -131,23 +125,20 @@ class TestArguments:
         assert (group["lr"], group["period"], group["scale"]) == (1.0, 7, 0.25)
         assert isinstance(group["period"], int)
 
-    @pytest.mark.parametrize(
-        ("target", "params", "message"),
-        [
-            ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
-            ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
-            ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
-            ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
-            ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
-            ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
-            ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
-            ("Adam", {"fp32_optimizer_states": False}, r"fp32_optimizer_states=False is not implemented"),
-            ("Adam", {"adam_w_mode": 1}, r"adam_w_mode=1 must be true or false"),
-            ("torch.optim.AdamW", {"adam_w_mode": True}, r"unknown config key 'optimizer.params.adam_w_mode'"),
-            ("SGD", {"nesterov": True}, r"cannot be built: Nesterov momentum requires a momentum"),
-            (PATH, {}, r"OfTheUser\(\) cannot be built: .*lr"),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "params", "message"), [
+        ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
+        ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
+        ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
+        ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
+        ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
+        ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
+        ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
+        ("Adam", {"fp32_optimizer_states": False}, r"fp32_optimizer_states=False is not implemented"),
+        ("Adam", {"adam_w_mode": 1}, r"adam_w_mode=1 must be true or false"),
+        ("torch.optim.AdamW", {"adam_w_mode": True}, r"unknown config key 'optimizer.params.adam_w_mode'"),
+        ("SGD", {"nesterov": True}, r"cannot be built: Nesterov momentum requires a momentum"),
+        (PATH, {}, r"OfTheUser\(\) cannot be built: .*lr"),
+    ])  # fmt: skip
     def test_refused(self, target, params, message):
         with pytest.raises(ConfigError, match=message):
             built(target, **params)
@@ -210,20 +201,17 @@ class TestParams:
 
 class TestAgainstDeepSpeed:
     @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.5}])
-    @pytest.mark.parametrize(
-        ("name", "extra"),
-        [
-            ("Adam", {"torch_adam": True}),
-            ("adam", {"torch_adam": True, "adam_w_mode": True}),
-            ("Adam", {"torch_adam": True, "adam_w_mode": False}),
-            ("AdamW", {"torch_adam": True}),
-            ("adamw", {"torch_adam": True, "adam_w_mode": True}),
-            ("SGD", {"momentum": 0.9}),
-            ("RMSprop", {}),
-            ("Adagrad", {}),
-            ("adagrad", {"lr_decay": 0.1}),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "extra"), [
+        ("Adam", {"torch_adam": True}),
+        ("adam", {"torch_adam": True, "adam_w_mode": True}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+        ("AdamW", {"torch_adam": True}),
+        ("adamw", {"torch_adam": True, "adam_w_mode": True}),
+        ("SGD", {"momentum": 0.9}),
+        ("RMSprop", {}),
+        ("Adagrad", {}),
+        ("adagrad", {"lr_decay": 0.1}),
+    ])  # fmt: skip
     def test_same_class_and_the_same_steps(self, name, extra, decay):
         """DeepSpeed's own choice, asked of its engine's method with an engine in which only the config is real."""
         pytest.importorskip("deepspeed", exc_type=ImportError)

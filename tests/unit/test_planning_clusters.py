@@ -61,20 +61,17 @@ def test_presets_by_name_with_changes():
     assert dataclasses.replace(found, node_bandwidth=100e9, ranks_per_node=16) == PRESETS["dgx_2h"]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("h200", "cluster=h200: there are h100, azure_nc24r, dgx_2h"),
-        ("", "there are h100"),
-        ("h100,bandwidth=3", "'bandwidth' is no field; there are between_latency"),
-        ("h100,flops", "flops= is no number"),
-        ("h100,flops=fast", "flops=fast is no number"),
-        ("h100,flops=nan", "flops=nan must be positive"),
-        ("h100,flops=-1", "flops=-1 must be positive"),
-        ("h100,ranks_per_node=0.5", "ranks_per_node=0.5 must be a whole number"),
-        ("nowhere.json", "cluster=nowhere.json: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("h200", "cluster=h200: there are h100, azure_nc24r, dgx_2h"),
+    ("", "there are h100"),
+    ("h100,bandwidth=3", "'bandwidth' is no field; there are between_latency"),
+    ("h100,flops", "flops= is no number"),
+    ("h100,flops=fast", "flops=fast is no number"),
+    ("h100,flops=nan", "flops=nan must be positive"),
+    ("h100,flops=-1", "flops=-1 must be positive"),
+    ("h100,ranks_per_node=0.5", "ranks_per_node=0.5 must be a whole number"),
+    ("nowhere.json", "cluster=nowhere.json: "),
+])  # fmt: skip
 def test_what_is_no_cluster(text, said):
     with pytest.raises(ConfigError) as caught:
         find_cluster(text)
@@ -88,17 +85,14 @@ def test_a_cluster_from_a_file(tmp_path):
     assert find_cluster(f"{path},flops=3").flops == 3
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("[]", "holds no mapping"),
-        ("{", "is no JSON"),
-        ('{"name": "x"}', "lacks"),
-        (json.dumps({**dataclasses.asdict(SIMPLE), "speed": 1}), "'speed' is no field"),
-        (json.dumps({**dataclasses.asdict(SIMPLE), "flops": "much"}), "flops='much' must be a positive number"),
-        (json.dumps({**dataclasses.asdict(SIMPLE), "device_type": "tpu"}), "device_type='tpu'"),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    ("[]", "holds no mapping"),
+    ("{", "is no JSON"),
+    ('{"name": "x"}', "lacks"),
+    (json.dumps({**dataclasses.asdict(SIMPLE), "speed": 1}), "'speed' is no field"),
+    (json.dumps({**dataclasses.asdict(SIMPLE), "flops": "much"}), "flops='much' must be a positive number"),
+    (json.dumps({**dataclasses.asdict(SIMPLE), "device_type": "tpu"}), "device_type='tpu'"),
+])  # fmt: skip
 def test_a_file_that_is_none(tmp_path, content, said):
     path = tmp_path / "bad.json"
     path.write_text(content)

@@ -146,20 +146,17 @@ class TestFiles:
         packed.write_bytes(gzip.compress(plain.read_bytes()))
         assert read(packed).steps == read(plain).steps
 
-    @pytest.mark.parametrize(
-        ("content", "words"),
-        [
-            (b"", "is empty"),
-            (b"\n", "is empty"),
-            (b"step,loss\n", "is no trace"),
-            (b'{"traceEvents": [{"ph": "X"', "is no trace, or a part of one"),
-            (b'{"loss": 1}', "no list of traceEvents"),
-            (b"[1, 2]", "no list of traceEvents"),
-            (b'{"traceEvents": [1]}', "no list of traceEvents"),
-            (b'{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 2}]}', "has no steps"),
-            (b"\x1f\x8bnothing", "cannot be read"),
-        ],
-    )
+    @pytest.mark.parametrize(("content", "words"), [
+        (b"", "is empty"),
+        (b"\n", "is empty"),
+        (b"step,loss\n", "is no trace"),
+        (b'{"traceEvents": [{"ph": "X"', "is no trace, or a part of one"),
+        (b'{"loss": 1}', "no list of traceEvents"),
+        (b"[1, 2]", "no list of traceEvents"),
+        (b'{"traceEvents": [1]}', "no list of traceEvents"),
+        (b'{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 2}]}', "has no steps"),
+        (b"\x1f\x8bnothing", "cannot be read"),
+    ])  # fmt: skip
     def test_what_is_no_trace(self, tmp_path, content, words):
         path = tmp_path / "bad.json"
         path.write_bytes(content)
