@@ -43,24 +43,20 @@ def test_a_note(agent, monkeypatch):
     assert recall("step") is None
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
-def test_bad_names(name, agent):
-    with pytest.raises(ValueError, match="name="):
-        remember(name, "x")
+def test_bad_names(agent):
+    for name in ("", "a/b", "../x", "a b"):
+        with pytest.raises(ValueError, match="name="):
+            remember(name, "x")
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"TORCHELASTIC_ERROR_FILE": ""},
-        {"TORCHELASTIC_ERROR_FILE": "/dev/null"},
-        {"TORCHELASTIC_ERROR_FILE": "/somewhere/else/0/error.json"},
-        {"DEEPZERO_RESTART": "0"},  # our launcher outlives its ranks, and needs no notes
-    ],
-)
-def test_no_notes_without_torchrun(variables, agent, monkeypatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize(("variable", "value"), [
+    ("TORCHELASTIC_ERROR_FILE", ""),
+    ("TORCHELASTIC_ERROR_FILE", "/dev/null"),
+    ("TORCHELASTIC_ERROR_FILE", "/somewhere/else/0/error.json"),
+    ("DEEPZERO_RESTART", "0"),  # our launcher outlives its ranks, and needs no notes
+])  # fmt: skip
+def test_no_notes_without_torchrun(variable, value, agent, monkeypatch):
+    monkeypatch.setenv(variable, value)
     remember("run_dir", "x")
     assert recall("run_dir") is None
 
@@ -75,14 +71,11 @@ def test_restart_count(monkeypatch):
     assert restart_count() == 3
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 25.1, 30.0, float("nan")])
-def test_grace_that_the_agent_would_not_grant(seconds):
-    with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
-        preemption.on_stop_request(lambda: None, seconds)
-    assert preemption.registered() is None
-
-
-def test_a_request_can_be_withdrawn():
+def test_a_request_to_leave_in_order():
+    for seconds in (-1.0, 25.1, 30.0, float("nan")):  # the agent would not grant it
+        with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
+            preemption.on_stop_request(lambda: None, seconds)
+        assert preemption.registered() is None
     preemption.on_stop_request(print, 3.0)
     assert preemption.registered() == (print, 3.0)
     preemption.on_stop_request(None)
@@ -148,47 +141,24 @@ REQUEST = "preemption.on_stop_request(ask, 1.0)"
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+LONG = REQUEST.replace("1.0", "20")
 
 
-@pytest.mark.parametrize(
-    ("before", "inside", "leaves", "signals", "said", "status"),
-    [
-        ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
-        (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
-        (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
-        pytest.param(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130, marks=EXHAUSTIVE),
-        pytest.param(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129, marks=EXHAUSTIVE),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "",
-            False,
-            ["TERM", "2", "TERM"],
-            ["asked", "stopped by SIGTERM"],
-            143,
-            marks=EXHAUSTIVE,
-        ),
-        # By Slurm, and passed on by the launcher.
-        pytest.param(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0, marks=EXHAUSTIVE),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "",
-            False,
-            ["TERM", "HUP"],
-            ["asked", "stopped by SIGHUP"],
-            129,
-            marks=EXHAUSTIVE,
-        ),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "1 / 0",
-            False,
-            ["TERM"],
-            ["asked", "stopped by SIGTERM; its callback failed"],
-            143,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+def case(before, inside, leaves, signals, said, status, marks=EXHAUSTIVE):
+    return pytest.param(before, inside, leaves, signals, said, status, marks=marks)
+
+
+@pytest.mark.parametrize(("before", "inside", "leaves", "signals", "said", "status"), [
+    ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
+    (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
+    (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
+    case(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130),
+    case(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
+    case(LONG, "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
+    case(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),  # by Slurm, and passed on by the launcher
+    case(LONG, "", False, ["TERM", "HUP"], ["asked", "stopped by SIGHUP"], 129),
+    case(LONG, "1 / 0", False, ["TERM"], ["asked", "stopped by SIGTERM; its callback failed"], 143, pytest.mark.slow),
+])  # fmt: skip
 def test_signals(before, inside, leaves, signals, said, status):
     code = PROGRAM.format(before=before, inside=inside, leaves=leaves)
     ignored = [f"SIG{name[-3:]}" for name in signals if name.startswith("ignored")]

@@ -1,8 +1,5 @@
 """State in advance: what torch would create, and not one bit of difference afterwards."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +20,6 @@ class Drifting(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step."""
         self.steps += 1
         for group in self.param_groups:
             group["count"][0] += 1
@@ -43,7 +39,6 @@ class SubAdam(optim.Adam):
     """Not exactly Adam, so nothing may be taken for granted."""
 
 
-Maker = Callable[[Any], optim.Optimizer]
 KNOWN = {
     "Adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
     "Adam-amsgrad": lambda p: optim.Adam(p, amsgrad=True, foreach=True),

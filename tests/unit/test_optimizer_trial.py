@@ -28,12 +28,10 @@ class Custom(optim.Optimizer):
         self.me = self
 
     def change(self, grad, param, group):
-        """What a step subtracts, before the learning rate."""
         return grad
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step."""
         assert self.me is self
         self.steps += 1
         self.log.append(self.steps)
@@ -52,57 +50,36 @@ class LayerNorm(Custom):
         return grad * param.norm() / grad.norm()
 
 
-class OptionalLayerNorm(LayerNorm):
-    """The same, if the group says so."""
-
-    def change(self, grad, param, group):
-        return super().change(grad, param, group) if group["trust"] else grad
+def changing(name, change):
+    return type(name, (Custom,), {"change": lambda self, grad, param, group: change(self, grad, param, group)})
 
 
-class GlobalClip(Custom):
-    """Clips by the norm of all gradients it sees, which under ZeRO is only a part of them."""
-
-    def change(self, grad, param, group):
-        total = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
-        return grad / max(1.0, total.sqrt() / group.get("limit", 1.0))
+def clipped(self, grad, param, group):
+    """By the norm of all gradients it sees, which under ZeRO is only a part of them."""
+    total = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
+    return grad / max(1.0, total.sqrt() / group.get("limit", 1.0))
 
 
-class Noisy(Custom):
-    """Adds noise, as Langevin dynamics does."""
+def matrix_alone(self, grad, param, group):
+    if grad.dim() != 2:
+        raise ValueError("needs a matrix")
+    return grad
 
-    def change(self, grad, param, group):
-        return grad + torch.randn_like(grad)
 
-
-class MatrixOnly(Custom):
-    """Cannot be without rows and columns."""
-
-    def change(self, grad, param, group):
-        if grad.dim() != 2:
-            raise ValueError("needs a matrix")
-        return grad
+OptionalLayerNorm = changing(
+    "OptionalLayerNorm", lambda self, grad, p, group: grad * p.norm() / grad.norm() if group["trust"] else grad
+)
+GlobalClip, MatrixOnly = changing("GlobalClip", clipped), changing("MatrixOnly", matrix_alone)
+Noisy = changing("Noisy", lambda self, grad, *_: grad + torch.randn_like(grad))
+Still = changing("Still", lambda self, grad, *_: torch.zeros_like(grad))
+Breaks = changing("Breaks", lambda self, grad, *_: grad * float("nan"))
 
 
 class NeedsClosure(Custom):
     """Evaluates the loss by itself."""
 
     def step(self, closure):
-        """One step."""
         closure()
-
-
-class Still(Custom):
-    """Never moves."""
-
-    def change(self, grad, param, group):
-        return torch.zeros_like(grad)
-
-
-class Breaks(Custom):
-    """Gives NaN."""
-
-    def change(self, grad, param, group):
-        return grad * float("nan")
 
 
 class Wrapper(optim.Optimizer):
@@ -114,7 +91,6 @@ class Wrapper(optim.Optimizer):
         self.defaults = inner.defaults
 
     def step(self, closure=None):
-        """One step of the other."""
         self.inner.step()
 
 
@@ -235,28 +211,21 @@ class TestNoTrace:
         if isinstance(optimizer, Custom):
             assert (optimizer.steps, optimizer.log, optimizer.offset.item()) == (0, [], 0.0)
 
-    def test_with_a_torch_scheduler_around_the_step(self):
-        optimizer = optim.SGD(model_weights(), lr=0.1)
-        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
-        step = optimizer.step
-        check_elementwise(optimizer)
-        assert optimizer.step is step
-        for weight in optimizer.param_groups[0]["params"]:
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
-
-    def test_with_state_of_earlier_steps(self):
+    def test_with_a_torch_scheduler_around_the_step_and_state_of_earlier_steps(self):
         weights = model_weights()
-        optimizer = optim.AdamW(weights, fused=True)
+        optimizer = optim.AdamW(weights, lr=0.1, fused=True)
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
-        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        step, kept = optimizer.step, {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
         check_elementwise(optimizer)
+        assert optimizer.step is step
         for param, state in kept.items():
             assert all(torch.equal(optimizer.state[param][k], v) for k, v in state.items())
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
 
     def test_after_an_error_inside(self):
         optimizer = Custom(model_weights())

@@ -32,17 +32,10 @@ def caught(error, rank=0):
         return describe(raised, rank)
 
 
-@pytest.mark.parametrize("message", ECHOES)
-def test_lost_peers_are_recognised(message):
-    assert caught(RuntimeError(message)).peer_gone
-
-
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("disk")],
-)
-def test_other_errors_are_causes(error):
-    assert not caught(error).peer_gone
+def test_lost_peers_are_told_from_causes():
+    assert all(caught(RuntimeError(message)).peer_gone for message in ECHOES)
+    causes = [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("d")]
+    assert not any(caught(error).peer_gone for error in causes)
 
 
 def test_the_watchdogs_errors_know_whose_fault_it_is():
@@ -54,50 +47,25 @@ def test_the_watchdogs_errors_know_whose_fault_it_is():
 
 
 def test_an_echo_that_was_wrapped():
-    try:
-        try:
-            raise RuntimeError(ECHOES[0])
-        except RuntimeError as inner:
-            raise RuntimeError("the reduction of bucket 3 failed") from inner
-    except RuntimeError as error:
-        report = describe(error, 2)
-    assert report.peer_gone
+    wrapped = RuntimeError("the reduction of bucket 3 failed")
+    wrapped.__cause__ = RuntimeError(ECHOES[0])
+    report = caught(wrapped, 2)
+    assert report.peer_gone and "caused by RuntimeError" in report.title
     assert report.title.splitlines()[0] == "RuntimeError: the reduction of bucket 3 failed"
-    assert "caused by RuntimeError" in report.title
 
 
 def test_the_cause_is_the_earliest_that_is_no_echo():
-    echo, late, cause = (
-        caught(e, rank) for rank, e in enumerate((RuntimeError(ECHOES[0]), ValueError("b"), ValueError("a")))
-    )
-    reports = [
-        RankReport(**{**vars(echo), "seconds": 1.0}),
-        RankReport(**{**vars(late), "seconds": 3.0}),
-        RankReport(**{**vars(cause), "seconds": 2.0}),
-    ]
-    found = root_cause(reports)
-    assert found is not None
-    assert found.title == "ValueError: a"
-    assert root_cause([]) is None
+    told = ((RuntimeError(ECHOES[0]), 1.0), (ValueError("b"), 3.0), (ValueError("a"), 2.0))
+    reports = [RankReport(**{**vars(caught(e, rank)), "seconds": at}) for rank, (e, at) in enumerate(told)]
+    assert root_cause(reports).title == "ValueError: a" and root_cause([]) is None
 
 
-def test_the_frames_are_the_users():
+def test_the_frames_are_the_users_and_settings_need_none():
     report = caught(ValueError("x"))
-    assert "test_rank_process.py" in report.frames
-    assert report.text().startswith("rank 0 failed: ValueError: x\n")
-
-
-def test_settings_need_no_frames():
+    assert "test_rank_process.py" in report.frames and report.text().startswith("rank 0 failed: ValueError: x\n")
     report = caught(ConfigError("zero.stage=7: no"))
-    assert report.kind == "config"
-    assert report.text() == "zero.stage=7: no"
-
-
-def test_a_checkpoints_error_needs_no_frames():
-    try:
-        raise CheckpointError("the disk has 0.001 GB left")
-    except CheckpointError as error:
-        report = describe(error, 0)
+    assert (report.kind, report.text()) == ("config", "zero.stage=7: no")
+    report = caught(CheckpointError("the disk has 0.001 GB left"))
     assert report.text() == "rank 0 failed: CheckpointError: the disk has 0.001 GB left"
     assert "test_rank_process.py" in report.full
 
@@ -126,29 +94,19 @@ def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("rank 1 failed: ValueError: 7\n")
 
 
-def test_a_killed_rank_comes_before_the_echo_it_left():
+def test_what_the_launcher_makes_of_ends():
+    """A killed rank comes before the echo it left; one that the agent ended is not the cause."""
     echo = caught(RuntimeError(ECHOES[0]), 0)
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGKILL})
     assert str(error).startswith("rank 1 was killed by signal 9 (SIGKILL); when nobody")
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGSEGV})
     assert str(error) == "rank 1 was killed by signal 11 (SIGSEGV)"
-
-
-def test_a_rank_that_the_agent_ended_is_not_the_cause():
     error = launcher._failure([caught(ValueError("x"), 1)], {0: -signal.SIGTERM, 1: 1})
-    assert isinstance(error, RankFailed)
-    assert error.headline == "rank 1 failed: ValueError: x"
+    assert isinstance(error, RankFailed) and error.headline == "rank 1 failed: ValueError: x"
     assert "Traceback" in error.full
-
-
-def test_a_rank_without_a_word():
-    assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3}))
-
-
-def test_a_rank_that_refuses_its_settings():
+    assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3})), "without a word"
     error = launcher._failure([caught(ConfigError("no"), 1), caught(RuntimeError(ECHOES[1]), 0)], {0: 1, 1: 2})
-    assert isinstance(error, ConfigError)
-    assert str(error) == "no"
+    assert isinstance(error, ConfigError) and str(error) == "no"
 
 
 def test_programs_are_found_by_file(tmp_path):
