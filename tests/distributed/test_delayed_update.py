@@ -106,7 +106,7 @@ def begins_late(rank, world, case):
             engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]))
             engine.stage.gradients.drain()
             gate.set()
-            engine._sharded_step.join()
+            engine.zero.sharded_step.join()
             gate.clear()
             engine.step()
             losses.append(engine.last_step.loss)
@@ -161,8 +161,8 @@ def test_what_a_late_step_moved_is_measured(rank, world):
     engine, _ = made(case)
     go(engine, rank, world, 0, AFTER + 2)
     engine.finish_delayed_update()
-    numel = sum(part.master.numel() for part in engine._sharded_step.parts)
-    meter = engine._zero.offload.meter
+    numel = sum(part.master.numel() for part in engine.zero.sharded_step.parts)
+    meter = engine.zero.offload.meter
     legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
     engine.destroy()
     seconds = time.perf_counter() - began
@@ -258,7 +258,7 @@ def test_a_skipped_step_sends_what_is_ready(rank, world):
     engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
     engine.step()
     assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
-    assert not engine._sharded_step.update_pending
+    assert not engine.zero.sharded_step.update_pending
 
 
 @on_ranks()
@@ -275,7 +275,7 @@ def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
         engine.backward(engine(ids, labels))
         engine.stage.gradients.reduce_now()
         fresh = engine.stage.gradients.master_parts()
-        mine = engine._sharded_step.parts
+        mine = engine.zero.sharded_step.parts
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(fresh, mine, strict=True)), step
         assert all(a.grad.data_ptr() == b.grad.data_ptr() for a, b in zip(fresh, mine, strict=True)), step
         engine.step()
@@ -293,7 +293,7 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
     engine, _ = made(late(2, after=0))
     engine.save_checkpoint(folder)
     go(engine, rank, world, 0, 1)
-    engine._sharded_step.join()
+    engine.zero.sharded_step.join()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(CPUAdam, "step", refuse)

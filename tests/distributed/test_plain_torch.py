@@ -25,7 +25,7 @@ def build(name, params):
 
 def moment(engine, optimizer, param, state):
     """One parameter's optimizer state, put together from the masters of its buckets."""
-    for group in engine._zero.groups:
+    for group in engine.zero.groups:
         for slot, candidate in zip(group.layout.slots, group.params, strict=True):
             if candidate is param:
                 whole = torch.zeros(group.layout.padded_numel)
@@ -63,7 +63,6 @@ def test_one_rank_is_the_plain_loop(rank, world, name, stage):
             for state, value in reference.state[theirs].items():
                 if torch.is_tensor(value) and value.shape == theirs.shape:
                     assert torch.equal(moment(engine, optimizer, ours[key], state), value.flatten()), (step, key, state)
-    assert (step + 1) == 20
 
 
 def gradients(rank, world, stage, micro, accumulation):

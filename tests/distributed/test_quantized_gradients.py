@@ -101,9 +101,9 @@ def overflow(rank, world, stage):
     for step in range(14):
         record = one_step(engine, rank, world, step)
         if not skipped:
-            kept = [engine.params_sha256() == before, not any(t.any() for t in engine._zero.reducer.kept())]
+            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.reducer.kept())]
         skipped.append(record.skipped)
-    return skipped, kept, all(t.isfinite().all() for t in engine._zero.reducer.kept())
+    return skipped, kept, all(t.isfinite().all() for t in engine.zero.reducer.kept())
 
 
 def _changes(settings):
@@ -133,7 +133,7 @@ def test_what_is_kept_follows_the_loss_scale(rank, world):
     zero = {"zero_quantized_gradients": True, "quantization": {"error_feedback": True, "block_size": 64}}
     fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
     engine = start(make_model(), stage=2, precision="fp16", fp16=fp16, zero=zero, comm={"ranks_per_node": 1})
-    reducer, seen = engine._zero.reducer, []
+    reducer, seen = engine.zero.reducer, []
     rescale = reducer.rescale
 
     def spy(factor):
@@ -180,13 +180,13 @@ def test_dropped_gradients(rank, world):
     zero = settings["zero_optimization"]
     engine = start(make_model(), precision="bf16", zero=zero, stage=2, comm=settings["comm"])
     one_step(engine, rank, world)
-    lost = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    lost = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     engine.discard_gradients()
-    after = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    after = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     ids, labels = make_batch(1, 2)
     engine.backward(engine(ids, labels))
     engine.discard_gradients()
-    dropped_too = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    dropped_too = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     assert lost == after and all(lost) and not any(dropped_too)
 
 
@@ -219,16 +219,16 @@ def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank
     settings["zero_optimization"]["quantization"]["meter_every"] = 0  # switched here, not by the engine
     changes = {"zero": settings["zero_optimization"], "comm": settings["comm"], "precision": "bf16", "bucket": 2500}
     plain, watched = (start(make_model(), stage=3, **changes) for _ in range(2))
-    quantized_grads = watched._zero.quantized_grads
+    quantized_grads = watched.zero.quantized_grads
     for step in range(2):
         quantized_grads.metering = step == 1
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
-    lost = [t.clone() for t in watched._zero.reducer.kept()]
+    lost = [t.clone() for t in watched.zero.reducer.kept()]
     watched.offload_states()
     watched.reload_states()
-    same = all(torch.equal(a, b) for a, b in zip(lost, watched._zero.reducer.kept(), strict=True))
-    buckets = {(g, i.index) for g, group in enumerate(watched._zero.groups) for i in group.layout.buckets}
+    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.reducer.kept(), strict=True))
+    buckets = {(g, i.index) for g, group in enumerate(watched.zero.groups) for i in group.layout.buckets}
     exact = {key for key in buckets if not quantized_grads.takes(key)}
     same_bits, kept, quantized, measured = (
         plain.params_sha256() == watched.params_sha256(),

@@ -380,7 +380,7 @@ class Changing(Base):
 
 
 @on_ranks()
-def test_another_order_is_recorded_anew(rank, world, caplog):
+def test_another_order_is_recorded_anew(rank, world):
     torch.manual_seed(0)
     model = Changing()
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=700, zero=WHOLE))
