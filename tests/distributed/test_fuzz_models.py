@@ -76,33 +76,28 @@ def fuzz(ranks, kind, seeds, world=2):
     assert not different, "\n".join(different)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("stage3", 24), ("stages", 4), ("offload", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("stage3", 8), ("stages", 3), ("offload", 3)])
 def test_some_random_models(ranks, kind, count):
     fuzz(ranks, kind, range(count))
 
 
 @pytest.mark.slow
 def test_some_random_models_on_two_nodes(ranks):
-    fuzz(ranks, "hpz", range(4), world=4)
+    fuzz(ranks, "hpz", range(2), world=4)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_random_models(ranks, hundred):
-    fuzz(
-        ranks,
-        "stage3",
-        range(1000 + 100 * hundred, 1100 + 100 * hundred),
-        world=(2, 2, 2, 2, 1, 2, 2, 2, 3, 2)[hundred],
-    )
+    fuzz(ranks, "stage3", range(100 * hundred, 100 * hundred + 100), world={4: 1, 8: 3}.get(hundred, 2))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "count", "world"), [("stages", 200, 2), ("offload", 200, 2), ("hpz", 100, 4)])
 def test_more_random_models(ranks, kind, count, world):
-    fuzz(ranks, kind, range(1000, 1000 + count), world=world)
+    fuzz(ranks, kind, range(count), world=world)
 
 
 @pytest.mark.skipif("DEEPZERO_FUZZ" not in os.environ, reason="runs one model again: DEEPZERO_FUZZ=kind:seed")

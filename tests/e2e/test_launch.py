@@ -23,7 +23,7 @@ KILLED = "RankFailed: rank 1 was killed by signal 9 (SIGKILL)"
     ("how", "said"),
     [
         ("raise", "RankFailed: rank 1 failed: ValueError: rank 1 has had enough\n"),
-        pytest.param("kill", KILLED, marks=SLOW),
+        pytest.param("kill", KILLED, marks=EXHAUSTIVE),
         pytest.param("exit", "RankFailed: rank 1 failed: SystemExit: 5", marks=EXHAUSTIVE),
         pytest.param("save", "done\n", marks=SLOW),
         pytest.param("save and fail", "RankFailed: rank ", marks=EXHAUSTIVE),
@@ -46,7 +46,7 @@ def test_what_becomes_of_ranks(how, said, tmp_path):
 
 
 @pytest.mark.parametrize(("signals", "said"), [
-    pytest.param([signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.slow),
+    pytest.param([signal.SIGINT], "interrupted by 2\n", marks=EXHAUSTIVE),
     pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.exhaustive),
     pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
 ], ids=["ctrl-c", "ctrl-c-twice", "sigterm"])  # fmt: skip
@@ -154,7 +154,7 @@ def test_torchrun_with_two_nodes(tiny, sweep, tmp_path):
     assert runs.summary(run_dirs[0])["world_size"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_torchrun_the_failing_rank_speaks(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = runs.finished([*torchrun, PROGRAMS, "raise", str(tmp_path)], tmp_path)

@@ -192,24 +192,3 @@ def test_a_killed_rank_under_torchrun(reference, tiny, tmp_path):
     assert done.out.count("going on after step") == 2
     assert [path.parent for path in tmp_path.rglob(".hydra")] == [metrics.parent]  # not a folder for each attempt
     assert runs.trajectory(metrics.parent) == runs.trajectory(reference(*STAGE_2))
-
-
-@pytest.mark.slow
-def test_the_newest_checkpoint_is_damaged(tiny, tmp_path):
-    """By a bit, which ranks find, or cut, which is found before any starts: it is said what goes on instead."""
-    arguments = [*tiny, "train.save_every=2", "train.keep_last=null", "hydra.run.dir=run", "train.eval_every=0"]
-    assert runs.train(*arguments, "train.steps=6", cwd=tmp_path).status == 0
-    folder = tmp_path / "run" / "checkpoints"
-    shard = folder / "step_00000006" / "rank-00001-of-00002.safetensors"
-    content = shard.read_bytes()
-    way_out = f"train.resume={folder}/step_00000004"
-    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:-1]):
-        shard.write_bytes(damaged)
-        done = runs.train(*arguments, "train.steps=6", cwd=tmp_path)
-        assert done.status == 2
-        assert f"{folder}/step_00000006/" in done.err and "Traceback" not in done.err
-        assert f"; {folder}/step_00000004 is complete (" in done.err
-        assert done.err.endswith(f": the same command with {way_out} goes on from there\n")
-    done = runs.train(*arguments, "train.steps=4", way_out, cwd=tmp_path)
-    assert (done.status, done.err) == (0, "") and "going on after step 4" in done.out
-    assert (folder / "latest").read_text() == "step_00000004\n", "where a restart goes on"

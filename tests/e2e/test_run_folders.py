@@ -47,21 +47,25 @@ def test_refused_before_anything_is_started(used, tiny):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint(used, tiny, tmp_path):
+def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
+    """By a bit, which ranks find, or cut, which is found before any starts: it is said what goes on instead."""
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
-    shard = newest / "rank-00001-of-00002.safetensors"
+    folder, words = tmp_path / "run" / "checkpoints", [*tiny, *SHORT, "launch.max_restarts=3"]
+    shard, way_out = folder / "step_00000004" / "rank-00001-of-00002.safetensors", f"{folder}/step_00000002"
     content = bytearray(shard.read_bytes())
-    content[-100] ^= 1  # only a rank that reads it all can tell
-    shard.write_bytes(content)
-    done = runs.train(*tiny, *SHORT, "train.steps=6", "launch.max_restarts=3", cwd=tmp_path)
-    assert (done.status, done.err.count("\n")) == (2, 1) and f"{shard} is damaged: " in done.err
-    assert len(runs.entries(tmp_path / "run")[0]) == 4
-    shard.write_bytes(content[:-100])
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # only a rank that reads it all can tell
+    ends = [runs.train(*words, "train.steps=6", cwd=tmp_path)]
+    assert f"{shard} is damaged: " in ends[0].err and len(runs.entries(tmp_path / "run")[0]) == 4
+    shard.write_bytes(content[:-1])
     before = contents(tmp_path)
-    done = runs.refused(*tiny, *SHORT, "train.steps=6", cwd=tmp_path)
-    assert done.status == 2 and done.err.startswith(f"{shard} has ")
-    assert contents(tmp_path) == before
+    ends.append(runs.refused(*words, "train.steps=6", cwd=tmp_path))
+    assert ends[1].err.startswith(f"{shard} has ") and contents(tmp_path) == before
+    for done in ends:
+        assert (done.status, done.err.count("\n")) == (2, 1) and f"; {way_out} is complete (" in done.err
+        assert done.err.endswith(f": the same command with train.resume={way_out} goes on from there\n")
+    done = runs.train(*words, "train.steps=3", f"train.resume={way_out}", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "") and "going on after step 2" in done.out
+    assert (folder / "latest").read_text() == "step_00000003\n", "where a restart goes on"
 
 
 @pytest.mark.exhaustive
@@ -173,7 +177,7 @@ def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["1", "multirun.yaml"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for overrides in (["train.init_from=nowhere"], ["zero.stage=7"]):

@@ -1,5 +1,7 @@
 """The mutation run's own parts: what it changes, what it leaves alone, and that a change reaches the functions."""
 
+from __future__ import annotations  # the compiled source inherits it, as the package has it
+
 import ast
 
 from tools import mutate
