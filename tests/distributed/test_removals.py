@@ -58,7 +58,7 @@ ON_GPU = {
     "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "alone in stage 3"),
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
     "deepzero.runtime.zero.partitioned_param_group": ("stage 3",),
-    "deepzero.runtime.zero.param_upload": ("offload", "offload in fp32"),
+    "deepzero.offload.optimizer_offload": ("offload", "offload in fp32"),
     "deepzero.runtime.zero.gradient_reduction": ("offload",),
     "deepzero.runtime.zero.stage_0": ("stage 0",),
     "deepzero.runtime.zero.stage_1_and_2": ("stage 2", "offload", "alone"),
@@ -66,7 +66,6 @@ ON_GPU = {
     "deepzero.runtime.zero.partitioned_param_coordinator": ("stage 3",),
     "deepzero.runtime.zero.delayed_update": ("delayed",),
     "deepzero.offload.copy_streams": ("offload", "stage 3", "alone"),
-    "deepzero.offload.host_gradients": ("offload",),
     "deepzero.offload.activations": ("alone",),
     "deepzero.offload.offload_states": ("offload",),
 }

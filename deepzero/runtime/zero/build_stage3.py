@@ -11,18 +11,16 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import FlatLayout, bucket_limit, plan_layout
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.layout import FlatLayout, OffloadPlan, bucket_limit, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.offload_setup import GroupLayout
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import HostMemory, PartitionedParamGroup, unpartition
 from deepzero.runtime.zero.quantizers import build_quantizer
-from deepzero.runtime.zero.sharded_step import ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, take_values
 
 log = logging.getLogger(__name__)
@@ -169,7 +167,7 @@ def partition_model(
             else:
                 groups.append(made)
         elif index is not None:
-            arena = offload.arena if offload is not None else None
+            arena = offload.arena.allocate if offload is not None else None
             groups.append(
                 FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena)
             )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -20,33 +19,13 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
-from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup, ShardedStep
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
 ALL_GATHER = f"fragments.all_gather{SUFFIX}"
 _NO_PART_OF_A_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER_GRADIENTS))}
-
-
-class ReducedGradients(Protocol):
-    """What has an engine's gradients: stage 0 itself, the ``GradientReducer`` of the others."""
-
-    source: GradAccumulator
-    reducer: BucketReducer
-    grad_dtype: torch.dtype
-    present: bool
-    reduced: bool
-
-    def reduce_now(self) -> None:
-        """Reduce what waits for the boundary. A collective."""
-
-    def drain(self) -> None:
-        """Everything that is under way has arrived."""
-
-    def sums_changed(self, group: int, bucket: Bucket) -> None:
-        """Sums of this bucket have been changed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +77,8 @@ class TensorFragments:
         self,
         model: nn.Module,
         groups: Sequence[ParamGroup],
-        step: ShardedStep | DelayedStep,
-        gradients: ReducedGradients,
+        step: OptimizerShard,
+        gradients: GradientReducer,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
         finish_delayed_update: Callable[[], None],
@@ -164,7 +143,7 @@ class ParamFragment:
     @property
     def unpartitioned(self) -> bool:
         """Stage 0: every rank has all."""
-        return isinstance(self.group, FlatParamGroup) and self.group.whole
+        return self.group.whole
 
     # ---- pieces and wholes -------------------------------------------------------------------------------------------
 
@@ -209,7 +188,7 @@ class ParamFragment:
 
     def master(self) -> torch.Tensor:
         """This rank's piece, with what was written into a whole parameter since the last step."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         if isinstance(self.group, FlatParamGroup) and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
@@ -247,7 +226,7 @@ class ParamFragment:
 
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's piece of one state, as the optimizer holds it."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -272,7 +251,7 @@ class ParamFragment:
         aside = BucketReducer(
             comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
         )
-        output = torch.zeros(bucket.numel, dtype=gradients.grad_dtype, device=self.group.device)
+        output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)
         send_buffer.zero_()
         waiting = gradients.source.waiting_of(self.group.params[self.slot.index])

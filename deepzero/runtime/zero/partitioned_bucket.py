@@ -17,8 +17,9 @@ import torch
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.storage import data_ptr_of, storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
+from deepzero.offload.copy_streams import HostDeviceCopier
 from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.optimizer_shard import PendingUpload
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig, ParameterAllGather
 from deepzero.runtime.zero.partition_parameters import (
     PartitionedUseError,
@@ -65,7 +66,7 @@ class PartitionedBucket:
         self.shard_on_host = shard_on_host
         # With one rank the part is the whole, and is used where it is, if that is the device.
         self._in_place = comm.world_size == 1 and not self.shard_on_host
-        self._arrival: PendingCopy | None = None
+        self._arrival: PendingUpload | None = None
         self.number = next(_NUMBERS)
         """Of this process, and the same on all ranks; keys are one engine's."""
         self.comm, self.pool = comm, pool
@@ -112,7 +113,7 @@ class PartitionedBucket:
             self.gather.last_fetch.finish()
             self.gather.last_fetch = None
 
-    def mark_updated(self, copy: PendingCopy | None) -> None:
+    def mark_updated(self, copy: PendingUpload | None) -> None:
         """This rank's part is new, or will be when ``copy`` has arrived: whoever reads it next waits for it."""
         self._arrival = copy
         self.generation += 1

@@ -17,13 +17,12 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
-from deepzero.layout import Bucket, FlatLayout, Fragment
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 from deepzero.offload.arena import HostArena, Region
-from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.offload.copy_streams import HostDeviceCopier
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
-from deepzero.runtime.zero.master_shard import MasterShard
+from deepzero.runtime.zero.optimizer_shard import MasterShard, PendingUpload
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -93,7 +92,7 @@ class PartitionedParamGroup:
         self.shard_on_host: torch.Tensor | None = None
         if cut and offload is not None:
             self.shard_on_host = offload.arena.allocate(HOST_PARAMETERS, cut, dtype)
-        self.master_store = MasterShard(self.placement, offload.arena if offload is not None else None)
+        self.master_shard = MasterShard(self.placement, offload.arena.allocate if offload is not None else None)
         self.fragments = layout.fragments(comm.rank)
         self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         self.params = self._move_in(params)
@@ -132,12 +131,12 @@ class PartitionedParamGroup:
 
     def _master_of(self, fragment: Fragment) -> torch.Tensor:
         """A leaf that the optimizer may update; in fp32 the share is its own master."""
-        found = self.master_store.at(fragment.shard_start, fragment.numel)
+        found = self.master_shard.view(fragment.shard_start, fragment.numel)
         return (self.param_fragment(fragment) if found is None else found).detach().requires_grad_()
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
         """The masters of this rank's part of ``bucket``, padding included."""
-        found = self.master_store.at(bucket.shard_offset, bucket.shard_numel)
+        found = self.master_shard.view(bucket.shard_offset, bucket.shard_numel)
         return self.share(bucket.shard_offset, bucket.shard_numel) if found is None else found
 
     def _separate(self, number: int) -> torch.Tensor | None:
@@ -145,7 +144,9 @@ class PartitionedParamGroup:
         fragment = self.fragments[number]
         if self.optimizer_group is None:
             return None
-        return self.masters[number] if self.master_store.at(fragment.shard_start, fragment.numel) is not None else None
+        return (
+            self.masters[number] if self.master_shard.view(fragment.shard_start, fragment.numel) is not None else None
+        )
 
     @torch.no_grad()
     def _move_in(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
@@ -181,13 +182,13 @@ class PartitionedParamGroup:
     def _allocate(self) -> None:
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.master_store.allocate(self.device)
+        self.master_shard.allocate(self.device)
 
     def _lay(self, number: int, mine: torch.Tensor) -> None:
         """A piece of one parameter into the share, and into its master as it was before the cast."""
         fragment = self.fragments[number]
         self.param_fragment(fragment).copy_(mine)
-        master = self.master_store.at(fragment.shard_start, fragment.numel)
+        master = self.master_shard.view(fragment.shard_start, fragment.numel)
         if master is not None:
             master.copy_(mine)
 
@@ -247,7 +248,7 @@ class PartitionedParamGroup:
         """Step 7: cast the masters into the share, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
             if not self.placement.steps_on_host(bucket.bucket):
-                found = self.master_store.at(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
+                found = self.master_shard.view(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
                 if found is not None:
                     bucket.shard.copy_(found)
                 bucket.generation += 1
@@ -256,7 +257,7 @@ class PartitionedParamGroup:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
         self.buckets[bucket.index].finish_fetches()
 
-    def arrived(self, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, bucket: Bucket, copy: PendingUpload | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
         self.buckets[bucket.index].mark_updated(copy)
 

@@ -11,7 +11,7 @@ step.
 One parameter's way, in the numbers of a training step: **0** ``PartitionedParamGroup`` cuts it → **1** ``ModuleHooks``
 → ``fetch_sub_module`` → its bucket is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
 fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
-complete: ``GradientReducer`` sends it to its owners → **5** ``reduce_gradients`` → **6** ``ShardedStep.step``, by
+complete: ``GradientReducer`` sends it to its owners → **5** ``reduce_gradients`` → **6** ``OptimizerShard.step``, by
 sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
@@ -26,12 +26,10 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.offload.copy_streams import PendingCopy
-from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradientReducer
 from deepzero.runtime.zero.module_hooks import ModuleHooks
+from deepzero.runtime.zero.optimizer_shard import PendingUpload
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PersistentParameter,
@@ -41,7 +39,6 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
-from deepzero.runtime.zero.sharded_step import ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 
 
@@ -95,31 +92,22 @@ class ZeroStage3:
 
     Args:
         model: gets the hooks.
-        groups: of trainable parameters, partitioned or persistent.
+        gradients: over the groups of trainable parameters, partitioned or persistent.
         frozen: groups of partitioned parameters that are not trained.
-        order: the buckets in the order in which their gradients are launched.
-        source: the unreduced gradients.
-        reducer: sends them to their owners.
         comm: the ranks.
         coordinator: over the buckets of all partitioned groups.
-        grad_dtype: dtype of ``grad_S``.
-        host: has the gradients that live in host memory; None: none do.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParamGroup],
+        gradients: GradientReducer,
         frozen: Sequence[PartitionedParamGroup],
-        order: Sequence[BucketRef],
-        source: GradAccumulator,
-        reducer: BucketReducer,
         comm: Communicator,
         coordinator: PartitionedParameterCoordinator,
-        grad_dtype: torch.dtype,
-        host: HostGradients | None = None,
     ) -> None:
-        self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
+        self.gradients, self.comm, self.coordinator = gradients, comm, coordinator
+        self.groups = groups = gradients.groups
         self.partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.frozen = list(frozen)
         self._key_of = {
@@ -128,17 +116,7 @@ class ZeroStage3:
             if isinstance(group, PartitionedParamGroup)
             for made in group.buckets
         }
-        self.gradients = GradientReducer(
-            groups,
-            order,
-            source,
-            reducer,
-            every_pass=True,
-            overlap=True,
-            grad_dtype=grad_dtype,
-            launched=self._launched,
-            host=host,
-        )
+        gradients.on_launched = self._launched
         # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
         self.persistent = ZeroStage1And2([g for g in groups if isinstance(g, FlatParamGroup)], self.gradients, comm)
         mark_persistent(model, self.persistent.groups)
@@ -189,7 +167,7 @@ class ZeroStage3:
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
         """6, on the host: my part of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.

@@ -53,13 +53,10 @@ from torch import nn
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.storage import data_ptr_of
-from deepzero.layout import Bucket, FlatLayout, Fragment
-from deepzero.offload.arena import HostArena
-from deepzero.offload.copy_streams import PendingCopy
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
-from deepzero.runtime.zero.master_shard import MasterShard
+from deepzero.runtime.zero.optimizer_shard import HostAllocator, MasterShard, PendingUpload
 
 SETUP = "setup.gather"
 ALL_GATHER = "parameters.all_gather"
@@ -119,7 +116,7 @@ class FlatParamGroup:
         whole: hold masters of all parameters (stage 0) instead of this rank's partition (stages 1 and 2).
         optimizer_group: index of the optimizer's param group that these parameters came from.
         placement: which masters live in host memory; None: none. Not with ``whole``.
-        arena: where those are.
+        allocate_host: gives their memory.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class FlatParamGroup:
         whole: bool,
         optimizer_group: int,
         placement: OffloadPlan | None = None,
-        arena: HostArena | None = None,
+        allocate_host: HostAllocator | None = None,
     ) -> None:
         self.names, self.params, self.layout = list(names), list(params), layout
         self.dtype, self.device, self.rank, self.whole = dtype, comm.device, comm.rank, whole
@@ -142,7 +139,7 @@ class FlatParamGroup:
         # A whole group is one rank's shard of a layout over one rank.
         everything = dataclasses.replace(layout, world_size=1) if whole else layout
         self.placement = placement or OffloadPlan.on_device(everything, own)
-        self.master_store = MasterShard(self.placement, arena)
+        self.master_shard = MasterShard(self.placement, allocate_host)
         self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
         self.flat_P = self._flatten(comm)
         self.masters = [self._master_of(fragment) for fragment in self.fragments]
@@ -160,9 +157,9 @@ class FlatParamGroup:
         mine = {fragment.slot.index: fragment for fragment in self.fragments}
         kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
         # Nothing but fragments is left of the model, so the masters go where the model was.
-        self.master_store.allocate(comm.device)
+        self.master_shard.allocate(comm.device)
         for fragment in self.fragments:
-            master = self.master_store.at(fragment.shard_start, fragment.numel)
+            master = self.master_shard.view(fragment.shard_start, fragment.numel)
             if master is not None and not self.placement.host_masters.holds(fragment.shard_start):
                 kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
@@ -182,7 +179,7 @@ class FlatParamGroup:
         if fragment is None:
             return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[fragment.start : fragment.start + fragment.numel]
-        on_host = self.master_store.at(fragment.shard_start, fragment.numel)
+        on_host = self.master_shard.view(fragment.shard_start, fragment.numel)
         return part.clone() if on_host is None else on_host.copy_(part)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -208,12 +205,12 @@ class FlatParamGroup:
         start, numel = bucket.shard_offset, bucket.shard_numel
         if self.whole:
             start, numel = bucket.offset, bucket.numel
-        found = self.master_store.at(start, numel)
+        found = self.master_shard.view(start, numel)
         return self.param_shard(bucket) if found is None else found
 
     def _master_of(self, fragment: Fragment) -> torch.Tensor:
         """A leaf that the optimizer may update: fp32, 1-D. See [Note: why fragments]."""
-        view = self.master_store.at(fragment.shard_start, fragment.numel)
+        view = self.master_shard.view(fragment.shard_start, fragment.numel)
         if view is None:
             view = self.param_fragment(fragment)
         return view.detach().requires_grad_()
@@ -221,7 +218,7 @@ class FlatParamGroup:
     def _separate(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
         fragment, master = self._mine.get(index, (None, None))
-        if fragment is None or master is None or self.master_store.at(fragment.shard_start, fragment.numel) is None:
+        if fragment is None or master is None or self.master_shard.view(fragment.shard_start, fragment.numel) is None:
             return None
         return fragment, master
 
@@ -302,7 +299,7 @@ class FlatParamGroup:
 class PendingAllGather:
     """The all-gather of one bucket, behind the upload of this rank's part where that comes from the host."""
 
-    copy: PendingCopy | None
+    copy: PendingUpload | None
     gather: Pending
 
     def wait(self) -> None:
@@ -363,7 +360,7 @@ class ZeroStage1And2:
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
         """Launch the all-gather of a bucket that the CPU has stepped on, while it steps on the next one.
 
         Args:
