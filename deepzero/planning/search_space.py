@@ -38,7 +38,7 @@ class Question:
     words: tuple[str, ...]
     """The user's overrides, which stay."""
     compose: Callable[[Sequence[str]], RunConfig]
-    """Overrides to settings: ``train.compose``."""
+    """Overrides to settings: ``deepzero.training.command_line.compose``."""
     make: MakeProgram
     cluster: Cluster
     world: ClusterShape

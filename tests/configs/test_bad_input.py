@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import train
 from tests.configs.compose import complaint
+
+ROOT = Path(__file__).parents[2]
 
 KEYS = [
     ("zero.stagee=1", ["'zero.stagee'", "Did you mean 'zero.stage'?"]),
@@ -140,7 +141,7 @@ def test_the_good_default_has_nothing_to_complain_about(tmp_path: Path) -> None:
 
 def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """``python train.py ARGUMENTS`` for commands that start no rank."""
-    command = [sys.executable, "-W", "error", str(train.HERE), *arguments]
+    command = [sys.executable, "-W", "error", str(ROOT / "train.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
 
 

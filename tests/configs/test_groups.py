@@ -11,15 +11,15 @@ import hydra
 import pytest
 import torch
 
-import train
 from deepzero.config.run import RunConfig
 from deepzero.models.presets import PRESETS
 from deepzero.runtime.lr_schedules import CURVES, build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.training.command_line import CONFIGS, settings_of
 from tests.configs.compose import run_config, settings
 
-GROUPS = sorted(path.name for path in train.CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
-CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((train.CONFIGS / group).glob("*.yaml"))]
+GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 
 DEPARTURES: dict[str, Any] = {
     "engine.zero.stage": 2,
@@ -66,8 +66,8 @@ def leaves(value: Any, prefix: str) -> dict[str, Any]:
 
 
 def test_yaml_repeats_the_defaults_of_the_dataclasses() -> None:
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
-        composed = RunConfig.from_mapping(train.settings_of(hydra.compose("train")))
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = RunConfig.from_mapping(settings_of(hydra.compose("train")))
     chosen, default = leaves(composed, ""), leaves(RunConfig(), "")
     chosen = {
         key: value for key, value in chosen.items() if not key.startswith(("engine.optimizer", "engine.scheduler"))
@@ -179,14 +179,14 @@ def test_the_fallback_batch_never_contradicts_what_was_typed(
 
 
 def test_slurm_preset_names_the_plugin() -> None:
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = hydra.compose("train", overrides=["hydra/launcher=submitit_slurm"], return_hydra_config=True)
     assert cfg.hydra.launcher["_target_"].endswith("SlurmLauncher")
     assert cfg.hydra.launcher.tasks_per_node == 1
 
 
 def test_every_line_of_the_contents_page_has_a_comment() -> None:
-    page = Path(train.CONFIGS / "train.yaml").read_text(encoding="utf-8")
+    page = Path(CONFIGS / "train.yaml").read_text(encoding="utf-8")
     lines = page[page.index("defaults:") : page.index("\nhydra:")].splitlines()
     bare = [line for line in lines if line.strip() and "#" not in line and not line.endswith(":")]
     assert bare == []
