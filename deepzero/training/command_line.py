@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import hydra
 import torch
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -30,7 +31,7 @@ from deepzero.checkpoint.checkpoint_dir import holds, release
 from deepzero.comm import elastic, launcher
 from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
-from deepzero.config.hydra_errors import check_words, dotted, explain, plain_names
+from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
@@ -52,8 +53,11 @@ from deepzero.training.run_folder import (
     sweep_folder,
     take,
 )
+from deepzero.utils.formatting import flatten
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# The one source of defaults: configs/train.yaml begins with what the dataclasses say, and its groups hold choices.
+ConfigStore.instance().store("dataclasses", RunConfig.defaults())
 NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
 
 
@@ -298,5 +302,6 @@ def valid_keys() -> list[str]:
     """Every key of the default config, dotted, Hydra's own included, and every group."""
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings = OmegaConf.to_container(hydra.compose("train", return_hydra_config=True), resolve=False)
-    groups = [path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir()]
-    return list(dict.fromkeys([*dotted(settings), *groups]))  # type: ignore[arg-type]
+    words = [key.split(".") for key in flatten(settings)]  # type: ignore[arg-type]
+    keys = [".".join(parts[:depth]) for parts in words for depth in range(1, len(parts) + 1)]
+    return list(dict.fromkeys([*keys, *(path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir())]))

@@ -1,4 +1,4 @@
-"""Every choice of every group composes into typed settings, and repeats the defaults that the dataclasses have."""
+"""Every choice of every group composes into typed settings; what nobody chooses is as in the dataclasses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from deepzero.config.run import RunConfig
-from deepzero.models.presets import PRESETS
 from deepzero.runtime.lr_schedules import CURVES, build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.training.command_line import CONFIGS, settings_of
@@ -65,7 +64,7 @@ def leaves(value: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def test_yaml_repeats_the_defaults_of_the_dataclasses() -> None:
+def test_what_is_not_chosen_is_as_in_the_dataclasses() -> None:
     with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = RunConfig.from_mapping(settings_of(hydra.compose("train")))
     chosen, default = leaves(composed, ""), leaves(RunConfig(), "")
@@ -123,10 +122,9 @@ def test_optimizers_and_schedulers_can_be_built(optimizer: str, scheduler: str) 
     assert len(build_scheduler(run.engine.scheduler, built, run.train.steps).get_last_lr()) == 1
 
 
-def test_model_files_are_the_presets() -> None:
-    assert {choice for group, choice in CHOICES if group == "model"} == set(PRESETS)
-    for name, preset in PRESETS.items():
-        assert run_config(f"model={name}").model == preset
+def test_models_are_named_as_their_files() -> None:
+    models = [choice for group, choice in CHOICES if group == "model" and choice != "hf"]
+    assert [run_config(f"model={name}").model.name for name in models] == models
 
 
 @pytest.mark.parametrize(
