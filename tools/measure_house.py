@@ -124,7 +124,7 @@ class Source:
     def mutable_state(self) -> set[str]:
         """Names of the module that functions rebind (``global``) or whose container the file changes."""
         rebound = {name for node in ast.walk(self.tree) if isinstance(node, ast.Global) for name in node.names}
-        held = set()
+        held: set[str] = set()
         for node in self.tree.body:
             targets = (
                 node.targets
@@ -147,15 +147,12 @@ class Source:
             "insert",
             "popitem",
         }
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in changes:
-                rebound |= held & {node.value.id}
-            elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-                rebound |= held & {node.value.id} if isinstance(node.ctx, (ast.Store, ast.Del)) else set()
-            elif (
-                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Store)
-            ):
-                rebound |= held & {node.value.id}
+        for inner in ast.walk(self.tree):
+            if not isinstance(inner, (ast.Attribute, ast.Subscript)) or not isinstance(inner.value, ast.Name):
+                continue
+            changes_it = isinstance(inner, ast.Attribute) and inner.attr in changes
+            if changes_it or isinstance(inner.ctx, (ast.Store, ast.Del)):
+                rebound |= held & {inner.value.id}
         return rebound
 
 
