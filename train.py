@@ -33,16 +33,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 import deepzero
 from deepzero.checkpoint.checkpoint_dir import holds, release
-from deepzero.comm import elastic, launcher, process_group
-from deepzero.comm.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
-from deepzero.comm.preemption import on_stop_request
-from deepzero.comm.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
+from deepzero.comm import process_group
 from deepzero.config.hydra_errors import check_words, dotted, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
+from deepzero.launch import elastic, launcher
+from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.launch.preemption import on_stop_request
+from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
 from deepzero.monitor.report.write import write_report_or_tell

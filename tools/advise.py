@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import train
-from deepzero.comm.groups import find_nodes
+from deepzero.comm.topology import find_nodes
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
 from deepzero.planning.autotune import Search

@@ -35,9 +35,14 @@ FLOORS: tuple[tuple[str, int], ...] = (
     ("deepzero.version", 0),
     ("deepzero.layout", 0),
     ("deepzero.durable", 0),
+    ("deepzero.utils.compile", 0),
+    ("deepzero.utils.exit_hooks", 0),
+    ("deepzero.utils.threads", 0),
     ("deepzero.comm", 1),
     ("deepzero.comm.reduce_scatter", 2),
     ("deepzero.comm.quantized_reduce", 2),
+    ("deepzero.launch", 2),
+    ("deepzero.health", 2),
     ("deepzero.offload", 2),
     ("deepzero.runtime", 3),
     ("deepzero.checkpoint", 4),
@@ -75,7 +80,7 @@ WALLS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 RESERVED: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (
         "torch.distributed",
-        ("deepzero/comm/", "tools/", "examples/", "tests/"),
+        ("deepzero/comm/", "deepzero/health/", "tools/", "examples/", "tests/"),
         "only deepzero/comm talks to other ranks",
     ),
     ("hydra", ("train.py", "tests/"), "Hydra stops at train.py"),
@@ -84,7 +89,7 @@ RESERVED: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """(module, the only places that import it, why)."""
 
 THREADS = ("Thread", "Timer", "ThreadPool", "ThreadPoolExecutor", "start_new_thread")
-"""Called, or inherited from, in ``deepzero/comm/threads.py`` alone."""
+"""Called, or inherited from, in ``deepzero/utils/threads.py`` alone."""
 
 LATE = ("wandb", "tensorboard", "torch.utils.tensorboard", "torch_tb_profiler", "matplotlib", "deepspeed")
 """In the package and in train.py these are imported inside the functions that need them."""
@@ -342,7 +347,7 @@ def check_asserts(house: House) -> Iterator[Violation]:
 def check_threads(house: House) -> Iterator[Violation]:
     """A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything."""
     for file in house.files:
-        if file.path.startswith("tests/") or file.path == "deepzero/comm/threads.py":
+        if file.path.startswith("tests/") or file.path == "deepzero/utils/threads.py":
             continue
         for node in ast.walk(file.tree):
             if isinstance(node, ast.Call):
@@ -352,7 +357,7 @@ def check_threads(house: House) -> Iterator[Violation]:
             else:
                 continue
             for name in set(names).intersection(THREADS):
-                text = f"{name}: start threads with start_thread or thread_pool of deepzero/comm/threads.py"
+                text = f"{name}: start threads with start_thread or thread_pool of deepzero/utils/threads.py"
                 yield Violation(file.path, node.lineno, "threads", text)
 
 

@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.desync_watchdog import RankDivergenceError
-from deepzero.comm.hang_report import CollectiveTimeoutError
+from deepzero.comm.collectives import open_communicator
+from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.build import build_step, build_zero
@@ -45,7 +45,6 @@ from deepzero.runtime.engine_checkpoints import EngineCheckpoints
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
-from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.flat_param_group import lost_on_error
 from deepzero.runtime.zero.fragments import TensorFragments
@@ -393,7 +392,7 @@ class Engine(EngineCheckpoints):
         ):  # fmt: skip
             try:
                 check()
-            except (RankDivergenceError, CollectiveTimeoutError):
+            except DesyncError:
                 raise  # no agreement will come about
             except RuntimeError as error:
                 found = found or error

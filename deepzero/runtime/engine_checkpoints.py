@@ -28,7 +28,6 @@ from deepzero.checkpoint.save_16bit_model import save_gathered
 from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.exit_hooks import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
@@ -37,6 +36,7 @@ from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 from deepzero.runtime.zero_components import ZeroComponents
+from deepzero.utils.exit_hooks import before_the_end
 from deepzero.version import __version__
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
+from deepzero.comm.topology import Nodes
 from deepzero.config.strict import ConfigError
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster, read_cluster
 

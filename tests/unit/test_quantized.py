@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from deepzero.comm import quantization, quantize_kernels
-from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.comm.quantization import Format, Packed, Quantizer
 from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, Variant, decode, encode
+from deepzero.utils.compile import CompilationError, why_not_compiled
 
 BITS = (8, 4)
 BLOCKS = (64, 256, 2048)
