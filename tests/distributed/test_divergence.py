@@ -17,19 +17,11 @@ import deepzero
 from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.flight_recorder import RankStore
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog
-from deepzero.health.desync_watchdog import (
-    CollectiveRecord,
-    DepartedRank,
-    FlightRecorder,
-    RankDivergenceError,
-    RankLeftError,
-    State,
-    Watchdog,
-)
+from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
 QUICK_SECONDS = 0.5
