@@ -27,8 +27,8 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (5850, 2720),
     "deepzero/runtime": (5200, 3050),
     "deepzero/runtime/zero": (7200, 4550),
-    "deepzero/offload": (2450, 2500),
-    "deepzero/checkpoint": (4350, 2610),
+    "deepzero/offload": (2920, 2500),
+    "deepzero/checkpoint": (4630, 2610),
     "deepzero/launch": (1150, 650),
     "deepzero/health": (850, 560),
     "deepzero/monitor": (3250, 1600),
@@ -36,9 +36,9 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/profiling": (1650, 800),
     "deepzero/models": (700, 540),
     "deepzero/data": (560, 400),
-    "deepzero/training": (600, 380),
+    "deepzero/training": (890, 380),
     "deepzero/compat": (1200, 1200),
-    "deepzero": (36_400, 23_500),
+    "deepzero": (36_800, 23_500),
     "tools": (6200, 2700),
     "tests": (29_300, 17_000),
 }
@@ -124,7 +124,7 @@ class Source:
     def mutable_state(self) -> set[str]:
         """Names of the module that functions rebind (``global``) or whose container the file changes."""
         rebound = {name for node in ast.walk(self.tree) if isinstance(node, ast.Global) for name in node.names}
-        held = set()
+        held: set[str] = set()
         for node in self.tree.body:
             targets = (
                 node.targets
@@ -147,15 +147,12 @@ class Source:
             "insert",
             "popitem",
         }
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in changes:
-                rebound |= held & {node.value.id}
-            elif isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-                rebound |= held & {node.value.id} if isinstance(node.ctx, (ast.Store, ast.Del)) else set()
-            elif (
-                isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and isinstance(node.ctx, ast.Store)
-            ):
-                rebound |= held & {node.value.id}
+        for inner in ast.walk(self.tree):
+            if not isinstance(inner, (ast.Attribute, ast.Subscript)) or not isinstance(inner.value, ast.Name):
+                continue
+            changes_it = isinstance(inner, ast.Attribute) and inner.attr in changes
+            if changes_it or isinstance(inner.ctx, (ast.Store, ast.Del)):
+                rebound |= held & {inner.value.id}
         return rebound
 
 

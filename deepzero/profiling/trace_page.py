@@ -1,4 +1,4 @@
-"""A trace's summary as one HTML file: the tables of the terminal, and plots. No script, nothing fetched from anywhere."""
+"""A trace's summary as one HTML file: the tables of the terminal, and plots; no script, nothing fetched."""
 
 from __future__ import annotations
 

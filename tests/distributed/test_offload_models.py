@@ -1,7 +1,5 @@
 """Offload for models and optimizers of other kinds: frozen weights, one rank, state made late, exceptions half-way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -123,7 +121,7 @@ def rebuilt(rank, world):
     for _ in range(3):
         engine, *_ = deepzero.initialize(model=model, config=settings(2, 1.0, precision="bf16", chaos=1))
         go(engine, rank, world, 0, 2)
-        arena = engine._zero.offload.arena
+        arena = engine.zero.offload.arena
         engine.destroy()
         assert not arena.pinned and arena.tensors("host_masters") == []
     return [p.detach().float().sum().item() for p in model.parameters()]

@@ -1,7 +1,5 @@
 """``offload_states`` and ``reload_states``: the device's memory is given back, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from enum import Enum
@@ -11,9 +9,9 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.engine_offload import STATES
-from deepzero.runtime.offload_states import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
+from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -54,8 +52,8 @@ def extents(engine):
         return {
             category: {
                 t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                for t, _ in engine._tensors_of(category)
-                if not engine._in_arena(t) and t.numel()
+                for t, _ in engine.offloader._tensors_of(category)
+                if not engine.offloader._in_arena(t) and t.numel()
             }
             for category in STATES
         }
@@ -63,7 +61,7 @@ def extents(engine):
 
 def state_of(engine):
     optimizer = [t.clone() for state in engine.optimizer.state.values() for t in state.values()]
-    masters = [master.detach().clone() for group in engine._zero.groups for master in group.masters]
+    masters = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
     return optimizer + masters
 
 
@@ -78,7 +76,7 @@ def trained(rank, world, stage, precision, options, away):
         with torch.no_grad():
             before = float(engine(*batch(rank, world)))
         engine.offload_states(include, non_blocking=non_blocking)
-        if "lp_params" not in engine._away:
+        if "lp_params" not in engine.offloader.away:
             with torch.no_grad():
                 assert float(engine(*batch(rank, world))) == before
         left = extents(engine)
@@ -163,13 +161,16 @@ def test_in_the_middle_of_accumulation(ranks, stage, precision):
     check_same(ranks.run(accumulations, stage, precision, world_size=2))
 
 
-def refusals(rank, world, stage, precision, folder):
+@pytest.mark.parametrize(("stage", "precision"), ALL)
+@on_ranks()
+def test_what_is_away_is_missed(rank, world, tmp_path, stage, precision):
+    folder = str(tmp_path / "saved")
     engine = start(stage, precision)
     one_step(engine, rank, world, 0)
     loss = engine(*batch(rank, world))
     engine.offload_states()
     param = next(engine.module.parameters())
-    master = engine._zero.groups[0].masters[0]
+    master = engine.zero.groups[0].masters[0]
     moment = next(iter(engine.optimizer.state.values()))["exp_avg"]
     asked = {
         "forward": lambda: engine(*batch(rank, world)),
@@ -198,7 +199,7 @@ def refusals(rank, world, stage, precision, folder):
             ask()
             raise AssertionError(name)
     assert "away" in repr(moment) and moment.shape == master.shape
-    engine._backward_passes = 0
+    engine.passes.count = 0
     engine.offload_states()  # it is away already
     engine.reload_states()
     engine.reload_states()
@@ -216,19 +217,29 @@ def refusals(rank, world, stage, precision, folder):
     engine.step()
     engine.save_checkpoint(folder, asynchronous=True)
     engine.offload_states()
-    assert engine._saver._thread is None
+    assert engine.checkpointer.saver._thread is None
     engine.destroy()
     assert torch.isfinite(next(engine.module.parameters())).all()
     with pytest.raises(RuntimeError, match="destroy"):
         engine.offload_states()
 
 
-@pytest.mark.parametrize(("stage", "precision"), ALL)
-def test_what_is_away_is_missed(ranks, tmp_path, stage, precision):
-    ranks.run(refusals, stage, precision, str(tmp_path / "saved"), world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_parameter_without_elements(rank, world, stage):
+    """A parameter that has none: it lies nowhere, and does not leave with the others."""
+    model = make_model()
+    model.empty = nn.Parameter(torch.empty(0))
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=stage, precision="fp32", bucket=1500))
+    one_step(engine, rank, world)
+    engine.offload_states()
+    engine.reload_states()
+    one_step(engine, rank, world, step=1)
+    assert engine.global_steps == 2
 
 
-def arguments(rank, world):
+@on_ranks()
+def test_arguments(rank, world):
     engine = start(3, "bf16")
     with pytest.raises(ValueError, match="optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer"):
         engine.offload_states(include=["optimizer"])
@@ -241,9 +252,9 @@ def arguments(rank, world):
     ):
         engine.offload_states()
     engine.offload_states(include=[DeepSpeedsEnum.optim_states, DeepSpeedsEnum.lp_grads], device=torch.device("cpu"))
-    assert engine._away == {"optim_states", "lp_grads"}
+    assert engine.offloader.away == {"optim_states", "lp_grads"}
     engine.offload_states(include=("hp_params",))
-    assert engine._away == {"optim_states", "lp_grads", "hp_params"} and len(engine._departures) == 2
+    assert engine.offloader.away == {"optim_states", "lp_grads", "hp_params"} and len(engine.offloader.offloaded) == 2
     engine.reload_states()
     with deepzero.zero.GatheredParameters(engine.module.head.weight):
         pass
@@ -255,37 +266,13 @@ def arguments(rank, world):
         pass
 
 
-def without_elements(rank, world, stage):
-    """A parameter that has none: it lies nowhere, and does not leave with the others."""
-    model = make_model()
-    model.empty = nn.Parameter(torch.empty(0))
-    engine, *_ = deepzero.initialize(model=model, config=config(stage=stage, precision="fp32", bucket=1500))
-    one_step(engine, rank, world)
-    engine.offload_states()
-    engine.reload_states()
-    one_step(engine, rank, world, step=1)
-    return engine.global_steps
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_without_elements(ranks, stage):
-    assert ranks.run(without_elements, stage, world_size=2) == [2, 2]
-
-
-def test_arguments(ranks):
-    ranks.run(arguments, world_size=2)
-
-
-def own_masters(rank, world):
+@on_ranks()
+def test_own_masters(rank, world):
     """fp32 parameters are their own masters: whichever is named, both are away."""
     engine = start(2, "fp32")
     engine.offload_states(include=["hp_params"])
-    assert engine._away == {"hp_params", "lp_params"}
+    assert engine.offloader.away == {"hp_params", "lp_params"}
     engine.reload_states()
-
-
-def test_own_masters(ranks):
-    ranks.run(own_masters, world_size=2)
 
 
 class Adapter(nn.Module):
@@ -301,7 +288,9 @@ class Adapter(nn.Module):
         return (self.adapter(self.base(x)) + self.other).square().mean()
 
 
-def frozen(rank, world, stage):
+@on_ranks()
+def test_frozen_parameters(rank, world):
+    stage = 2
     shared = nn.Parameter(torch.ones(8))
     engine, *_ = deepzero.initialize(model=Adapter(shared), config=config(stage=stage))
     before = engine.module.base.weight.clone()
@@ -312,11 +301,9 @@ def frozen(rank, world, stage):
     assert torch.equal(engine.module.base.weight, before)
 
 
-def test_frozen_parameters(ranks):
-    ranks.run(frozen, 2, world_size=2)
-
-
-def counted(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_the_ledger_shows_it(rank, world, stage):
     engine = start(stage, "bf16")
     one_step(engine, rank, world)
     ledger = engine.ledger
@@ -337,14 +324,9 @@ def counted(rank, world, stage):
     moved = ledger.between_steps[STATES_TO_HOST], ledger.between_steps[STATES_TO_DEVICE]
     assert [traffic.bytes for traffic in moved] == [host, host]
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
-    for group in engine._zero.groups:
+    for group in engine.zero.groups:
         if isinstance(group, FlatParamGroup):
             assert group._places == [param.data_ptr() for param in group.params]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_ledger_shows_it(ranks, stage):
-    ranks.run(counted, stage, world_size=2)
 
 
 def dropped(rank, world, stage, away):
@@ -370,20 +352,17 @@ def test_zero_grad_while_away(ranks, stage):
     check_same(ranks.run(both_dropped, stage, world_size=2))
 
 
-def too_large(rank, world):
+@on_ranks()
+def test_a_host_without_room(rank, world):
     engine = start(2, "bf16")
     one_step(engine, rank, world)
-    from deepzero.runtime import engine_offload
+    from deepzero.offload import offload_states
 
-    genuine = engine_offload.available_host_bytes
-    engine_offload.available_host_bytes = lambda: 1000 if rank == 1 else None
+    genuine = offload_states.available_host_bytes
+    offload_states.available_host_bytes = lambda: 1000 if rank == 1 else None
     try:
         with pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
             engine.offload_states()
     finally:
-        engine_offload.available_host_bytes = genuine
+        offload_states.available_host_bytes = genuine
     one_step(engine, rank, world)
-
-
-def test_a_host_without_room(ranks):
-    ranks.run(too_large, world_size=2)
