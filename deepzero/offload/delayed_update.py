@@ -32,12 +32,12 @@ from typing import Any
 import torch
 
 from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.threads import start_thread
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.optimizer_offload import HostOptimizerShard, HostParamUpload, bytes_of_step, cpu_threads
 from deepzero.runtime.zero.optimizer_shard import SubGroup
+from deepzero.utils.threads import start_thread
 
 Work = Sequence[tuple[SubGroup, HostParamUpload, list[torch.Tensor]]]
 """What the thread steps on, the way of the new parameters, and the gradients."""

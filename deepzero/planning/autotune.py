@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
-from deepzero.monitor.terminal import short_bytes
 from deepzero.planning import plan
 from deepzero.planning.dry_run import dry_run
 from deepzero.planning.estimate import Estimate, Estimator, Offloaded, Setting
 from deepzero.planning.search_space import Question, Space, words_of
 from deepzero.planning.simulate import Simulated, simulate
+from deepzero.utils.formatting import short_bytes
 
 STRAIGHT = 3
 """Micro-batches of a step up to which it is rehearsed as it is."""
@@ -52,7 +52,7 @@ class Option:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.step_seconds
 
 
@@ -74,7 +74,7 @@ class Refused:
 
 @dataclass
 class TuningAdvice:
-    """The answer."""
+    """The result of a search: what fits, what was not tried, what does not fit."""
 
     question: Question
     numel: int

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepzero.monitor.report.bottlenecks import seconds
-from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.planning.event_simulator import SimulatedTimeline, play
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Simulated:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Of all ranks of a node."""
+        """Host bytes of all ranks of a node together."""
         return self.rehearsal.host_bytes * self.rehearsal.nodes.per_node
 
     @property
@@ -51,7 +50,7 @@ class Simulated:
         return sum(self.rehearsal.work.flops) / (self.timeline.seconds * self.cluster.flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the figures as plain numbers, for a JSON file."""
         line = self.timeline
         return {
             "cluster": self.cluster.name,
@@ -68,18 +67,20 @@ class Simulated:
         }
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Returns the result as lines for a terminal."""
         line, nodes = self.timeline, self.rehearsal.nodes
         speed = f", {short_number(self.tokens / line.seconds)} tokens/s" if self.tokens else ""
         room = "fits" if self.fits else "DOES NOT FIT"
         found = [
             f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
             f"{nodes.per_node}",
-            f"  step {seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
-            f"{seconds(line.compute_seconds)}, network busy {seconds(line.network_seconds)}, waited for "
-            f"{seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
+            f"  step {short_seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
+            f"{short_seconds(line.compute_seconds)}, network busy {short_seconds(line.network_seconds)}, waited for "
+            f"{short_seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
         ]
-        found += [f"    waits {seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()]
+        found += [
+            f"    waits {short_seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()
+        ]
         found.append(f"  memory {short_bytes(self.device_bytes)} of {short_bytes(self.cluster.memory_bytes)}: {room}")
         if self.rehearsal.host_bytes:
             found[-1] += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(self.cluster.host_bytes)}"

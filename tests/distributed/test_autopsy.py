@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, hang_report, process_group
+from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import RankLeftError, Watchdog
 from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, RankStore, State
-from deepzero.comm.hang_report import (
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.health import desync_watchdog, hang_report
+from deepzero.health.desync_watchdog import RankLeftError, Watchdog
+from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
     NcclStallReporter,
@@ -27,8 +30,6 @@ from deepzero.comm.hang_report import (
     summary,
     within,
 )
-from deepzero.comm.ledger import Ledger
-from deepzero.config.engine import ChaosConfig
 from tests.distributed.test_divergence import one_exchange
 
 LOST = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:15558")
@@ -70,32 +71,14 @@ def test_summary_of_a_rank_that_is_busy():
     assert lines[-1].endswith("raise comm.timeout_seconds")
 
 
-@pytest.mark.parametrize(
-    ("states", "gone", "world", "said"),
-    [
-        (
-            {0: state("ab", True)},
-            {},
-            2,
-            "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:",
-        ),
-        (
-            {0: state("ab", True), 1: state("ac", True)},
-            {},
-            2,
-            "has launched collective 2, gather of c in place of coll",
-        ),
-        (
-            {0: state("ab", True), 1: state("ab", True)},
-            {},
-            2,
-            "rank 0 and rank 1 wait for collective 2, gather of b, wh",
-        ),
-        ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
-        ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
-        ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
-    ],
-)
+@pytest.mark.parametrize(("states", "gone", "world", "said"), [
+    ({0: state("ab", True)}, {}, 2, "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:"),
+    ({0: state("ab", True), 1: state("ac", True)}, {}, 2, "has launched collective 2, gather of c in place of coll"),
+    ({0: state("ab", True), 1: state("ab", True)}, {}, 2, "rank 0 and rank 1 wait for collective 2, gather of b, wh"),
+    ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
+    ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
+    ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
+])  # fmt: skip
 def test_summary(states, gone, world, said):
     assert said in summary(states, gone, world, 3.0)
 
