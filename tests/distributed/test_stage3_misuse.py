@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
-from deepzero.comm.desync_watchdog import RankLeftError
+from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import grad_accumulator
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
