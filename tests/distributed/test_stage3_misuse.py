@@ -12,7 +12,7 @@ import deepzero
 from deepzero import zero
 from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
-from deepzero.runtime.zero import grad_accumulator
+from deepzero.runtime.zero import gradient_reduction
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
@@ -301,7 +301,7 @@ def gradient_of_the_input(rank, world):
     zero.set_z3_leaf_modules(model, [Tail])
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
     x = batch(0, rank).requires_grad_()
-    with mock.patch.object(grad_accumulator.log, "warning") as said:
+    with mock.patch.object(gradient_reduction.log, "warning") as said:
         for number in range(2):
             torch.autograd.grad(engine(x).sum(), x)
             engine.backward(engine(batch(number, rank)).pow(2).mean())

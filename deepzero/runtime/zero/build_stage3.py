@@ -15,8 +15,6 @@ from deepzero.layout import FlatLayout, bucket_limit, plan_layout
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup, take_values
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
 from deepzero.runtime.zero.offload_setup import GroupLayout
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
@@ -24,6 +22,8 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, send_to_
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import HostMemory, PartitionedParamGroup, unpartition
 from deepzero.runtime.zero.quantizers import build_quantizer
+from deepzero.runtime.zero.sharded_step import ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, take_values
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Partitioning:
     """What step 0 of stage 3 leaves behind."""
 
     groups: list[ParamGroup]
-    """Of trainable parameters: partitioned ones, and FlatGroups of persistent ones."""
+    """Of trainable parameters: partitioned ones, and ``FlatParamGroup`` of persistent ones."""
     frozen: list[PartitionedParamGroup]
     coordinator: PartitionedParameterCoordinator
     pool: BufferPool

@@ -1,6 +1,6 @@
 """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them (stage 3's step 0).
 
-The counterpart of :class:`~deepzero.runtime.zero.flat_param_group.FlatParamGroup`, over the same layout: what is kept
+The counterpart of :class:`~deepzero.runtime.zero.stage_1_and_2.FlatParamGroup`, over the same layout: what is kept
 whole there (``flat_P``) is here put together bucket by bucket, when it is needed. Masters, pieces and the order of
 elements in a rank's share are the same in both.
 
@@ -22,7 +22,7 @@ from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.flat_param_group import SETUP, claim, disclaim, follow, take_values
+from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.master_shard import MasterShard
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import (
@@ -32,6 +32,7 @@ from deepzero.runtime.zero.partition_parameters import (
     set_placeholder,
 )
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.stage_1_and_2 import SETUP, take_values, update_master_from_param
 
 HOST_PARAMETERS = "host_parameters"
 
@@ -66,6 +67,8 @@ class PartitionedParamGroup:
         offload: the arena where that is, and the wire to it.
         rules: how buckets travel, if not in plain all-gathers.
     """
+
+    whole = False
 
     def __init__(
         self,
@@ -156,7 +159,7 @@ class PartitionedParamGroup:
         kept: dict[int, torch.Tensor] = {}
         made = []
         for index, param in enumerate(params):
-            claim(param, self.names[index])
+            register_owner(param, self.names[index])
             made.append(as_zero_parameter(param, self.names[index]))
             values, number = self._whole_values(made[-1]), self._mine.get(index)
             if number is not None:
@@ -205,7 +208,7 @@ class PartitionedParamGroup:
         number = self._mine.get(self._index[param])
         master = self._separate(number) if number is not None else None
         if number is not None and master is not None:
-            follow(master, self.param_fragment(self.fragments[number]))
+            update_master_from_param(master, self.param_fragment(self.fragments[number]))
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -266,7 +269,7 @@ class PartitionedParamGroup:
             if bucket.status is ZeroParamStatus.INFLIGHT:
                 bucket.wait()
             for param in bucket.params:
-                disclaim(param)
+                unregister_owner(param)
                 unpartition(param)
             bucket.abandon()
 

@@ -11,7 +11,7 @@ step.
 One parameter's way, in the numbers of a training step: **0** ``PartitionedParamGroup`` cuts it → **1** ``ModuleHooks``
 → ``fetch_sub_module`` → its bucket is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
 fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
-complete: ``GradientReducer`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
+complete: ``GradientReducer`` sends it to its owners → **5** ``reduce_gradients`` → **6** ``ShardedStep.step``, by
 sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
@@ -25,14 +25,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -43,7 +41,8 @@ from deepzero.runtime.zero.partition_parameters import (
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
-from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.sharded_step import ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 
 
 class PersistentStore:
@@ -121,8 +120,6 @@ class ZeroStage3:
         host: HostGradients | None = None,
     ) -> None:
         self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
-        self._arrivals: list[PendingAllGather] = []
-        self.persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
         self.partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
         self.frozen = list(frozen)
         self._key_of = {
@@ -142,7 +139,9 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        mark_persistent(model, self.persistent)
+        # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
+        self.persistent = ZeroStage1And2([g for g in groups if isinstance(g, FlatParamGroup)], self.gradients, comm)
+        mark_persistent(model, self.persistent.groups)
         self._model = model
         self._boundary = False
         self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
@@ -152,12 +151,12 @@ class ZeroStage3:
 
     # ---- 4: gradient ready -------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """4: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.gradient_ready(param, boundary)
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def _launched(self, entry: BucketRef) -> None:
         key = self._key_of.get((entry.group, entry.bucket.index))
@@ -184,9 +183,9 @@ class ZeroStage3:
         """5 boundary: what is gathered becomes old with this step. It is released also when a write to it raises."""
         self.coordinator.end_step()
 
-    def finish_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """5 boundary: then flush and wait."""
-        self.gradients.finish_gradients()
+        self.gradients.reduce_gradients()
 
     # ---- 7: publish --------------------------------------------------------------------------------------------------
 
@@ -199,17 +198,15 @@ class ZeroStage3:
         if isinstance(found, PartitionedParamGroup):
             found.arrived(bucket, copy)
         elif isinstance(found, FlatParamGroup):
-            self._arrivals.append(all_gather_arrived(found, bucket, copy, self.comm))
+            self.persistent.arrived(self.persistent.groups.index(found), bucket, copy)
 
     def publish(self) -> None:
         """7: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
-        gathers: list[PendingAllGather | Pending]
-        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
+        self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
-        for gather in gathers:
-            gather.wait()
+        self.persistent.wait_all_gathers()
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -227,8 +224,7 @@ class ZeroStage3:
         """Whole, plain parameters again; no hooks. A collective."""
         self.coordinator.release_all()
         self.hooks.remove()
-        for group in self.persistent:
-            group.release()
+        self.persistent.destroy()
         for param in self._model.parameters():
             if isinstance(param, PersistentParameter):
                 del param._zero
