@@ -25,8 +25,7 @@ from deepzero.layout import bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger
-from deepzero.runtime.open_meter import build_quantization_monitor
+from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.zero.build_stage3 import (
     Partitioning,
@@ -41,11 +40,11 @@ from deepzero.runtime.zero.flat_param_group import FlatParamGroup, check_unclaim
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.quantizers import build_quantizer
 from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
@@ -243,7 +242,12 @@ def build_zero(
         if offload is not None and not isinstance(built.stage, ZeroStage0):
             offload.build_uploads(groups, comm.rank, built.stage.arrived)
         build_ledger(built, optimizer, config, comm, micro_batches)
-        return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
+        buckets = partitioning.coordinator.buckets if partitioning is not None else []
+        monitor = build_quantization_monitor(
+            groups, buckets, built.quantized_grads, config.zero.quantization, comm,
+            lambda: predict_unquantized(built, comm, micro_batches, stage),
+        )  # fmt: skip
+        return dataclasses.replace(built, meter=monitor)
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:

@@ -48,7 +48,7 @@ from deepzero.runtime.pytree import output_tensors, scalar_loss
 from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.flat_param_group import lost_on_error
-from deepzero.runtime.zero.fragments import TensorFragments
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
 

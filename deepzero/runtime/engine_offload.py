@@ -54,7 +54,7 @@ from deepzero.runtime.offload_states import (
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.fragments import TensorFragments
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward

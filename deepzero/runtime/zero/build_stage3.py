@@ -23,7 +23,7 @@ from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket, send_to_replicas
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.partitioned_param_group import HostMemory, PartitionedParamGroup, unpartition
-from deepzero.runtime.zero.quantizers import build_quantizer
+from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)
 
