@@ -36,9 +36,10 @@ from deepzero.runtime.zero.build_stage3 import (
     plan_partitioning,
 )
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup, check_unclaimed, lost_on_error
+from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.guards import check_unowned, lost_on_error
 from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
 from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
@@ -202,7 +203,7 @@ def build_zero(
     stage, names = config.zero.stage, {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
-    check_unclaimed(names)
+    check_unowned(names)
     chosen = choose_parameters(names, arrival, optimizer)
     moment_bytes = _moment_bytes(optimizer, config, comm.device)
     plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None

@@ -47,10 +47,10 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
 from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.flat_param_group import lost_on_error
-from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero.grad_accumulator import GradientHooks
+from deepzero.runtime.zero.guards import lost_on_error
 from deepzero.runtime.zero.sharded_step import clip_divisor
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
 log = logging.getLogger(__name__)
 

@@ -54,12 +54,12 @@ from deepzero.runtime.offload_states import (
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
 from deepzero.runtime.zero.sharded_step import ShardedStep
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero_components import ZeroComponents
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")

@@ -27,114 +27,24 @@ every W.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import data_ptr_of
-from deepzero.config.strict import ConfigError
 from deepzero.layout import Bucket, FlatLayout, Fragment
 from deepzero.offload.arena import HostArena
 from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.runtime.zero.guards import STAY, register_owner, release_owner
 from deepzero.runtime.zero.master_shard import MasterShard
 
 log = logging.getLogger(__name__)
 
 SETUP = "setup.gather"
-
-_OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters, by id, that lie in a group's flat buffer. Two engines over one model would both reduce its gradients."""
-
-_LOST: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters, by id, of models that were being moved when an exception came: there is no telling which have values."""
-
-
-STAY = (
-    "Device and dtype of a model's parameters are settled by deepzero.initialize (precision, the rank's device): move "
-    "or cast the model before it, or after engine.destroy()"
-)
-_APPLY = nn.Module._apply
-
-
-def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """In place of ``nn.Module._apply``, which is ``to``, ``half``, ``cuda`` and their like, of every module.
-
-    An engine's parameters stay where they are. What leaves them alone (``to`` the device where they are) goes on with
-    everything else; what would move or cast one is refused, in every stage, before anything is changed.
-
-    Raises:
-        RuntimeError: names the first parameter.
-    """
-    staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for prefix, part in module.named_modules() if recurse else [("", module)]:
-        for key, param in part._parameters.items():
-            if param is not None and id(param) in _OWNED:
-                staying.append((part._parameters, key, param))
-                probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
-                shared = probe.is_shared()
-                moved = fn(probe)
-                if moved is not probe or probe.is_shared() != shared:
-                    name = f"{prefix}.{key}" if prefix else key
-                    raise RuntimeError(
-                        f"parameter {name!r}, {param.dtype} on {param.device}, belongs to an engine: model.to(), "
-                        f".half() and their like would make it {moved.dtype} on {moved.device}, outside of ZeRO's "
-                        f"buffers. {STAY}"
-                    )
-    try:
-        for params, key, _ in staying:
-            params[key] = None
-        return _APPLY(module, fn, recurse)
-    finally:
-        for params, key, param in staying:
-            params[key] = param
-
-
-def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise a :class:`ConfigError` when any of these parameters belongs to an engine, or was lost on the way to one;
-    before anything is changed.
-    """
-    for param, name in names.items():
-        if id(param) in _OWNED:
-            raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
-        if id(param) in _LOST:
-            raise ConfigError(
-                f"parameter {name!r} is of a model that an earlier deepzero.initialize left in pieces, as it broke off "
-                f"while it moved the parameters. {ANEW}"
-            )
-
-
-ANEW = "Build model and optimizer anew"
-
-
-@contextlib.contextmanager
-def lost_on_error(model: nn.Module) -> Iterator[None]:
-    """While the model is being moved: what an exception leaves of it belongs to nobody, and no engine takes it."""
-    try:
-        yield
-    except BaseException as error:
-        for param in model.parameters():
-            disclaim(param)
-            _LOST[id(param)] = param
-        text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
-        getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes
-        raise
-
-
-def claim(param: nn.Parameter, name: str) -> None:
-    """The parameter belongs to an engine from now on.
-
-    Raises:
-        ConfigError: it belongs to one already.
-    """
-    check_unclaimed({param: name})
-    _OWNED[id(param)] = param
-    nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -146,11 +56,6 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
     param.data = values.new_empty(0)
     comm.broadcast("setup.broadcast", values)
     return values
-
-
-def disclaim(param: nn.Parameter) -> None:
-    """The parameter belongs to nobody again."""
-    _OWNED.pop(id(param), None)
 
 
 def get_data_parallel_partitions(flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
@@ -324,7 +229,7 @@ class FlatParamGroup:
     def release(self) -> None:
         """Let the parameters belong to nobody again."""
         for param in self.params:
-            disclaim(param)
+            release_owner(param)
 
     @torch.no_grad()
     def _move_in(self, comm: Communicator) -> torch.Tensor:
@@ -348,7 +253,7 @@ class FlatParamGroup:
 
     def _take(self, index: int, param: nn.Parameter, fragment: Fragment | None, comm: Communicator) -> torch.Tensor:
         """This rank's piece of one parameter, in the dtype that it has, or as its master in host memory."""
-        claim(param, self.names[index])
+        register_owner(param, self.names[index])
         values = take_values(param, comm)
         if fragment is None:
             return values.new_empty(0)  # not a view, which would keep the whole parameter's memory

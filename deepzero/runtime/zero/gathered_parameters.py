@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
+from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.module_hooks import register_external_parameter
 from deepzero.runtime.zero.partition_parameters import (
-    PartitionedUseError,
     ZeroParameter,
     ZeroParamStatus,
 )

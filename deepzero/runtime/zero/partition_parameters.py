@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepzero.layout import ParamSlot
+from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.metadata_functions import METADATA, READS_WITHOUT_VALUES
 
 _IDS = itertools.count()
@@ -59,10 +60,6 @@ class ZeroParamStatus(Enum):
     """This rank's part, and a buffer that is being filled. Leaves by ``wait``."""
     AVAILABLE = 3
     """This rank's part, and the whole. Leaves by ``release``."""
-
-
-class PartitionedUseError(RuntimeError):
-    """The values of a parameter were used, or written, while they were partitioned."""
 
 
 class ParamStore(Protocol):

@@ -19,9 +19,9 @@ from deepzero.comm.storage import data_ptr_of, storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
 from deepzero.runtime.zero.buffer_pool import BufferPool
+from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig, ParameterAllGather
 from deepzero.runtime.zero.partition_parameters import (
-    PartitionedUseError,
     ZeroParameter,
     ZeroParamStatus,
     set_placeholder,

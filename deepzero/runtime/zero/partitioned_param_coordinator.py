@@ -38,7 +38,8 @@ from deepzero.offload.copy_streams import FETCH_BETWEEN_STEPS
 from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
-from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
+from deepzero.runtime.zero.guards import PartitionedUseError
+from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 log = logging.getLogger(__name__)

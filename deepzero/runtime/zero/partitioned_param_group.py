@@ -22,7 +22,8 @@ from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool
-from deepzero.runtime.zero.flat_param_group import SETUP, claim, disclaim, follow, take_values
+from deepzero.runtime.zero.flat_param_group import SETUP, follow, take_values
+from deepzero.runtime.zero.guards import register_owner, release_owner
 from deepzero.runtime.zero.master_shard import MasterShard
 from deepzero.runtime.zero.parameter_all_gather import GatherConfig
 from deepzero.runtime.zero.partition_parameters import (
@@ -156,7 +157,7 @@ class PartitionedParamGroup:
         kept: dict[int, torch.Tensor] = {}
         made = []
         for index, param in enumerate(params):
-            claim(param, self.names[index])
+            register_owner(param, self.names[index])
             made.append(as_zero_parameter(param, self.names[index]))
             values, number = self._whole_values(made[-1]), self._mine.get(index)
             if number is not None:
@@ -266,7 +267,7 @@ class PartitionedParamGroup:
             if bucket.status is ZeroParamStatus.INFLIGHT:
                 bucket.wait()
             for param in bucket.params:
-                disclaim(param)
+                release_owner(param)
                 unpartition(param)
             bucket.abandon()
 
