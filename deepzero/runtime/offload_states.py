@@ -25,7 +25,7 @@ from torch import nn
 
 from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy, bytes_of_storage
-from deepzero.runtime.zero.metadata_functions import METADATA
+from deepzero.runtime.zero.guards import METADATA
 
 HOST_STATES = "host_states"
 """The ledger's word for what is away, in memory."""

@@ -16,16 +16,17 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import get_default_nowrap_functions
 
 from deepzero.comm.storage import data_ptr_of
 from deepzero.config.strict import ConfigError
 
 if TYPE_CHECKING:
-    from deepzero.runtime.zero.partition_parameters import ZeroParameter
+    from deepzero.runtime.zero.partition_parameters import ParamRecord, ZeroParameter
     from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,40 @@ def lost_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
+# ---- what torch may do with a partitioned parameter without its values -----------------------------------------------
+
+_PROPERTIES = """
+shape dtype device grad _grad requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse is_mps
+is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_hpu is_ipu is_xla is_vulkan is_maia is_mtia output_nr _version
+_backward_hooks _post_accumulate_grad_hooks retains_grad name itemsize nbytes names _cdata
+""".split()  # noqa: SIM905
+_WRITABLE = ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Of them, what autograd and hooks write."""
+_METHODS = """
+size dim numel nelement ndimension is_floating_point is_complex is_signed is_conj is_neg register_hook requires_grad_
+register_post_accumulate_grad_hook element_size get_device is_contiguous __len__ __hash__ is_inference is_same_size
+is_pinned is_shared retain_grad
+""".split()  # noqa: SIM905
+_FUNCTIONS = "is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference".split()  # noqa: SIM905
+
+
+def _metadata_functions() -> frozenset[Any]:
+    found: set[Any] = set(get_default_nowrap_functions())
+    for name in _PROPERTIES:
+        descriptor = getattr(torch.Tensor, name, None)
+        accesses = ("__get__", "__set__", "__delete__") if name in _WRITABLE else ("__get__",)
+        found.update(getattr(descriptor, access) for access in accesses if hasattr(descriptor, access))
+    found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
+    found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
+    return frozenset(found)
+
+
+METADATA = _metadata_functions()
+"""Functions and property accessors that need no values; they see the logical shape."""
+
+READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
+"""They return an alias, which is as partitioned as the parameter."""
+
 # ---- writes to gathered parameters, and uses of offloaded ones (stage 3) ---------------------------------------------
 
 SAMPLES = 512
@@ -126,6 +161,21 @@ SAMPLES = 512
 
 class PartitionedUseError(RuntimeError):
     """The values of a parameter were used, or written, while they were partitioned."""
+
+
+def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
+    """The error of a partitioned parameter that cannot be ``verb`` (``used``, ``written``, ``copied``) here."""
+    if record.home is not None and record.home.owner is None:  # a bucket of zero.Init's own
+        return PartitionedUseError(
+            f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
+            f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
+            "deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
+        )
+    return PartitionedUseError(
+        f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned (zero stage 3): its values are not "
+        f"on this rank, and it cannot be {verb} here. Use `with deepzero.zero.GatheredParameters(param):` to read it, "
+        "the same with modifier_rank=0 to write it, engine.module_state_dict() for the whole model"
+    )
 
 
 def check_on_device(bucket: PartitionedBucket) -> None:

@@ -44,9 +44,6 @@ from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParam
 
 log = logging.getLogger(__name__)
 
-_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
-
 
 @dataclass(frozen=True)
 class SavedWeight:
@@ -349,73 +346,3 @@ def _hook(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
             return method(*given, module, *rest)
 
     return hook
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
-
-    Args:
-        model: where to look.
-        leaf_module_classes: classes, or their names.
-
-    Returns:
-        The modules found.
-
-    Raises:
-        ValueError: none is there.
-    """
-    classes = list(leaf_module_classes)
-    kinds = tuple(c for c in classes if isinstance(c, type))
-    names = {c for c in classes if isinstance(c, str)}
-    found = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
-    if not found:
-        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
-    _LEAVES.update(found)
-    return found
-
-
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
-    classes = list(leaf_module_classes)
-    kinds = tuple(c for c in classes if isinstance(c, type))
-    names = {c for c in classes if isinstance(c, str)}
-    found = [m for m in model.modules() if m in _LEAVES and (isinstance(m, kinds) or type(m).__name__ in names)]
-    for module in found:
-        _LEAVES.discard(module)
-    return found
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether ``module`` has been declared a leaf."""
-    return module in _LEAVES
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
-
-    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier, in one with the
-    module's own.
-
-    Raises:
-        TypeError: not a module, or not a parameter.
-    """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        raise TypeError(
-            f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
-            f"{type(parameter).__name__}"
-        )
-    known = _EXTERNAL.setdefault(module, [])
-    if not any(p is parameter for p in known):
-        known.append(parameter)
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The inverse of :func:`register_external_parameter`.
-
-    Raises:
-        ValueError: it was not registered.
-    """
-    known = _EXTERNAL.get(module, [])
-    if not any(p is parameter for p in known):
-        raise ValueError("this parameter is not registered with this module")
-    _EXTERNAL[module] = [p for p in known if p is not parameter]
