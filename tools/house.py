@@ -61,8 +61,7 @@ FLOORS: tuple[tuple[str, int], ...] = (
 _ZERO = "deepzero.runtime.zero"
 WALLS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("deepzero.models", ("deepzero.runtime", "deepzero.comm", "deepzero.offload"), "a model knows nothing of ZeRO"),
-    (f"{_ZERO}.stage_1_and_2", (f"{_ZERO}.stage3",), "the stages do not know each other"),
-    (f"{_ZERO}.stage3", (f"{_ZERO}.stage_1_and_2",), "the stages do not know each other"),
+    (f"{_ZERO}.stage_1_and_2", (f"{_ZERO}.stage3",), "stage 3 contains stage 2, for its persistent parameters"),
     (
         f"{_ZERO}.partition_parameters",
         (f"{_ZERO}.partitioned_param_coordinator", f"{_ZERO}.module_hooks", f"{_ZERO}.stage3"),

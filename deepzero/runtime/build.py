@@ -27,24 +27,23 @@ from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
-from deepzero.runtime.zero.build_stage3 import (
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
+from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
+from deepzero.runtime.zero.sharded_step import ShardedStep
+from deepzero.runtime.zero.stage3 import (
     Partitioning,
+    ZeroStage3,
     is_real,
     partition_model,
     place_buffers,
     place_whole,
     plan_partitioning,
 )
-from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.guards import check_unowned, lost_on_error
-from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.sharded_step import ShardedStep
-from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
-from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
@@ -203,7 +202,7 @@ def build_zero(
     stage, names = config.zero.stage, {param: name for name, param in model.named_parameters()}
     # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
     arrival = {param: place for place, param in enumerate(reversed(list(names)))}
-    check_unowned(names)
+    check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
     moment_bytes = _moment_bytes(optimizer, config, comm.device)
     plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None
@@ -271,15 +270,14 @@ def _build_stage(
     order, comm, accumulation = schedule(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
     host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
-        return ZeroStage3(
-            model, groups, partitioning.frozen, order, source, reducer, comm,
-            partitioning.coordinator, accumulation, host,
-        )  # fmt: skip
+        return ZeroStage3(model, partitioning, order, source, reducer, accumulation, host)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
     if config.zero.stage == 0:
         return ZeroStage0(flat, order, source, reducer, accumulation)
-    overlap = config.zero.overlap_comm
-    return ZeroStage1And2(flat, order, source, reducer, comm, config.zero.stage == 2, overlap, accumulation, host)
+    gradients = GradientReducer(
+        groups, order, source, reducer, config.zero.stage == 2, config.zero.overlap_comm, accumulation, host=host
+    )
+    return ZeroStage1And2(flat, gradients, comm)
 
 
 def _build_reducer(

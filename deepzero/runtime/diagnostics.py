@@ -14,8 +14,8 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
-from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.sharded_step import MasterFragment
 
 

@@ -32,7 +32,7 @@ from deepzero.comm.exit_hooks import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
-from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2

@@ -53,12 +53,12 @@ from deepzero.runtime.offload_states import (
 )
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
 from deepzero.runtime.zero.sharded_step import ShardedStep
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 from deepzero.runtime.zero_components import ZeroComponents
 
@@ -337,7 +337,7 @@ class EngineOffload(EngineFacts):
         for group in self._zero.stores:
             if isinstance(group, PartitionedParamGroup):
                 for bucket in group.buckets:
-                    bucket.away = notice if not bucket.shard_on_host else None
+                    bucket.away = notice if not bucket.gather.shard_on_host else None
 
     def _wire_of_states(self) -> HostDeviceCopier:
         if self._state_wire is None:

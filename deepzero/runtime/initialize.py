@@ -20,10 +20,8 @@ from deepzero.runtime.consistency import agree_to_start, check_parameters, check
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.topology import check_ranks
-from deepzero.runtime.zero.guards import check_unowned
-from deepzero.runtime.zero.init_context import Init
-from deepzero.runtime.zero.partition_parameters import ZeroParameter
-from deepzero.runtime.zero.partitioned_param_group import unpartition
+from deepzero.runtime.zero.guards import check_unclaimed
+from deepzero.runtime.zero.partition_parameters import Init, ZeroParameter, unpartition
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +123,7 @@ def _agreed(
 def _gather(model: nn.Module, stage: int) -> None:
     """Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again. A collective."""
     cut = {name: param for name, param in model.named_parameters() if isinstance(param, ZeroParameter)}
-    check_unowned({param: name for name, param in cut.items()})
+    check_unclaimed({param: name for name, param in cut.items()})
     for param in cut.values():
         unpartition(param)
     if cut and process_group.rank() == 0:

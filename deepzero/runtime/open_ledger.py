@@ -26,14 +26,14 @@ from deepzero.runtime.closed_forms import (
     predicted_wire,
     wire_bytes,
 )
+from deepzero.runtime.forecast import expected, predict, secondary_bytes
 from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.forecast import expected, secondary_bytes
 from deepzero.runtime.zero.master_shard import HOST_MASTERS
-from deepzero.runtime.zero.offload_setup import MOMENTS
-from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
-from deepzero.runtime.zero.partitioned_param_group import HOST_PARAMETERS, PartitionedParamGroup
+from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, MOMENTS
+from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_0 import ZeroStage0
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
 
@@ -69,7 +69,9 @@ def build_ledger(
         traffic |= _wire(built, world, sizes)
 
     if built.partitioning is not None:
-        buckets = built.partitioning.coordinator.buckets
+        coordinator = built.partitioning.coordinator
+        coordinator.on_plan = partial(predict, coordinator, ledger)
+        buckets = coordinator.buckets
         traffic |= expected(buckets, micro_batches) if buckets else {}
         memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
     memory["buckets"] = bucket_bytes(layouts, world, comm.device, sizes, comm.nodes)

@@ -10,10 +10,9 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
-from deepzero.runtime.zero.build_stage3 import Partitioning
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
 from deepzero.runtime.zero.offload_setup import Offload
-from deepzero.runtime.zero.stage3 import ZeroStage3
+from deepzero.runtime.zero.stage3 import Partitioning, ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 from deepzero.runtime.zero.zeropp import QuantizationMonitor

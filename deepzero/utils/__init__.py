@@ -1,6 +1,6 @@
 """``deepzero.utils``: what scripts import from DeepSpeed's ``deepspeed.utils``. Public names only."""
 
-from deepzero.runtime.zero.module_hooks import set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
+from deepzero.runtime.zero.module_registry import set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
 from deepzero.runtime.zero.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

@@ -13,7 +13,7 @@ from torch import nn
 import deepzero
 from deepzero.runtime.engine_offload import STATES
 from deepzero.runtime.offload_states import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
 EXHAUSTIVE = pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from deepzero import zero
 from deepzero.comm.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import grad_accumulator
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
 from tests.distributed.training import config, start

@@ -101,7 +101,12 @@ class BufferPool:
         self.most_numel = self.numel()
 
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """A buffer of ``numel`` elements or more, with old contents; for the bucket of which ``shard`` is this rank's."""
+        """A buffer of ``numel`` elements or more, with old contents.
+
+        Args:
+            numel: of the bucket.
+            shard: this rank's of it.
+        """
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:
@@ -163,6 +168,10 @@ class InPlacePool(BufferPool):
 
     def give(self, buffer: torch.Tensor) -> None:
         """The memory stays the shard's."""
+
+    def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
+        """Have no buffers; whose shard a view shows is remembered from pass to pass."""
+        self._planned = set()
 
 
 def references(tensor: torch.Tensor) -> int:

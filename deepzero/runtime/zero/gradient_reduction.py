@@ -187,7 +187,7 @@ class GradientReducer:
         if self._host is None or not self._host.holds(group, bucket):
             return self._sum_of(group, bucket), measure, None
         slot, output = self._host.stage(bucket, accumulate)
-        padding = bucket.shard_numel - bucket.true_numel_of(self.reducer.comm.rank)
+        padding = bucket.padding_of(self.reducer.comm.rank)
         # What is added on the host is measured there.
         there = measure if accumulate else None
         leave = partial(self._host.leave, slot, group, bucket, accumulate, padding, there)

@@ -81,7 +81,7 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
             params[key] = param
 
 
-def check_unowned(names: Mapping[nn.Parameter, str]) -> None:
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise a :class:`ConfigError` if any of these parameters belongs to an engine, or was lost on the way to one."""
     for param, name in names.items():
         if id(param) in _OWNED:
@@ -95,12 +95,12 @@ def check_unowned(names: Mapping[nn.Parameter, str]) -> None:
 
 def register_owner(param: nn.Parameter, name: str) -> None:
     """``param`` belongs to an engine from now on. Raises a :class:`ConfigError` if it belongs to one already."""
-    check_unowned({param: name})
+    check_unclaimed({param: name})
     _OWNED[id(param)] = param
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
-def release_owner(param: nn.Parameter) -> None:
+def unregister_owner(param: nn.Parameter) -> None:
     """``param`` belongs to no engine any more."""
     _OWNED.pop(id(param), None)
 
@@ -112,7 +112,7 @@ def lost_on_error(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         for param in model.parameters():
-            release_owner(param)
+            unregister_owner(param)
             _LOST[id(param)] = param
         text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
         getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes

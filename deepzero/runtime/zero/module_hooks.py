@@ -27,8 +27,7 @@ fetches for the backward pass at module boundaries, and replaces ``F.linear`` by
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +37,7 @@ from torch import nn
 
 from deepzero.comm.dry_run import real_device_type
 from deepzero.runtime.pytree import output_tensors
+from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
@@ -93,7 +93,7 @@ class ModuleHooks:
         if module in seen:
             return
         seen.add(module)
-        declared = module in _LEAVES
+        declared = z3_leaf_module(module)
         leaf = declared or is_compiled(module)
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
@@ -132,15 +132,14 @@ class ModuleHooks:
         keys = self._own_keys.get(module)
         if keys is None:
             keys = self._own_keys[module] = keys_of(params)
-        if module in _EXTERNAL:
-            keys = keys_of([*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))])
-        return keys
+        external = external_parameters(module)
+        return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))]) if external else keys
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """2 post-forward: release_sub_module; also when the module has raised."""
+        """Post-forward; also when the module has raised."""
         if not self._stack or self._stack[-1][0] is not module:
             return  # its pre-hook did not run: another one raised before it
-        self.coordinator.release_sub_module(self._names[module])
+        self.coordinator.end_sub_module(self._names[module])
         self._leave()
         if not self._stack:
             self.coordinator.end_forward()
@@ -250,11 +249,11 @@ class ModuleHooks:
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
         if isinstance(tensor, PartitionedParameter):
-            home, slot = tensor._zero.placed()
+            home, _ = tensor._zero.placed()
             if not self.coordinator.has(home):
                 return tensor
             with self._one_operation([home], f"kept view of {tensor._zero.name}"), unseen():
-                view: torch.Tensor = home.value(slot)
+                view: torch.Tensor = home.value(tensor)
                 return view
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 

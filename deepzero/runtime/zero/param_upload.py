@@ -104,7 +104,7 @@ class HostParamUpload:
         self.masters = [master for _, master in inside]
         self.parts: list[MasterFragment] = []
         """Masters and gradients, in the order of :attr:`fragments`; put in by whoever knows the gradients."""
-        self._padding = bucket.shard_numel - bucket.true_numel_of(rank)
+        self._padding = bucket.padding_of(rank)
         self._on_host = group.placement.keeps_on_host(bucket)
         self._staging = staging if group.dtype != torch.float32 and not self._on_host else None
         self._turn = turn

@@ -105,6 +105,8 @@ class PlainAllGather:
     """
 
     quantizer: Quantizer | None = None
+    buffers: BufferPool | None = None
+    """Where those for quantised messages come from."""
     scratch_bytes = 0
     """Bytes of a buffer for quantised messages, beside the bucket's own, while they are on their way."""
     group: RankGroup | None = None
@@ -116,6 +118,7 @@ class PlainAllGather:
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: ShardSource, where: str) -> None:
         self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
+        self.shard_on_host = not isinstance(source, DeviceShard)
         self.message_bytes = bucket.shard_numel * dtype.itemsize
         self.lossy = False
         """Whether the values that have arrived last were quantised."""
@@ -228,7 +231,8 @@ class QuantizedAllGather(PlainAllGather):
     ) -> None:
         super().__init__(bucket, dtype, comm, source, where)
         self.quantizer: Quantizer = quantizer
-        self.buffers, self.scratch_bytes = buffers, scratch_bytes
+        self.buffers: BufferPool = buffers
+        self.scratch_bytes = scratch_bytes
         self.message_bytes = quantizer.format.message_bytes(bucket.shard_numel)
         self._whole = self._buffer = torch.empty(0)
 
@@ -306,7 +310,8 @@ class SecondaryAllGather(PlainAllGather):
 
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
         super().__init__(inner.bucket, inner.dtype, inner.comm, inner.source, inner.where)
-        self.inner, self.quantizer, self.scratch_bytes = inner, inner.quantizer, inner.scratch_bytes
+        self.inner, self.quantizer, self.buffers = inner, inner.quantizer, inner.buffers
+        self.scratch_bytes = inner.scratch_bytes
         self.group: RankGroup = group
         self.message_bytes, self.mics, self._frozen = inner.message_bytes, mics and not frozen, frozen
         self.always_inside = mics or frozen

@@ -37,8 +37,8 @@ class PendingShard(Protocol):
 class BucketOwner(Protocol):
     """The group of a bucket: it has the masters of the shard."""
 
-    def before_write(self) -> None:
-        """Raise while parameters must not be written; wait for copies that read them."""
+    before_write: Callable[[], None] | None
+    """Raises while parameters must not be written; waits for copies that read them."""
 
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
@@ -68,6 +68,7 @@ class PartitionedBucket:
         owner: BucketOwner | None = None,
     ) -> None:
         self.key, self.bucket, self.params, self._shard = key, bucket, list(params), shard
+        self.numel = bucket.numel
         self.gather, self.pool, self.owner = gather, pool, owner
         self.number = next(_NUMBERS)
         """Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's."""
@@ -134,8 +135,8 @@ class PartitionedBucket:
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             raise RuntimeError(f"bucket {self.key} is {self.status.name} and cannot be launched")
         check_on_device(self)
-        self.buffer = self.pool.take(self.bucket.numel, self._shard)
-        self._whole = self.buffer[: self.bucket.numel]  # buffers are reused: it may be longer
+        self.buffer = self.pool.take(self.numel, self._shard)
+        self._whole = self.buffer[: self.numel]  # buffers are reused: it may be longer
         self.pool.owners[storage_ptr_of(self.buffer)] = (self, self.generation)
         self.gather.launch(kind, self._whole, lambda: self.shard, self.generation, exact, keep)
         self.status = ZeroParamStatus.INFLIGHT
@@ -238,7 +239,7 @@ class PartitionedBucket:
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
         """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its elements."""
-        if self.owner is not None:
+        if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])

@@ -25,9 +25,9 @@ from deepzero.comm import profiler_ranges
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket
 from deepzero.runtime.grad_norm import BlockNorms, square_sum_words
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator
 from deepzero.runtime.zero.sharded_step import MasterFragment
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 
 class ZeroStage0:

@@ -39,10 +39,10 @@ from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
 ALL_GATHER = f"fragments.all_gather{SUFFIX}"

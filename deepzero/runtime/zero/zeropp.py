@@ -203,7 +203,7 @@ class QuantizationMonitor:
         self.readings.weights, self.readings.gradients = {}, {}
         stopped = False
         for bucket, pair in zip(weights, sums, strict=False):
-            stopped |= self._judge("weights", _name_of(bucket), pair, bucket.gather.stop_quantizing)
+            stopped |= self._judge("weights", _name_of(bucket), pair, partial(_stop_weights, bucket))
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
         if stopped:
@@ -215,7 +215,7 @@ class QuantizationMonitor:
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
         """This rank's part, quantised and back, in whole blocks."""
-        quantizer, part = bucket.gather.rules.quantizer, bucket.shard
+        quantizer, part = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
@@ -276,6 +276,10 @@ class QuantizationMonitor:
                 what, name, ratio, what.removesuffix("s"), bound,
             )  # fmt: skip
         return True
+
+
+def _stop_weights(bucket: PartitionedBucket) -> None:
+    bucket.gather = bucket.gather.unquantized()
 
 
 def _name_of(bucket: PartitionedBucket) -> str:
