@@ -247,11 +247,11 @@ def discarded_on_the_way(rank, world):
             seen.append((bool((mine == 7.0).all()), bucket in [owner for owner, _ in bucket.pool.owners.values()]))
 
     bucket.gather._pending = Arrival()
-    bucket.discard()
+    bucket.release(discard=True)
     assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
     assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (bucket.shard == 7.0).any()
-    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be discarded"):
-        bucket.discard()
+    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be released"):
+        bucket.release(discard=True)
     step(engine, rank)
     return True
 

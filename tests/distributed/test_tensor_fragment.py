@@ -11,7 +11,7 @@ from torch import nn
 
 import deepzero
 from deepzero import utils
-from deepzero.runtime.zero import fragments
+from deepzero.runtime.zero import tensor_fragment
 from deepzero.zero import GatheredParameters
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step, start
 
@@ -433,10 +433,10 @@ def counted(rank, world, stage):
     engine.step()
     assert engine.ledger.last_step.keys() == expected.keys()
     asked = {kind for kind in engine.ledger.between_steps if kind.endswith("_on_request")}
-    records = len(fragments._ADDRESSES)
+    records = len(tensor_fragment._ADDRESSES)
     engine.destroy()
     gc.collect()
-    return len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+    return len(asked), records - len(tensor_fragment._ADDRESSES) == len(list(engine.module.parameters()))
 
 
 @pytest.mark.parametrize("stage", TWO_STAGES)

@@ -98,11 +98,9 @@ class ModuleHooks:
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
             self.leaf_params.update(module.parameters())
-        before = self._before_leaf if declared else self._before
-        after = _hook(self._after_leaf, params) if leaf else _hook(self._after)
         self._handles += [
-            module.register_forward_pre_hook(_hook(before, params), prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
         ]
         if not leaf:
             for child in module.children():
@@ -118,14 +116,39 @@ class ModuleHooks:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def _before(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """1 pre-forward: fetch_sub_module."""
-        if not self._stack:
-            self.coordinator.begin_forward()
-        self._enter(module)
-        keys = self._keys_of(module, params)
-        if keys:
-            self.coordinator.fetch_sub_module(keys, self._names[module])
+    # Hooks are plain functions: dynamo can step around those, not around an object.
+
+    def _pre_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+        @torch.compiler.disable
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            """1 fetch: the module's parameters are gathered before it runs."""
+            with unseen():
+                if not self._stack:
+                    self.coordinator.begin_forward()
+                self._enter(module)
+                keys = self._keys_of(module, params)
+                if keys:
+                    self.coordinator.fetch_sub_module(keys, self._names[module])
+                if leaf:
+                    self._count_leaf_call(module, args, kwargs)
+
+        return pre_forward
+
+    def _post_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+        @torch.compiler.disable
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            """Also when the module has raised."""
+            with unseen():
+                if leaf:
+                    self._fetch_for_backward(module, params, output)
+                if not self._stack or self._stack[-1][0] is not module:
+                    return  # its pre-hook did not run: another one raised before it
+                self.coordinator.end_sub_module(self._names[module])
+                self._leave()
+                if not self._stack:
+                    self.coordinator.end_forward()
+
+        return post_forward
 
     def _keys_of(self, module: nn.Module, params: list[ZeroParameter]) -> tuple[int, ...]:
         """The buckets of a module's own parameters, looked up once; of registered ones too, which may change."""
@@ -134,15 +157,6 @@ class ModuleHooks:
             keys = self._own_keys[module] = keys_of(params)
         external = external_parameters(module)
         return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))]) if external else keys
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Post-forward; also when the module has raised."""
-        if not self._stack or self._stack[-1][0] is not module:
-            return  # its pre-hook did not run: another one raised before it
-        self.coordinator.end_sub_module(self._names[module])
-        self._leave()
-        if not self._stack:
-            self.coordinator.end_forward()
 
     def _enter(self, module: nn.Module | None) -> None:
         self._stack.append((module, self._become_innermost()))
@@ -155,19 +169,17 @@ class ModuleHooks:
         if not self._stack:
             self.coordinator.hide_all()
 
-    def _before_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _count_leaf_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
-        self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
-            return None
+            return
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
-            return None  # non-reentrant checkpointing runs it again: the first run has been counted
+            return  # non-reentrant checkpointing runs it again: the first run has been counted
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
                 tensor.register_hook(lambda _: self._one_call_done(module))
                 break
-        return None
 
     def _one_call_done(self, module: nn.Module) -> None:
         """The backward pass is through one call of a leaf; with the last one its gradients are complete."""
@@ -179,14 +191,13 @@ class ModuleHooks:
         """Calls that this backward pass did not reach will be counted as they come."""
         self._leaf_calls.clear()
 
-    def _after_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
+    def _fetch_for_backward(self, module: nn.Module, params: list[ZeroParameter], output: Any) -> None:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 # Not shown: no module is under way.
                 tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
-        self._after(module, args, output)
 
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
@@ -334,14 +345,3 @@ class _Chain:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module runs as compiled code: ``torch.compile(module)``, or ``module.compile()``."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _hook(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """A hook that brings ``given`` along. A plain function: dynamo can step around that, not around an object."""
-
-    @torch.compiler.disable
-    def hook(module: nn.Module, *rest: Any) -> Any:
-        with unseen():
-            return method(*given, module, *rest)
-
-    return hook
