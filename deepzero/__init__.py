@@ -3,13 +3,14 @@
 from deepzero import utils, zero
 from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm.process_group import init_distributed
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.strict import ConfigError
-from deepzero.runtime.engine import Engine, NonFiniteError
+from deepzero.runtime.engine import NonFiniteError
 from deepzero.runtime.initialize import add_config_arguments, initialize
 from deepzero.version import __version__
 
-DeepSpeedEngine = Engine
-"""The name under which scripts for DeepSpeed test and annotate it."""
+Engine = DeepSpeedEngine
+"""What ``initialize`` returns."""
 
 __all__ = [
     "CheckpointError",
