@@ -338,7 +338,7 @@ def counted(rank, world, stage):
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
     for group in engine.zero.groups:
         if isinstance(group, FlatParamGroup):
-            assert group._places == [param.data_ptr() for param in group.params]
+            assert group._data_ptrs == [param.data_ptr() for param in group.params]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -375,7 +375,7 @@ def after_a_load(rank, world, folder, zero):
     secondaries = engine.zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
-    messages = engine._zero.partitioning.messages
+    messages = engine.zero.partitioning.messages
     assert messages is None or not messages._taken  # given back
     engine.destroy()
     return account, held, len(secondaries())
