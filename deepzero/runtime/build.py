@@ -29,11 +29,10 @@ from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.sharded_step import ShardedStep
+from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
 from deepzero.runtime.zero.stage3 import (
     Partitioning,
     ZeroStage3,
@@ -269,16 +268,17 @@ def _build_stage(
     config: EngineConfig,
     offload: Offload | None,
 ) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
-    order, comm, accumulation = schedule(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
+    order, comm, accumulation = reduce_order(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
     host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
         return ZeroStage3(model, partitioning, order, source, reducer, accumulation, host)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
-    if config.zero.stage == 0:
-        return ZeroStage0(flat, order, source, reducer, accumulation)
+    overlap = config.zero.overlap_comm and config.zero.stage > 0
     gradients = GradientReducer(
-        groups, order, source, reducer, config.zero.stage == 2, config.zero.overlap_comm, accumulation, host=host
+        groups, order, source, reducer, config.zero.stage == 2, overlap, accumulation, host=host
     )
+    if config.zero.stage == 0:
+        return ZeroStage0(flat, gradients)
     return ZeroStage1And2(flat, gradients, comm)
 
 
@@ -327,6 +327,6 @@ def build_step(
     if comm.rank == 0:
         log.info(offload.describe(optimizer))
     step, settings = ShardedStep(optimizer, parts, limit, offload.host_steps(parts)), offload.settings
-    if settings.delayed_update and isinstance(gradients, GradientReducer):
+    if settings.delayed_update:
         return DelayedStep(step, gradients, groups, settings.delay_after_steps)
     return step

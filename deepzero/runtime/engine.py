@@ -275,7 +275,7 @@ class Engine(nn.Module):
         # 4 boundary: flush, wait. A rank in trouble does so too: the others count on its collectives.
         with profiler_ranges.span("boundary"):
             trouble = self._trouble()
-            zero.stage.finish_gradients()
+            zero.stage.reduce_gradients()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.

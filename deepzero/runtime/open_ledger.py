@@ -32,7 +32,6 @@ from deepzero.runtime.zero.master_shard import HOST_MASTERS
 from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, MOMENTS
 from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
@@ -195,8 +194,7 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
             count(category, tensor, sum(p.numel for p in fragments if span.holds(p.shard_start)))
-    gradients, whole = built.stage.gradients, built.reducer.whole
-    sums = gradients.grad_P if isinstance(gradients, ZeroStage0) else gradients.grad_S
+    sums, whole = built.stage.gradients.grad_S, built.reducer.whole
     for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
         count("gradients", flat, group.layout.numel)
         there = group.placement.optimizer_numel

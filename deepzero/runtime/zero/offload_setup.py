@@ -34,10 +34,9 @@ from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.host_gradients import HostGradients, HostGradLayout
 from deepzero.offload.offload_plan import OffloadPlan, most_count, nearest_count
 from deepzero.offload.param_fetch import HostShard
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
 from deepzero.runtime.zero.master_shard import master_regions
 from deepzero.runtime.zero.param_upload import HostParamUpload, OnUploaded, Staging, staged_parts, staging_regions
-from deepzero.runtime.zero.sharded_step import HostStepPlan, MasterFragment
+from deepzero.runtime.zero.sharded_step import HostStepPlan, MasterFragment, ParamGroup
 
 log = logging.getLogger(__name__)
 

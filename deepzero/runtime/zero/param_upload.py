@@ -26,8 +26,7 @@ from deepzero.layout import Bucket, Fragment
 from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.copy_streams import TO_DEVICE, HostDeviceCopier, PendingCopy
 from deepzero.offload.offload_plan import OffloadPlan
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
-from deepzero.runtime.zero.sharded_step import MasterFragment
+from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 STAGING = "host_buffers"
 

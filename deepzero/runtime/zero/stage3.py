@@ -10,7 +10,7 @@ for it; parameters of at most ``stage3_param_persistence_threshold`` elements st
 One parameter's way, which is the order of this file: **0 build** :class:`PartitionedParamGroup` cuts it · **1 fetch**
 ``ModuleHooks`` calls ``fetch_sub_module``: its bucket is gathered, the parameter is a view of it, again when the
 backward pass asks for the saved weight · **2 release** before the next fetch · **3 gradient ready**
-``GradientReducer`` sends its gradient to the owners · **4 boundary** ``finish_gradients`` · **5 step** the optimizer,
+``GradientReducer`` sends its gradient to the owners · **4 boundary** ``reduce_gradients`` · **5 step** the optimizer,
 by sub-groups · **6 publish** the masters are cast into ``shard_S``; nothing is sent but persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
@@ -35,8 +35,7 @@ from deepzero.offload.host_gradients import HostGradients
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.master_shard import MasterShard
 from deepzero.runtime.zero.module_hooks import ModuleHooks
@@ -54,6 +53,7 @@ from deepzero.runtime.zero.partition_parameters import (
 )
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepzero.runtime.zero.sharded_step import ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, take_values, update_master_from_param
 from deepzero.runtime.zero.zeropp import build_quantizer
 
@@ -310,6 +310,8 @@ class PartitionedParamGroup:
         offload: where that is; None: nothing is offloaded.
         config: how buckets travel.
     """
+
+    whole = False
 
     def __init__(
         self,
@@ -611,12 +613,12 @@ class ZeroStage3:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.gradient_ready(param, boundary)
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def _launched(self, entry: BucketRef) -> None:
         # A bucket that still gets gradients is in the middle of its backward pass: the plan keeps it gathered.
@@ -644,9 +646,9 @@ class ZeroStage3:
         """4: release everything, as this step makes it old. It is released also when a write to it raises."""
         self.coordinator.end_step()
 
-    def finish_gradients(self) -> None:
+    def reduce_gradients(self) -> None:
         """4: then flush and wait."""
-        self.gradients.finish_gradients()
+        self.gradients.reduce_gradients()
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 

@@ -340,16 +340,16 @@ class ZeroStage1And2:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """3: see :meth:`GradientReducer.gradient_ready`."""
-        self.gradients.gradient_ready(param, boundary)
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+        """3: stage 1 keeps the gradient; stage 2 lays it into its bucket, and reduce-scatters the bucket when full."""
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def backward_end(self, boundary: bool) -> None:
-        """The end of a backward pass."""
+        """End a backward pass."""
         self.gradients.backward_end(boundary)
 
     def forget_pass(self) -> None:
-        """The end of a pass that left no gradient."""
+        """End a pass that left no gradient."""
         self.gradients.forget_pass()
 
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
@@ -357,9 +357,9 @@ class ZeroStage1And2:
     def end_passes(self) -> None:
         """Do nothing: whole parameters have not been gathered for the passes."""
 
-    def finish_gradients(self) -> None:
-        """4: see :meth:`GradientReducer.finish_gradients`."""
-        self.gradients.finish_gradients()
+    def reduce_gradients(self) -> None:
+        """4: stage 1 reduces all buckets, stage 2 those that are left; both wait."""
+        self.gradients.reduce_gradients()
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 

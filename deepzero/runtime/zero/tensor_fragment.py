@@ -39,9 +39,9 @@ from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
+from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup, ShardedStep
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
@@ -66,7 +66,7 @@ class ReducedGradients(Protocol):
     def drain(self) -> None:
         """Wait until everything that is under way has arrived."""
 
-    def written(self, group: int, bucket: Bucket) -> None:
+    def sums_changed(self, group: int, bucket: Bucket) -> None:
         """Sums of this bucket have been changed: norms of them are stale."""
 
 
@@ -298,7 +298,7 @@ class ParamFragment:
         """Let the next step find this mean: reduce what waits, then replace this rank's fragment. A collective."""
         gradients = self.engine.gradients
         gradients.reduce_now()
-        gradients.written(self.number, self.bucket)
+        gradients.sums_changed(self.number, self.bucket)
         if self.part is not None:
             self.part.grad.copy_(mine * self.divisor())
 
