@@ -37,9 +37,8 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,25 +66,14 @@ from deepzero.runtime.zero.parameter_all_gather import (
     send_to_replicas,
 )
 
-if TYPE_CHECKING:
-    from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+# ``ZeroParamStatus`` is a bucket's: the parameters of a bucket are gathered and released together.
+from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 
 log = logging.getLogger(__name__)
 
 _IDS = itertools.count()
 
 # ---- the parameter ---------------------------------------------------------------------------------------------------
-
-
-class ZeroParamStatus(Enum):
-    """What of a parameter is on this rank. See [Note: a partitioned parameter]."""
-
-    NOT_AVAILABLE = 1
-    """This rank's shard. Leaves by ``launch``."""
-    INFLIGHT = 2
-    """This rank's shard, and a buffer that is being filled. Leaves by ``wait``."""
-    AVAILABLE = 3
-    """This rank's shard, and the whole. Leaves by ``release``."""
 
 
 class ParamRecord:
@@ -161,6 +149,21 @@ class ZeroParameter(_DsAttributes, nn.Parameter):
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def show(self, values: Tensor) -> None:
+        """Become ``values``, a view of the gathered bucket."""
+        self.__class__ = ZeroParameter  # its setter of .data is not intercepted
+        self.data = values
+
+    def hide(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Leave the shape without the values; NaN, should anything read it in spite of all."""
+        placeholder = self._zero.placeholder
+        if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
+            with torch.inference_mode(False):  # kept beyond the pass that may be under way
+                stub = torch.full((), torch.nan, device=device).to(dtype)
+                placeholder = self._zero.placeholder = stub.expand(self._zero.shape)
+        self.show(placeholder)
+        self.__class__ = PartitionedParameter
+
 
 class PartitionedParameter(ZeroParameter):
     """A parameter whose values are not here. See [Note: a partitioned parameter]."""
@@ -224,18 +227,6 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
     return assigned
 
 
-def set_placeholder(param: ZeroParameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Leave the parameter its shape without its values; NaN, should anything read it in spite of all."""
-    placeholder = param._zero.placeholder
-    if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
-        with torch.inference_mode(False):  # kept beyond the pass that may be under way
-            stub = torch.full((), torch.nan, device=device).to(dtype)
-            placeholder = param._zero.placeholder = stub.expand(param._zero.shape)
-    param.__class__ = ZeroParameter  # its setter of .data is not intercepted
-    param.data = placeholder
-    param.__class__ = PartitionedParameter
-
-
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
     """Gather all of ``buckets`` and show their parameters: every launch comes before the first wait. A collective."""
     for bucket in buckets:
@@ -257,8 +248,7 @@ def unpartition(param: ZeroParameter) -> None:
     values = home.value(param).clone()
     if not gathered:
         home.release()
-    param.__class__ = ZeroParameter
-    param.data = values
+    param.show(values)
     del param._zero
     param.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -527,8 +517,6 @@ class Init:
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
         """Cut one parameter: rank 0's values, of which this rank keeps a W-th."""
-        from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket  # it builds on this file
-
         comm, made = self.comm, as_zero_parameter(param, name)
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
@@ -541,7 +529,7 @@ class Init:
         home.write(made, values)
         self._freed_bytes += values.nbytes
         del values
-        set_placeholder(made, shard.dtype, self._home)
+        made.hide(shard.dtype, self._home)
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -19,12 +20,25 @@ from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.guards import WriteGuard, check_on_device, write_lost
 from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
-from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus, set_placeholder
+
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.partition_parameters import ZeroParameter
 
 _NUMBERS = itertools.count()
 
 INIT_KEY = -1
 """The key of buckets that ``zero.Init`` has made: one for each parameter, until ``initialize`` lays them out anew."""
+
+
+class ZeroParamStatus(Enum):
+    """What of a parameter is on this rank. See [Note: a partitioned parameter]."""
+
+    NOT_AVAILABLE = 1
+    """This rank's shard. Leaves by ``launch``."""
+    INFLIGHT = 2
+    """This rank's shard, and a buffer that is being filled. Leaves by ``wait``."""
+    AVAILABLE = 3
+    """This rank's shard, and the whole. Leaves by ``release``."""
 
 
 class PendingShard(Protocol):
@@ -159,8 +173,7 @@ class PartitionedBucket:
         """AVAILABLE: the parameters become views of the buffer, if they are not."""
         if not self.shown:
             for param in self.params:
-                param.__class__ = ZeroParameter
-                param.data = self.value(param)
+                param.show(self.value(param))
             self.shown = True
 
     @torch.inference_mode(False)
@@ -172,7 +185,7 @@ class PartitionedBucket:
         """
         if self.shown and (force or not (self.gather_refs or self.writes.written() is not None)):
             for param in self.params:
-                set_placeholder(param, self._shard.dtype, self.gather.comm.device)
+                param.hide(self._shard.dtype, self.gather.comm.device)
             self.shown = False
 
     @torch.inference_mode(False)

@@ -48,7 +48,6 @@ from deepzero.runtime.zero.partition_parameters import (
     ZeroParameter,
     ZeroParamStatus,
     as_zero_parameter,
-    set_placeholder,
     unpartition,
 )
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
@@ -375,7 +374,7 @@ class PartitionedParamGroup:
                     self._lay(number, mine)
             del values
             made[-1]._zero.home = made[-1]._zero.slot = None
-            set_placeholder(made[-1], self.dtype, self.device)
+            made[-1].hide(self.dtype, self.device)
         if waits:
             self._allocate()
         for number in list(kept):
