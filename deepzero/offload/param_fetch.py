@@ -10,9 +10,10 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.layout import Bucket
 from deepzero.offload.copy_streams import FETCH, FETCH_BETWEEN_STEPS, HostDeviceCopier, PendingCopy
+from deepzero.runtime.zero.parameter_all_gather import DeviceShard
 
 
-class HostShard:
+class HostShard(DeviceShard):
     """The source of a bucket's shard that lies in host memory; every gather copies it to the device anew.
 
     Args:
@@ -21,6 +22,8 @@ class HostShard:
         comm: the ranks.
         where: the bucket's name, for traces.
     """
+
+    on_host = True
 
     def __init__(self, copier: HostDeviceCopier, bucket: Bucket, comm: Communicator, where: str) -> None:
         self._copier, self._comm, self._where = copier, comm, where

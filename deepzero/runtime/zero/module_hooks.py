@@ -35,7 +35,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.comm.dry_run import real_device_type
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
@@ -218,7 +217,7 @@ class ModuleHooks:
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
         if name.startswith("_checkpoint_hook"):
             return False  # non-reentrant checkpointing keeps nothing in the forward pass
-        if not self._warned_autocast and torch.is_autocast_enabled(real_device_type(self.coordinator.device)):
+        if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.comm.device_type):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "

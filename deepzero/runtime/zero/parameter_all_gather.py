@@ -36,7 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,8 +60,10 @@ ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
 TO_REPLICAS = "parameters.publish_to_replicas"
 
 
-class ShardSource(Protocol):
-    """Where a rank's shard of one bucket lies: on the device, or (``offload_param``) in host memory."""
+class DeviceShard:
+    """Where a rank's shard of one bucket lies: on the device, with nothing to fetch. ``HostShard`` overrides it all."""
+
+    on_host = False
 
     def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """A context in which the shard's values are on the device, for the stream that is current inside it.
@@ -71,26 +73,13 @@ class ShardSource(Protocol):
             shard: 1-D, ``[shard_numel]``.
             place: as large, on the device: where values may be copied to.
         """
+        return nullcontext(shard)
 
     def wait(self) -> None:
         """Let the current stream wait for the last fetch."""
 
     def finish(self) -> None:
         """Block until no fetch reads the shard any more: it is about to be overwritten."""
-
-
-class DeviceShard:
-    """The shard lies on the device: there is nothing to fetch, and stream order protects it."""
-
-    def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The shard itself."""
-        return nullcontext(shard)
-
-    def wait(self) -> None:
-        """Nothing is under way."""
-
-    def finish(self) -> None:
-        """Nothing is under way."""
 
 
 class PlainAllGather:
@@ -116,9 +105,9 @@ class PlainAllGather:
     mics = False
     secondary_shard: torch.Tensor | None = None
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: ShardSource, where: str) -> None:
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str) -> None:
         self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
-        self.shard_on_host = not isinstance(source, DeviceShard)
+        self.shard_on_host = source.on_host
         self.message_bytes = bucket.shard_numel * dtype.itemsize
         self.lossy = False
         """Whether the values that have arrived last were quantised."""
@@ -223,7 +212,7 @@ class QuantizedAllGather(PlainAllGather):
         bucket: Bucket,
         dtype: torch.dtype,
         comm: Communicator,
-        source: ShardSource,
+        source: DeviceShard,
         where: str,
         quantizer: Quantizer,
         buffers: BufferPool,
@@ -437,7 +426,7 @@ class GatherConfig:
     """The parameters do not change from step to step."""
 
     def build(
-        self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: ShardSource, where: str
+        self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str
     ) -> PlainAllGather:
         """The bucket's strategy. With one rank nothing travels: nothing is quantised, or kept a second time."""
         gather = PlainAllGather(bucket, dtype, comm, source, where)

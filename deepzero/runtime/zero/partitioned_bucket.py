@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +23,7 @@ from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.partition_parameters import ZeroParameter
+    from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
 _NUMBERS = itertools.count()
 
@@ -39,23 +40,6 @@ class ZeroParamStatus(Enum):
     """This rank's shard, and a buffer that is being filled. Leaves by ``wait``."""
     AVAILABLE = 3
     """This rank's shard, and the whole. Leaves by ``release``."""
-
-
-class PendingShard(Protocol):
-    """An update of a shard under way, from the host."""
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-
-
-class BucketOwner(Protocol):
-    """The group of a bucket: it has the masters of the shard."""
-
-    before_write: Callable[[], None] | None
-    """Raises while parameters must not be written; waits for copies that read them."""
-
-    def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
-        """The shard has new values of ``param``: its master follows."""
 
 
 class PartitionedBucket:
@@ -79,7 +63,7 @@ class PartitionedBucket:
         shard: torch.Tensor,
         gather: PlainAllGather,
         pool: BufferPool,
-        owner: BucketOwner | None = None,
+        owner: PartitionedParamGroup | None = None,
     ) -> None:
         self.key, self.bucket, self.params, self._shard = key, bucket, list(params), shard
         self.numel = bucket.numel
@@ -102,7 +86,7 @@ class PartitionedBucket:
         self.on_demand: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
         """Called when values are used that are not here: a context in which these buckets are, or None."""
         self.writes = WriteGuard(self)
-        self._update: PendingShard | None = None
+        self._wait_for_update: Callable[[], None] | None = None
         for param, slot in zip(self.params, bucket.slots, strict=True):
             param._zero.home, param._zero.slot = self, slot
 
@@ -110,14 +94,14 @@ class PartitionedBucket:
     def shard(self) -> torch.Tensor:
         """1-D ``[shard_numel]``, complete for the current stream."""
         check_on_device(self)
-        if self._update is not None:
-            self._update.wait()
-            self._update = None
+        if self._wait_for_update is not None:
+            self._wait_for_update()
+            self._wait_for_update = None
         return self._shard
 
-    def mark_updated(self, update: PendingShard | None) -> None:
-        """The shard has new values, or will have when ``update`` ends: whoever reads it next waits for it."""
-        self._update = update
+    def mark_updated(self, wait: Callable[[], None] | None) -> None:
+        """The shard has new values, or will have after ``wait``, which whoever reads it next calls."""
+        self._wait_for_update = wait
         self.generation += 1
 
     @property

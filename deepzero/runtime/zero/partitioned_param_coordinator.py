@@ -37,8 +37,7 @@ import torch
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import storage_ptr_of
-from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
-from deepzero.runtime.zero.buffer_pool import InPlacePool
+from deepzero.runtime.zero.buffer_pool import BufferForecast, InPlacePool, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import (
@@ -187,7 +186,7 @@ class PartitionedParameterCoordinator:
         self, buckets: Sequence[PartitionedBucket], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
         self.buckets, self.limits, self.ledger = list(buckets), limits, comm.ledger
-        self._comm, self.device = comm, comm.device
+        self.comm = comm
         self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         self.on_plan: Callable[[], None] = lambda: None
         """Called when plans, or the ways in which buckets travel, are new."""
@@ -204,7 +203,7 @@ class PartitionedParameterCoordinator:
         self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
         # One rank computes with its shard itself, unless that is in host memory.
         takes = {bucket.key: bucket.numel for bucket in buckets if not isinstance(bucket.pool, InPlacePool)}
-        self._buffers = BufferForecast(takes, limits.live_numel, self.device)
+        self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
         self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
@@ -264,7 +263,7 @@ class PartitionedParameterCoordinator:
                     self.buckets[key].show()
             return
         backward = in_backward()
-        self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
+        self.comm.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
         action = self._trace.advance(keys, backward, where, on_demand, self._run)
@@ -310,7 +309,7 @@ class PartitionedParameterCoordinator:
 
     def end_sub_module(self, where: str) -> None:
         """Post-forward: the module is over, for the messages of ranks that fall apart."""
-        self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
+        self.comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def gradients_complete(self, key: int) -> None:
         """All gradients of a bucket are there."""
@@ -438,7 +437,7 @@ class PartitionedParameterCoordinator:
         self.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
         self.live_numel += bucket.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
-        if self.live_numel > self.limits.live_numel and not self._warned_live and self._comm.rank == 0:
+        if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
             self._warned_live = True
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",

@@ -146,13 +146,17 @@ def gather_configs(
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
         scratch_bytes = comm.world_size * quantizer.format.message_bytes(shard_numel)
-        buffers = BufferPool(torch.uint8, comm.device, config.stage3_max_live_parameters, comm.chaos)
+        buffers = _pool(torch.uint8, config, comm)
     return {
         frozen: GatherConfig(group, mics, quantizer, buffers, scratch_bytes, frozen)
         if quantized[frozen]
         else GatherConfig(group, mics, frozen=frozen)
         for frozen in (False, True)
     }
+
+
+def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
+    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
 
 
 def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
@@ -231,7 +235,7 @@ def partition_model(
             unpartition(param)
         if param not in trained:
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
-    pool = BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos)
+    pool = _pool(dtype, config, comm)
     layouts = {
         frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
         for frozen in (False, True)
@@ -495,7 +499,7 @@ class PartitionedParamGroup:
 
     def arrived(self, bucket: Bucket, copy: PendingCopy | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
-        self.buckets[bucket.index].mark_updated(copy)
+        self.buckets[bucket.index].mark_updated(copy.wait if copy is not None else None)
 
     @torch.no_grad()
     def release(self) -> None:

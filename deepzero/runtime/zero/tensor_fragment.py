@@ -30,7 +30,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup, ShardedStep
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
@@ -49,25 +48,6 @@ ALL_GATHER = f"fragments.all_gather{SUFFIX}"
 _OUTSIDE_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER_GRADIENTS))}
 
 # ---- the registry ----------------------------------------------------------------------------------------------------
-
-
-class ReducedGradients(Protocol):
-    """An engine's reduced gradients: stage 0 itself, the ``GradientReducer`` of the others."""
-
-    source: GradAccumulator
-    reducer: BucketReducer
-    grad_dtype: torch.dtype
-    present: bool
-    reduced: bool
-
-    def reduce_now(self) -> None:
-        """Reduce what waits for the boundary. A collective."""
-
-    def drain(self) -> None:
-        """Wait until everything that is under way has arrived."""
-
-    def sums_changed(self, group: int, bucket: Bucket) -> None:
-        """Sums of this bucket have been changed: norms of them are stale."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +100,7 @@ class TensorFragments:
         model: nn.Module,
         groups: Sequence[ParamGroup],
         step: ShardedStep | DelayedStep,
-        gradients: ReducedGradients,
+        gradients: GradientReducer,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
         finish_delayed_update: Callable[[], None],

@@ -102,8 +102,7 @@ def build_quantization_monitor(
         changed: called when something is quantised no more.
     """
     quantized = [bucket for bucket in buckets if bucket.gather.quantizes]
-    idle = settings.meter_every == 0 or comm.device.type == "meta"  # a rehearsal has nothing to read
-    if idle or not (quantized or quantized_grads):
+    if settings.meter_every == 0 or not (quantized or quantized_grads):
         return None
     names = {
         (number, bucket.index): short_name([group.names[slot.index] for slot in bucket.slots])
