@@ -20,11 +20,11 @@ from omegaconf import DictConfig
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.comm.preemption import on_stop_request
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
+from deepzero.launch.preemption import on_stop_request
 from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
 from deepzero.training.command import Command

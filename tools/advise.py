@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepzero.comm.groups import find_nodes
+from deepzero.comm.topology import find_nodes
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
 from deepzero.planning.autotune import Search

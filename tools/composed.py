@@ -16,14 +16,13 @@ from pathlib import Path
 
 import torch
 
-from deepzero.comm.groups import find_nodes
-from deepzero.comm.launcher import default_nproc
+from deepzero.comm.topology import check_ranks, find_nodes
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import default_nproc
 from deepzero.planning.dry_run import ClusterShape, TrainStep
-from deepzero.runtime.topology import check_ranks
 from deepzero.training import command_line
 from deepzero.training.build_model import program_of
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import deepzero.planning.calibrate
-from deepzero.comm.launcher import RankFailed, default_nproc, default_threads, launch, under_launcher
-from deepzero.comm.rank_process import run_here
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.launch.rank_process import run_here
 from deepzero.planning.calibrate import probe_to_file
 from deepzero.planning.check_collective_order import check
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster

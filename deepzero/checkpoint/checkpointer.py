@@ -27,10 +27,10 @@ from deepzero.checkpoint.model_file import MODEL_FILE
 from deepzero.checkpoint.save_16bit_model import save_gathered
 from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
-from deepzero.comm.exit_hooks import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
+from deepzero.utils.exit_hooks import before_the_end
 from deepzero.version import __version__
 
 log = logging.getLogger(__name__)

@@ -69,7 +69,7 @@ class CheckpointError(RuntimeError):
     """
 
     says_it_all = True
-    """Frames would tell a user nothing: see ``describe`` of ``comm/rank_process.py``."""
+    """Frames would tell a user nothing: see ``describe`` of ``launch/rank_process.py``."""
 
     def __init__(self, text: str, beside: Path | None = None) -> None:
         super().__init__(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deepzero.comm.topology import check_ranks
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
@@ -17,7 +18,6 @@ from deepzero.profiling.trace import check_profiler
 from deepzero.runtime.consistency import check_precision
 from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.topology import check_ranks
 from deepzero.zero import set_z3_leaf_modules
 
 

@@ -8,10 +8,10 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from deepzero.comm.launcher import choose_device
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import choose_device
 from deepzero.training import command_line
 from deepzero.training.build_model import preflight
 from deepzero.training.command_line import CONFIGS

@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import absence, desync_watchdog, process_group
-from deepzero.comm.absence import Absence
+from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.flight_recorder import FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.store_mailbox import SideChannel
 from deepzero.config.engine import ChaosConfig, CommConfig
+from deepzero.health import absence, desync_watchdog
+from deepzero.health.absence import Absence
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_divergence import one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start

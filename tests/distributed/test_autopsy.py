@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, hang_report, process_group
+from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import RankLeftError, Watchdog
 from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, RankStore, State
-from deepzero.comm.hang_report import (
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.health import desync_watchdog, hang_report
+from deepzero.health.desync_watchdog import RankLeftError, Watchdog
+from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
     NcclStallReporter,
@@ -27,8 +30,6 @@ from deepzero.comm.hang_report import (
     summary,
     within,
 )
-from deepzero.comm.ledger import Ledger
-from deepzero.config.engine import ChaosConfig
 from tests.distributed.test_divergence import one_exchange
 
 LOST = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:15558")

@@ -12,21 +12,14 @@ import torch.distributed as dist
 from torch import nn
 
 import deepzero
-from deepzero.comm import desync_watchdog, process_group
+from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import (
-    CollectiveRecord,
-    DepartedRank,
-    FlightRecorder,
-    RankDivergenceError,
-    RankLeftError,
-    State,
-    Watchdog,
-)
-from deepzero.comm.flight_recorder import RankStore
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
+from deepzero.health import desync_watchdog
+from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
@@ -263,7 +256,7 @@ def test_the_thread_ends_with_its_group(rank, world):
     store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    second = desync_watchdog.current()
+    second = flight_recorder.observer()
     process_group.barrier()
     first._thread.join(5)
     alive = first._thread.is_alive(), second._thread.is_alive()

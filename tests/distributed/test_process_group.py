@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, groups, process_group, rendezvous
+from deepzero.comm import flight_recorder, loopback, process_group, rendezvous, topology
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
@@ -63,7 +63,7 @@ def told_by_a_stranger(rank, world_size, folder):
                 said.append(str(error))
         else:
             # The stranger's calls are counted as a rank's: the pool's ranks go on to other tests.
-            with desync_watchdog.current().blocking(listen.__code__.co_names[-1]):
+            with flight_recorder.observer().blocking(listen.__code__.co_names[-1]):
                 send_as_a_stranger(payload, listen.__code__.co_names[-1])
     return said
 
@@ -78,8 +78,8 @@ def test_what_no_rank_has_sent_is_not_unpickled(ranks, tmp_path):
 
 def timeouts(rank, world_size):
     """Of the whole world and of a part of it."""
-    part = groups.make_group([(0,), (1,)], rank, with_handle=True).handle
-    groups.forget()
+    part = topology.make_group([(0,), (1,)], rank, with_handle=True).handle
+    topology.forget()
     return tuple(group._get_backend(CPU).options._timeout for group in (dist.group.WORLD, part))
 
 
@@ -89,7 +89,7 @@ def test_a_part_of_the_world_has_its_timeout(ranks):
 
 def twice_at_a_port(rank, world_size, port):
     """Join by the variables that a foreign launcher sets, leave, and join again."""
-    for name in (rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
+    for name in (loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
         os.environ.pop(name)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="none")
     heard, found = [], set()
@@ -112,7 +112,7 @@ def test_ranks_of_a_foreign_launcher_on_one_machine(ranks):
 
 def alone(rank, world_size):
     """A world of one, without any launcher."""
-    for name in ("RANK", "WORLD_SIZE", rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
+    for name in ("RANK", "WORLD_SIZE", loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
         os.environ.pop(name)
     process_group.init_distributed(backend="gloo")
     found = doors.listening([os.getpid()])
@@ -129,7 +129,7 @@ def test_a_world_of_one(ranks):
 @on_ranks()
 def test_a_broadcast_is_one_collective(rank, world_size):
     """The collectives of a communicator's broadcast, and what is waited for meanwhile."""
-    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), desync_watchdog.current().trail
+    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), flight_recorder.observer().trail
     before, waiting = trail.sequence, []
     with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):
         comm.broadcast("setup.broadcast", torch.zeros(3))

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
-from deepzero.comm.desync_watchdog import RankLeftError
+from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import gradient_reduction
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from deepzero.comm.compile import why_not_compiled
 from deepzero.offload import adam_compiled
 from deepzero.offload.adam_compiled import CompiledAdam, why_not
 from deepzero.offload.adam_kernels import ChunkedAdam, Numbers, Segment, adam_lines, exact_root, line_by_line
 from deepzero.ops import CPUAdam
+from deepzero.utils.compile import why_not_compiled
 
 SIZES = (0, 1, 7, 63, 64, 65, 1000, 4095)
 NARROW = (torch.bfloat16, torch.float16, torch.float64)

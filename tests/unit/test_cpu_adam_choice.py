@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.offload import adam_choice, adam_compiled
 from deepzero.offload.adam_kernels import line_by_line
 from deepzero.ops import CPUAdam
+from deepzero.utils.compile import CompilationError, why_not_compiled
 from tests.unit.test_cpu_adam import leaves, same
 
 BF16 = torch.bfloat16

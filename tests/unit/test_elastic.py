@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from deepzero.comm import elastic, preemption, rendezvous
-from deepzero.comm.elastic import recall, remember, restart_count
+from deepzero.comm import rendezvous
+from deepzero.launch import elastic, preemption
+from deepzero.launch.elastic import recall, remember, restart_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,7 +124,7 @@ PROGRAM = """
 import signal, sys, time
 for name in sys.argv[1:]:
     signal.signal(signal.Signals[name], signal.SIG_IGN)  # as `nohup` and a shell's `&` do it
-from deepzero.comm import rank_process, preemption
+from deepzero.launch import rank_process, preemption
 asked = []
 def ask():
     asked.append(1)

@@ -59,11 +59,11 @@ PLANTED = {
     ),
     "a thread": (
         {"deepzero/x.py": "import threading\nthreading.Thread(target=print).start()\n"},
-        "threads started past comm/threads.py",
+        "threads started past utils/threads.py",
     ),
     "a kind of thread": (
         {"deepzero/x.py": "from threading import Thread\nclass T(Thread): ...\n"},
-        "threads started past comm/threads.py",
+        "threads started past utils/threads.py",
     ),
     "a class name twice": ({"deepzero/x.py": "class A: ...\n"}, "class names defined twice in the package"),
     "a file too long": ({"tests/x.py": "#\n" * 801}, "files of more than 800 lines"),

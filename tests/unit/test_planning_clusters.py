@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
+from deepzero.comm.topology import Nodes
 from deepzero.config.strict import ConfigError
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster, read_cluster
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Event, Sent, Traffic
+from deepzero.comm.topology import Nodes
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster

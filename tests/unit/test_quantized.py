@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from deepzero.comm import quantization, quantize_kernels
-from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, decode, encode
+from deepzero.utils.compile import CompilationError, why_not_compiled
 
 BITS = (8, 4)
 BLOCKS = (64, 256, 2048)

@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from deepzero.checkpoint.manifest import CheckpointError
-from deepzero.comm import launcher, rank_process
-from deepzero.comm.desync_watchdog import RankDivergenceError, RankLeftError
-from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
-from deepzero.comm.rank_process import RankReport, describe, load_program, read_reports, root_cause, write_report
 from deepzero.config.strict import ConfigError
+from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError
+from deepzero.launch import launcher, rank_process
+from deepzero.launch.launcher import RankFailed, default_threads, under_launcher
+from deepzero.launch.rank_process import RankReport, describe, load_program, read_reports, root_cause, write_report
 
 ECHOES = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:15558",

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from deepzero.comm.threads import start_thread, thread_pool
 from deepzero.offload import arena
+from deepzero.utils.threads import start_thread, thread_pool
 
 
 @pytest.fixture

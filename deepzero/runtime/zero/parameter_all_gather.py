@@ -41,9 +41,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.groups import RankGroup
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Quantizer
+from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
