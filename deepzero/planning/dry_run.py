@@ -197,12 +197,10 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
 
 
 def _without_side_effects(config: EngineConfig) -> EngineConfig:
-    """Nothing is delayed, measured or printed; what is launched and held does not depend on it."""
+    """Nothing is delayed or printed; what is launched and held does not depend on it."""
     chaos = dataclasses.replace(config.comm.chaos, enabled=False)
-    quantization = dataclasses.replace(config.zero.quantization, meter_every=0)
     return dataclasses.replace(
         config,
-        zero=dataclasses.replace(config.zero, quantization=quantization),
         comm=dataclasses.replace(config.comm, chaos=chaos),
         steps_per_print=None,
         scheduler=None,
