@@ -17,7 +17,7 @@ from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.comm.collectives import Communicator
 from deepzero.layout import Fragment
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
-from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 COMPILED = "_orig_mod."

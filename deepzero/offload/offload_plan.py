@@ -21,7 +21,7 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from deepzero.layout import FlatLayout, OffloadPlan
+from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.arena import (
     HostArena,
     HostMemoryError,
@@ -43,12 +43,39 @@ from deepzero.offload.optimizer_offload import (
     staged_numels,
     staging_regions,
 )
+from deepzero.offload.param_fetch import HostShard
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, GroupLayout, OptimizerShard, ParamGroup
-from deepzero.runtime.zero.partitioned_param_group import HostMemory, parameter_regions
+from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 
 log = logging.getLogger(__name__)
 
 MOMENTS = "host_moments"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Where offloaded tensors live, and the way there."""
+
+    arena: HostArena
+    wire: HostDeviceCopier
+
+    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D memory of the arena."""
+        return self.arena.allocate(category, numel, dtype)
+
+    def finish_reads(self) -> None:
+        """Wait until no copy reads the arena."""
+        self.wire.finish_reads()
+
+    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> HostShard:
+        """How a shard in host memory reaches the device."""
+        return HostShard(self.wire, bucket, comm, where)
+
+
+def parameter_regions(placement: OffloadPlan, dtype: torch.dtype) -> list[Region]:
+    """What the arena has to hold for one group's partitioned parameters."""
+    numel = placement.parameter_numel
+    return [Region(HOST_PARAMETERS, numel, dtype)] if numel else []
 
 
 def nearest_count(layout: FlatLayout, target: float) -> int:
@@ -172,7 +199,8 @@ class Offload:
             more: the rest.
         """
         for group in groups:
-            group.before_write = self.side.wire.finish_reads
+            if group.before_write is None:  # partitioned groups have it since they were built
+                group.before_write = self.side.finish_reads
         if self.sums is None:  # only parameters are on the host
             return OptimizerShard(optimizer, groups, grad_dtype, rank, **more)
         gradients = HostGradients(self.sums, self.arena, self.side.wire)

@@ -25,25 +25,24 @@ from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import Offload, build_host, plan_offload
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger
-from deepzero.runtime.open_meter import build_quantization_monitor
+from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.build_stage3 import (
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
+from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
+from deepzero.runtime.zero.stage3 import (
     Partitioning,
+    ZeroStage3,
     is_real,
     partition_model,
     place_buffers,
     place_whole,
     plan_partitioning,
 )
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
-from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
-from deepzero.runtime.zero.quantizers import build_quantizer
-from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
@@ -245,7 +244,14 @@ def build_zero(
             partitioning, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
-        return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
+        buckets = partitioning.coordinator.buckets if partitioning is not None else []
+        if comm.device.type == "meta":  # a dry run has no values to measure
+            return built
+        monitor = build_quantization_monitor(
+            groups, buckets, built.quantized_grads, config.zero.quantization, comm,
+            lambda: predict_unquantized(built, comm, micro_batches, stage),
+        )  # fmt: skip
+        return dataclasses.replace(built, meter=monitor)
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
@@ -280,7 +286,7 @@ def _build_stage(
     model: nn.Module, gradients: GradientReducer, partitioning: Partitioning | None, stage: int, comm: Communicator
 ) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
     if partitioning is not None:
-        return ZeroStage3(model, gradients, partitioning.frozen, comm, partitioning.coordinator)
+        return ZeroStage3(model, gradients, partitioning)
     flat = [group for group in gradients.groups if isinstance(group, FlatParamGroup)]
     return ZeroStage0(flat, gradients) if stage == 0 else ZeroStage1And2(flat, gradients, comm)
 

@@ -16,8 +16,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.grad_norm import layer_of
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
 from deepzero.runtime.zero.optimizer_shard import MasterFragment, ParamGroup
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
 
 def params_sha256(model: nn.Module) -> str:
