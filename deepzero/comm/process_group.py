@@ -14,6 +14,7 @@ import pickle
 import secrets
 import sys
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,26 @@ def all_gather_object(value: Any) -> list[Any]:
         boxes = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(boxes, mine)
     return [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
+
+
+def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError) -> None:
+    """Raise on every rank when one has a problem, so that none waits for a rank that has gone. A collective.
+
+    Args:
+        problem: this rank's, in words or as it was raised; None: it has none.
+        error: makes what is raised of a text: of a problem in words, and of another rank's.
+
+    Raises:
+        Exception: this rank's own, where it has one; else ``error`` with the words of the first rank that has a
+            problem, behind ``rank 3: `` where this rank has not found the same.
+    """
+    mine = None if problem is None else str(problem) or type(problem).__name__
+    texts = all_gather_object(mine)
+    if isinstance(problem, Exception):
+        raise problem
+    for rank_of_text, text in enumerate(texts):
+        if text is not None:
+            raise error(text if text == mine or rank_of_text == rank() else f"rank {rank_of_text}: {text}")
 
 
 def gather_object(value: Any, dst: int = 0) -> list[Any] | None:

@@ -21,7 +21,7 @@ from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.json_codec import decode
-from deepzero.checkpoint.load import Loader, LoadOptions, agree, naming_another, open_checkpoint
+from deepzero.checkpoint.load import Loader, LoadOptions, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import CheckpointError, reason
 from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD, MODEL_FILE
 from deepzero.checkpoint.save_16bit_model import save_gathered
@@ -29,6 +29,7 @@ from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, c
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import SNAPSHOT
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.runtime.engine_offload import EngineOffload
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
@@ -60,12 +61,17 @@ def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     other = [
         f"{name}={value!r}, but rank 0 {first[name]!r}" for name, value in arguments.items() if value != first[name]
     ]
-    agree(f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None)
+    raise_on_all_ranks(
+        f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None, CheckpointError
+    )
 
 
 def _check_named(call: str, folder: str | Path) -> None:
     """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
-    agree(None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one')
+    raise_on_all_ranks(
+        None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one',
+        CheckpointError,
+    )
 
 
 class EngineCheckpoints(EngineOffload):
@@ -159,7 +165,7 @@ class EngineCheckpoints(EngineOffload):
                 group.sync_masters_from_params()
         except RuntimeError as error:
             problem = str(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         _agree_on("save_checkpoint", arguments)
         if self._backward_passes and self.global_rank == 0:
             log.warning(
@@ -215,7 +221,7 @@ class EngineCheckpoints(EngineOffload):
             self._refuse_away("save_16bit_model")
         except RuntimeError as error:
             problem = str(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         with self.comm.ledger.aside(), torch.no_grad():
             save_gathered(
                 self._holdings(), Path(save_dir).expanduser(), name, not exclude_frozen_parameters, max_shard_size
@@ -321,7 +327,7 @@ class EngineCheckpoints(EngineOffload):
         except Exception as error:  # a schedule of the caller's may raise anything
             what = "what it says of optimizer, schedule or generators does not fit"
             problem = f"{loader.reader.path}: {what}: {reason(error)}"
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         self._half_loaded = None
         if optimizer:
             self._say_other_rates(loader)

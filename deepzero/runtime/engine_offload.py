@@ -37,6 +37,7 @@ from torch import nn
 from deepzero.checkpoint.async_save import Saver
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.offload.activations import HOST_ACTIVATIONS, HostActivations
 from deepzero.offload.arena import HostMemoryError, available_host_bytes, required_bytes
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
@@ -160,12 +161,13 @@ class EngineOffload(EngineFacts):
                 departure = OffloadedStorages(leaving, reachable, self._wire_of_states(), pin_memory, non_blocking)
         except HostMemoryError as error:
             problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
-        first = next((text for text in process_group.all_gather_object(problem) if text is not None), None)
-        if first is not None:
+        try:
+            raise_on_all_ranks(problem, lambda text: HostMemoryError(f"offload_states: {text}"))
+        except HostMemoryError:
             if departure is not None:
                 departure.come_back(non_blocking=False)
             self._after_return()
-            raise HostMemoryError(f"offload_states: {first}")
+            raise
         self._departures = (*self._departures, *([departure] if departure is not None else []))
         self._away |= moved
         self._post_notices()

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import QuantizationConfig
@@ -40,10 +40,7 @@ def build_quantizer(
     except RuntimeError as error:
         problem = str(error)
     if settings.kernel == "compiled":
-        told = process_group.all_gather_object(problem)
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise ConfigError(f"zero.quantization.kernel='compiled': rank {rank}: {text}")
+        raise_on_all_ranks(problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}"))
     if comm.rank == 0:
         log.info("%s: %s", what, quantizer.describe())
     return quantizer
