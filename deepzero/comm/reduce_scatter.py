@@ -33,7 +33,7 @@ import torch
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 from deepzero.comm.streams import BufferEvent, SideStream
 from deepzero.layout import Bucket
 

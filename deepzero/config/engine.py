@@ -55,7 +55,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ChaosConfig:
-    """Seeded disorder, to show that results do not depend on timing. See ``comm/chaos.py``."""
+    """Seeded disorder, to show that results do not depend on timing. See ``comm/streams.py``."""
 
     enabled: bool = False
     """Sleep at random before launches and waits, and fill released buffers with NaN."""

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""

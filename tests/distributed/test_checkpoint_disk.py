@@ -305,7 +305,7 @@ def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
             enough.set()
 
     monkeypatch.setattr(async_save, "BEAT_SECONDS", 0.001)
-    monkeypatch.setattr(async_save, "SideChannel", lambda name: SimpleNamespace(post=post))
+    monkeypatch.setattr(async_save, "StoreMailbox", lambda name: SimpleNamespace(set=post))
     job = async_save._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
     assert enough.wait(60)
     job.end_beating()

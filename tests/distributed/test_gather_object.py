@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deepzero.comm import process_group
-from deepzero.comm.dry_run import FakeRank, fake_process_group
+from deepzero.comm.process_group import FakeRank, fake_process_group
 
 
 def told(rank: int, world_size: int) -> tuple[list[Any] | None, list[Any] | None]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from deepzero.comm import comm_timer, profiler_ranges
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.comm_timer import OverlapMeter
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, Recorder
+from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Recorder
+from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave

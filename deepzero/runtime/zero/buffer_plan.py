@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
 

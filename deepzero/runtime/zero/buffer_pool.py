@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.dry_run import real_device_type
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.process_group import real_device_type
+from deepzero.comm.streams import storage_ptr_of
 
 
 class BufferPool:

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.storage import data_ptr_of
+from deepzero.comm.streams import data_ptr_of
 from deepzero.config.strict import ConfigError
 from deepzero.layout import Bucket, FlatLayout, Fragment
 from deepzero.offload.arena import HostArena

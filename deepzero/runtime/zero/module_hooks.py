@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.storage import data_ptr_of, storage_ptr_of
+from deepzero.comm.streams import data_ptr_of, storage_ptr_of
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy
 from deepzero.runtime.zero.buffer_pool import BufferPool

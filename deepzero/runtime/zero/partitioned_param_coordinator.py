@@ -33,7 +33,7 @@ import torch
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.offload.copy_streams import FETCH_BETWEEN_STEPS
 from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
