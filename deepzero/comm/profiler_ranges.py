@@ -301,7 +301,7 @@ class OverlapMeter:
         self.in_flight_seconds = self.exposed_seconds = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step; see [Note: how much communication was hidden]. Empty on a GPU, or where nothing was sent."""
+        """Of the last step; see [Note: how much communication was hidden]. Empty on a GPU, and if nothing was sent."""
         in_flight, exposed = self._last
         if in_flight == 0.0:
             return {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepzero.comm import comm_timer, profiler_ranges
+from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Recorder
@@ -50,7 +50,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(comm_timer, "perf_counter", made)
+    monkeypatch.setattr(profiler_ranges, "perf_counter", made)
     return made
 
 
