@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from deepzero import utils, zero
     from deepzero.checkpoint.manifest import CheckpointError
     from deepzero.comm.process_group import init_distributed
+    from deepzero.compat.deepspeed_engine import DeepSpeedEngine
     from deepzero.config.strict import ConfigError
-    from deepzero.runtime.engine import Engine, NonFiniteError
+    from deepzero.runtime.engine import NonFiniteError
     from deepzero.runtime.initialize import add_config_arguments, initialize
 
-    DeepSpeedEngine = Engine
+    Engine = DeepSpeedEngine
 
 _HOMES = {
     "CheckpointError": "checkpoint.manifest",
     "ConfigError": "config.strict",
-    "DeepSpeedEngine": "runtime.engine",  # the name under which scripts for DeepSpeed test and annotate it
-    "Engine": "runtime.engine",
+    "DeepSpeedEngine": "compat.deepspeed_engine",
     "NonFiniteError": "runtime.engine",
     "add_config_arguments": "runtime.initialize",
     "init_distributed": "comm.process_group",
@@ -49,9 +49,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("utils", "zero"):
         return import_module(f"{__name__}.{name}")
+    if name == "Engine":  # what `initialize` returns
+        name = "DeepSpeedEngine"
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name.removeprefix("DeepSpeed"))
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -7,18 +7,18 @@ import logging
 import numpy as np
 import torch
 
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import TrainConfig
 from deepzero.data.corpus import Corpus
 from deepzero.data.loader import TokenSequences
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
-from deepzero.runtime.engine import Engine
 
 log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def validate(engine: Engine, data: TokenSequences, batches: int) -> float:
+def validate(engine: DeepSpeedEngine, data: TokenSequences, batches: int) -> float:
     """Mean loss over evenly spaced sequences, the same ones however many ranks share them.
 
     Every rank makes the same number of forward passes, which partitioned parameters need; what a rank has too few of is
@@ -41,7 +41,7 @@ def validate(engine: Engine, data: TokenSequences, batches: int) -> float:
     return float(mean[0] / mean[1])
 
 
-def sample(engine: Engine, model: GPT | HFModel, corpus: Corpus, settings: TrainConfig) -> str | None:
+def sample(engine: DeepSpeedEngine, model: GPT | HFModel, corpus: Corpus, settings: TrainConfig) -> str | None:
     """Text that the model writes, from rank 0, beginning like a new file where the corpus has a sign for that.
 
     None, and a line that says why, where the model has nothing to say any more. Partitioned parameters are gathered by

@@ -26,9 +26,9 @@ The last block of a message may be shorter. Volume: ``bits/8 + 4/block`` bytes a
 Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel` in chunks and kept scratch, which needs no
 compiler, and :class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**, those of the
 lines above: each operation rounds once, in one order, and what has no rounding (whole numbers below 2**24, powers of
-two) may take any way. Compiled code is compared with the plain kernel before it is first used. On a GPU the decoded bits
-must be equal too, as all ranks decode; a code may differ by one where a compiler's division rounds otherwise, which the
-rank that encodes decides alone. The codes of a block with NaN or infinity mean nothing and may differ.
+two) may take any way. Compiled code is compared with the plain kernel before it is first used. On a GPU the decoded
+bits must be equal too, as all ranks decode; a code may differ by one where a compiler's division rounds otherwise,
+which the rank that encodes decides alone. The codes of a block with NaN or infinity mean nothing and may differ.
 
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/quantization``.
 """
@@ -388,8 +388,8 @@ class DryRunKernel:
 # largest and one that writes codes, the row still in the nearest cache:
 #
 # - the row length is a constant; only the number of rows is dynamic;
-# - the largest of each row is *returned*: as soon as the scales are written in the same function, a third loop over rows
-#   in steps of 16 splits the fused one, and the values are read from memory twice;
+# - the largest of each row is *returned*: as soon as the scales are written in the same function, a third loop over
+#   rows in steps of 16 splits the fused one, and the values are read from memory twice;
 # - codes become whole numbers by way of int32, which is quicker than from fp32 to int8 at once (7.0 ms against 8.2 to
 #   pack 2**25 bf16);
 # - half bytes are taken apart in fp32, exactly: with shifts of int32 unpacking takes four times as long;

@@ -25,13 +25,13 @@ from torch import nn
 from deepzero.comm.ledger import Event, Traffic
 from deepzero.comm.process_group import FakeRank, fake_process_group, real_device_type
 from deepzero.comm.topology import Nodes
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import FETCH
 from deepzero.planning.hf_patches import nothing_is_packed
 from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
 from deepzero.profiling.step_recorder import StepRecorder
-from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
 from deepzero.runtime.zero.fetch_plan import FetchPlan
@@ -172,7 +172,7 @@ def dry_run(
         return _result(engine, meter, recording, arrived, recorder)
 
 
-def follow(engine: Engine, plan: FetchPlan) -> None:
+def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
     """Let a stage-3 engine follow a rehearsed plan from its first step on: nothing has to be recorded.
 
     Raises:
@@ -207,7 +207,7 @@ def _without_side_effects(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> Engine:
+def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> DeepSpeedEngine:
     if config.optimizer is None:
         raise ConfigError("a rehearsal builds its optimizer from the settings: they have to name one")
     with torch.device("meta"):
@@ -220,7 +220,7 @@ def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> Engi
         if param.requires_grad:
             param.register_hook(partial(_note_arrival, arrived, name))
     optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
-    return Engine(model, optimizer, config)
+    return DeepSpeedEngine(model, optimizer, config)
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def _loss(program: TrainStep, output: Any) -> torch.Tensor:
 
 
 def _result(
-    engine: Engine, meter: WorkMeter, recording: list[Event], arrived: list[str], recorder: StepRecorder | None
+    engine: DeepSpeedEngine, meter: WorkMeter, recording: list[Event], arrived: list[str], recorder: StepRecorder | None
 ) -> DryRunResult:
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
@@ -292,17 +292,17 @@ def launched(event: Event) -> tuple[str, str, int, int]:
     return event.kind, event.where, event.sent.ranks, elements
 
 
-def _fetched_names(engine: Engine) -> dict[str, str]:
+def _fetched_names(engine: DeepSpeedEngine) -> dict[str, str]:
     if not isinstance(engine.stage, ZeroStage3):
         return {}
     buckets = engine.stage.coordinator.buckets
     return {f"bucket {made.key}": _short([param._zero.name for param in made.params]) for made in buckets}
 
 
-def _reduced_names(engine: Engine) -> dict[str, str]:
+def _reduced_names(engine: DeepSpeedEngine) -> dict[str, str]:
     """By the group's own numbers; where two groups have the same, both are named."""
     found: dict[str, str] = {}
-    for group in engine._zero.groups:
+    for group in engine.zero.groups:
         for bucket in group.layout.buckets:
             key, name = f"bucket {bucket.index}", _short([group.names[slot.index] for slot in bucket.slots])
             found[key] = f"{found[key]} or {name}" if key in found else name

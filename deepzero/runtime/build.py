@@ -29,6 +29,7 @@ from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.open_ledger import build_ledger
 from deepzero.runtime.open_meter import build_quantization_monitor
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
+from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.build_stage3 import (
     Partitioning,
     is_real,
@@ -235,12 +236,13 @@ def build_zero(
         source = GradAccumulator(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
         reducer = _build_reducer(groups, config, comm, dtypes, depth)
         made = _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload)
+        if offload is not None and not isinstance(made, ZeroStage0):
+            offload.build_uploads(groups, comm.rank, made.arrived)
         built = ZeroComponents(
             groups, source, reducer, made, dtypes, next((size for size in moment_bytes if size), 0),
-            partitioning, offload,
+            partitioning, offload, build_step(made, groups, offload, optimizer, config, comm),
+            TrainedParameters(model, groups),
         )  # fmt: skip
-        if offload is not None and not isinstance(built.stage, ZeroStage0):
-            offload.build_uploads(groups, comm.rank, built.stage.arrived)
         build_ledger(built, optimizer, config, comm, micro_batches)
         return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
 
@@ -305,17 +307,22 @@ def _build_reduce_strategy(
 
 
 def build_step(
-    built: ZeroComponents, optimizer: torch.optim.Optimizer, config: EngineConfig
+    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3,
+    groups: Sequence[ParamGroup],
+    offload: Offload | None,
+    optimizer: torch.optim.Optimizer,
+    config: EngineConfig,
+    comm: Communicator,
 ) -> ShardedStep | DelayedStep:
-    """Step 4's: the optimizer over this rank's masters, on the device, on the host, or on both."""
+    """Phase 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
     limit = config.zero.sub_group_size if config.zero.stage == 3 else None
-    parts = built.stage.gradients.master_parts()
-    if built.offload is None:
+    gradients = stage.gradients
+    parts = gradients.master_parts()
+    if offload is None:
         return ShardedStep(optimizer, parts, limit)
-    if built.reducer.comm.rank == 0:
-        log.info(built.offload.describe(optimizer))
-    step, settings = ShardedStep(optimizer, parts, limit, built.offload.host_steps(parts)), built.offload.settings
-    gradients = built.stage.gradients
+    if comm.rank == 0:
+        log.info(offload.describe(optimizer))
+    step, settings = ShardedStep(optimizer, parts, limit, offload.host_steps(parts)), offload.settings
     if settings.delayed_update and isinstance(gradients, GradientReducer):
-        return DelayedStep(step, gradients, built.groups, settings.delay_after_steps)
+        return DelayedStep(step, gradients, groups, settings.delay_after_steps)
     return step

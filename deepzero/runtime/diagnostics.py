@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import resource
 import sys
@@ -14,6 +15,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
+from deepzero.runtime.grad_norm import layer_of
 from deepzero.runtime.zero.gathered_parameters import GatheredParameters
 from deepzero.runtime.zero.grad_accumulator import ParamGroup
 from deepzero.runtime.zero.sharded_step import MasterFragment
@@ -120,3 +122,23 @@ def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Seq
     bad = [name for name, part in zip(owners, parts, strict=True) if not bool(torch.isfinite(part.grad).all())]
     everyone = [name for names in process_group.all_gather_object(bad) for name in names]
     return min(everyone, key=places.__getitem__) if everyone else "no parameter alone; the sum of squares"
+
+
+def gradient_norms(
+    groups: Sequence[ParamGroup], squares: Sequence[torch.Tensor], divisor: float, device: torch.device
+) -> dict[str, float]:
+    """Gradient norms layer by layer: ``gradients/LAYER``. A collective.
+
+    Args:
+        groups: all trained groups.
+        squares: for each group fp64 ``[parameters]``, sums of squares of this rank's elements of the reduced sums.
+        divisor: of the reduced sums, for their mean.
+        device: where the group's backend wants small tensors.
+    """
+    names = [name for group in groups for name in group.names]
+    layers = dict.fromkeys(map(layer_of, names), 0.0)  # the same layers in the same order on every rank
+    for name, square in zip(names, torch.cat(list(squares)).tolist(), strict=True):
+        layers[layer_of(name)] += square
+    mine = torch.tensor(list(layers.values()), dtype=torch.float64)
+    sums = process_group.sum_in_rank_order(mine, device).tolist()
+    return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}

@@ -3,11 +3,11 @@
 One optimizer step, with the numbers that the comments, the book and the order test share:
 
     0 build      once: flat buffers, masters, optimizer state            ``build.py``
-    1 forward    ``engine(batch)``; no communication in stages 0-2
-    2 gradient ready     autograd completes a gradient; stage 2 sends full buckets
-    3 boundary   after the last micro-batch: flush, wait
-    4 step       agree on finiteness and norm, unscale and clip, optimizer on the masters
-    5 publish    cast into the flat buffer, gather the buckets
+    1 fetch · 2 release      stage 3 alone, inside forward and backward passes
+    3 gradient ready         autograd completes a gradient; stage 2 sends full buckets
+    4 boundary   after the last micro-batch: flush, wait
+    5 step       agree on finiteness and norm, unscale and clip, optimizer on the masters
+    6 publish    cast into the flat buffer, gather the buckets
 
 Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` counts calls of :meth:`Engine.step`,
 ``global_steps`` optimizer steps whether applied or skipped, ``skipped_steps`` those that overflowed, ``global_samples``
@@ -17,13 +17,16 @@ Three intended differences. A plain ``loss.backward()`` works in every stage and
 applied to each parameter's gradient, too late for what has underflowed, and said so. NaN gradients in bf16 and fp32
 stop the run instead of silently skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division
 after all additions (``sharded_step.py``).
+
+Checkpoints, ``offload_states``, offloaded activations and printing enter through three lists of callables
+(``preconditions``, ``around_forward``, ``on_step``): what ``deepzero.initialize`` returns, a
+:class:`~deepzero.compat.deepspeed_engine.DeepSpeedEngine`, fills them, and has DeepSpeed's getters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +34,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.collectives import open_communicator
@@ -39,21 +41,14 @@ from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.engine import EngineConfig, resolve_batch
-from deepzero.runtime.build import build_step, build_zero
+from deepzero.runtime.backward_passes import BackwardPasses
+from deepzero.runtime.build import build_zero
 from deepzero.runtime.consistency import StepAgreement, agree
-from deepzero.runtime.diagnostics import find_bad_gradient, gather_report, params_sha256, used_bytes, whole_state_dict
-from deepzero.runtime.engine_checkpoints import EngineCheckpoints
+from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.pytree import output_tensors, scalar_loss
-from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.flat_param_group import lost_on_error
 from deepzero.runtime.zero.fragments import TensorFragments
-from deepzero.runtime.zero.grad_accumulator import GradientHooks
 from deepzero.runtime.zero.sharded_step import clip_divisor
-
-log = logging.getLogger(__name__)
-
 
 BAD_LOSSES = 5
 """Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops.
@@ -77,7 +72,7 @@ class StepRecord:
     loss: float
     """Mean over ranks and micro-batches; NaN when the engine saw no scalar loss."""
     lr: float
-    """Of the first param group, as used in this step."""
+    """Learning rate of the first param group, as used in this step."""
     grad_norm: float
     """Global 2-norm of the averaged, unscaled gradients before clipping."""
     grad_norm_clipped: float
@@ -88,15 +83,34 @@ class StepRecord:
     """fp16 overflow: parameters, moments and schedule are as before."""
 
 
-class Engine(EngineCheckpoints):
-    """A model, its optimizer and its share of ZeRO. Made by ``deepzero.initialize``.
+@dataclass
+class StepState:
+    """Where in an optimizer step the engine is."""
+
+    boundary: bool | None = None
+    """What ``set_gradient_accumulation_boundary`` has decided; None: every ``accumulation``-th micro-batch is one."""
+    inside_no_sync: bool = False
+    open: bool = False
+    """Between phases 4 and 5: gradients are neither agreed on nor dropped."""
+    applied: bool = False
+    """The last call of ``step`` has changed the parameters."""
+    asked_to_stop: bool = False
+    """``request_stop`` was called on this rank."""
+    bad_losses: int = 0
+    """Skipped steps in a row for want of a finite loss."""
+    destroyed: bool = False
+    """``destroy`` was called."""
+
+
+class Engine(nn.Module):
+    """A model, its optimizer and this rank's part of ZeRO. ``deepzero.initialize`` makes one, of a derived class.
 
     Args:
         model: the user's module, as it is.
         optimizer: over parameters of ``model``.
         config: the settings; batch sizes are resolved for the number of ranks.
         lr_scheduler: anything with ``step()``; None builds the one that ``config.scheduler`` names, if any.
-        total_steps: for schedules that end with the run.
+        total_steps: length of the run in optimizer steps, for schedules that end with it.
     """
 
     def __init__(
@@ -109,78 +123,74 @@ class Engine(EngineCheckpoints):
     ) -> None:
         super().__init__()
         self.config = config
-        self.global_rank, self.world_size = process_group.rank(), process_group.world_size()
-        self.local_rank = process_group.local_rank()
-        self.device = process_group.default_device()
-        self.batch = resolve_batch(config, self.world_size)
-        self.model_numel = sum(p.numel() for p in model.parameters())
+        self.batch = resolve_batch(config, process_group.world_size())
 
-        # 0 build
-        self.ledger = Ledger()
-        self.comm = open_communicator(config, self.device, self.ledger)
-        # What can still be refused comes before the model is touched.
-        self._scaler = build_loss_scaler(config.precision)
+        # ---- 0 build. What can still be refused comes before the model is touched.
+        self.comm = open_communicator(config, process_group.default_device(), Ledger())
+        self.scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is None and config.scheduler is not None:
             self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
-        self._zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
-        self.module = model
-        self.optimizer = optimizer
-        self.stage = self._zero.stage
-        with lost_on_error(model):
-            self._sharded_step = build_step(self._zero, optimizer, config)
-        trained = [param for group in self._zero.groups for param in group.params]
-        self._hooks = GradientHooks(trained, self._gradient_ready, self._backward_end)
-        self._trained = TrainedParameters(model, self._zero.groups)
-        self._fragments = TensorFragments(
-            model, self._zero.groups, self._sharded_step, self.stage.gradients,
+        self.zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
+        self.module, self.optimizer = model, optimizer
+
+        # Optional features enter here, so that the path of a step has no branch for any of them.
+        self.preconditions: list[Callable[[str], None]] = []
+        """Called with a call's name before it runs; each raises when that call cannot be made now."""
+        self.around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+        """Contexts that every forward pass runs in."""
+        self.on_step: list[Callable[[StepRecord], None]] = []
+        """Called after each optimizer step, applied or skipped."""
+
+        trained = [param for group in self.zero.groups for param in group.params]
+        self.passes = BackwardPasses(
+            trained, self.zero.stage, self.scaler, self.comm.ledger, self._is_reduction_boundary, self.check
+        )  # fmt: skip
+        self.fragments = TensorFragments(
+            model, self.zero.groups, self.zero.sharded_step, self.zero.stage.gradients,
             self._mean_divisor, self._is_reduction_boundary, self.finish_delayed_update,
         )  # fmt: skip
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
-        self.training_dataloader: DataLoader[Any] | None = None
-        # Backward passes that have ended since the last boundary; skipped steps in a row for want of a finite loss.
-        self._backward_passes = self._bad_losses = 0
-        self._boundary_override: bool | None = None
-        self._inside_no_sync = self._step_applied = self._destroyed = False
-        self._asked_to_stop = False
-        self._boundary_open = False  # gradients are neither agreed on nor dropped
         self.stopping = False
         """All ranks know, since the last step, that one has been asked to stop: time to save and leave."""
-        # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
-        self._losses: list[torch.Tensor] = []
-        # The loss of the backward pass under way: as given to us, or put together from the outputs it went through.
-        self._given_loss: torch.Tensor | None = None
-        self._seen_loss: torch.Tensor | None = None
-        # Whether the backward pass under way is engine.backward's, and whether it carries the loss scale.
-        self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
-        self.ledger.close_setup()
-        self._bytes_at_build = used_bytes(self.device)
+        self.state = StepState()
+        # From here on what is sent and allocated belongs to training, and is compared with the predictions.
+        self.comm.ledger.close_setup()
 
-    # ---- 1: forward --------------------------------------------------------------------------------------------------
+    # ---- forward: 1 fetch, 2 release ---------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """1: the module's own output. In training its tensors are watched, so that a plain backward is noticed too."""
-        self._refuse_broken_pass()
+        """The module's own output. In training its tensors are watched, so that a plain backward is noticed too.
+
+        Stage 3 fetches and releases parameters in hooks of the modules (``module_hooks.py``); stages 0-2 communicate
+        nothing here.
+        """
+        self._check_pass("forward")
         self.comm.step = self.global_steps + 1
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
-        with self._watch_activations(), profiler_ranges.span("forward"):
+        with contextlib.ExitStack() as stack:
+            for context in self.around_forward:
+                stack.enter_context(context())
+            stack.enter_context(profiler_ranges.span("forward"))
             outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            loss = scalar_loss(outputs)
-            for tensor in output_tensors(outputs):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    value = tensor.detach().float().reshape(()) if tensor is loss else None
-                    tensor.register_hook(partial(self._output_gradient, value))
+            self.passes.watch_outputs(outputs)
         return outputs
 
-    def _refuse_broken_pass(self) -> None:
-        self._refuse_half_loaded()
-        if self._boundary_open or self._hooks.backward_aborted():
+    def check(self, call: str) -> None:
+        """Raise when ``call`` cannot be made now: states are on the host, or half of a checkpoint is loaded."""
+        for refuse in self.preconditions:
+            refuse(call)
+
+    def _check_pass(self, call: str) -> None:
+        """:meth:`check`; and the gradients so far must be those of whole passes."""
+        self.check(call)
+        if self.state.open or self.passes.hooks.backward_aborted():
             what = "optimizer step broke off before ranks had agreed on it"
-            if not self._boundary_open:
+            if not self.state.open:
                 what = "backward pass broke off before its end"
             raise RuntimeError(
                 f"the last {what}, and its gradients are incomplete; call "
@@ -190,13 +200,13 @@ class Engine(EngineCheckpoints):
 
     def _cast_input(self, value: Any) -> Any:
         if torch.is_tensor(value) and value.is_floating_point():
-            return value.to(self._zero.dtypes.compute)
+            return value.to(self.zero.dtypes.compute)
         return value
 
-    # ---- 2: backward -------------------------------------------------------------------------------------------------
+    # ---- backward: 1 fetch, 2 release, 3 gradient ready --------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """2: compute gradients; stage 2 reduces them as they come. Equivalent to a plain ``loss.backward()``.
+        """Compute gradients; stages 2 and 3 reduce them as they come. Equivalent to a plain ``loss.backward()``.
 
         Args:
             loss: a scalar of this micro-batch. The mean over micro-batches and ranks is taken of the gradients, later.
@@ -207,91 +217,20 @@ class Engine(EngineCheckpoints):
             The loss divided by the number of micro-batches, as DeepSpeed returns it.
         """
         _check_loss("backward", loss)
-        self._refuse_broken_pass()
+        self._check_pass("backward")
         steps = self.batch.accumulation
-        self._given_loss = loss.detach() if scale_wrt_gas else loss.detach() * steps
-        self._inside_backward = True
-        # The mean over micro-batches is part of the boundary's division; undo it for a caller who has taken it.
-        factor = self._scaler.scale * (1 if scale_wrt_gas else steps)
-        try:
-            with profiler_ranges.span("backward"):
-                self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
-        finally:
-            self._inside_backward = self._loss_is_scaled = False
-            self._given_loss = None
+        self.passes.run(loss, 1 if scale_wrt_gas else steps, retain_graph)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for ``engine.scale(loss).backward()``."""
         _check_loss("scale", loss)
-        loss.register_hook(partial(self._given_pass_begins, loss.detach()))
-        return self._scale_loss(loss, self._scaler.scale)
-
-    def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
-        self._refuse_away("backward")
-        if factor == 1:
-            return loss
-        scaled = loss * factor
-        scaled.register_hook(self._scaled_pass_begins)
-        return scaled
-
-    def _scaled_pass_begins(self, _: torch.Tensor) -> None:
-        self._hooks.arm()
-        self._loss_is_scaled = True
-
-    def _given_pass_begins(self, loss: torch.Tensor, _: torch.Tensor) -> None:
-        self._hooks.arm()
-        self._given_loss = loss
-
-    @torch.no_grad()
-    def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:
-        """fp16, a plain ``loss.backward()``: the step will divide by the scale, so multiply here at the latest."""
-        if self._loss_is_scaled or self._scaler.scale == 1 or param.grad is None:
-            return
-        if not self._warned_unscaled:
-            self._warned_unscaled = True
-            log.warning(
-                "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
-                "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
-            )
-        param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
-
-    def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
-        """A backward pass has reached the model's output: ask for its end, and note what the loss was.
-
-        A loss that the user put together from several outputs is linear in each: value times gradient is its share.
-        """
-        self._refuse_away("backward")
-        self._hooks.arm()
-        if value is not None:
-            share = value * grad.detach().float().reshape(())
-            self._seen_loss = share if self._seen_loss is None else self._seen_loss + share
-
-    def _gradient_ready(self, param: nn.Parameter) -> None:
-        self.ledger.note("gradient_ready")
-        if self._scaled:
-            self._apply_loss_scale_to_grad(param)
-        self.stage.gradient_ready(param, self._is_reduction_boundary())
-
-    def _backward_end(self, reached: bool) -> None:
-        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
-        loss = self._given_loss if self._given_loss is not None else self._seen_loss
-        self._given_loss = self._seen_loss = None
-        self._loss_is_scaled = False
-        if not reached and not self._inside_backward:
-            self.stage.forget_pass()
-            return
-        self._backward_passes += 1
-        if loss is not None:
-            self._losses.append(loss)
-        self.stage.backward_end(self._is_reduction_boundary())
-        self.ledger.note("backward_end")
+        return self.passes.scale(loss)
 
     def _is_reduction_boundary(self) -> bool:
-        return self.is_gradient_accumulation_boundary() and not self._inside_no_sync
+        return self.is_gradient_accumulation_boundary() and not self.state.inside_no_sync
 
-    # ---- 3, 4, 5: step -----------------------------------------------------------------------------------------------
+    # ---- step: 4 boundary, 5 step, 6 publish -------------------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; after the last one of a step: boundary, optimizer step, publish.
@@ -305,92 +244,99 @@ class Engine(EngineCheckpoints):
             RuntimeError: no backward pass has run since the last boundary, or the last one broke off; or, on all
                 ranks, other parameters train than when the engine was built.
         """
-        if self._destroyed:
+        if self.state.destroyed:
             raise RuntimeError("engine.step() after engine.destroy(): give the model to deepzero.initialize again")
-        if self._inside_no_sync:
+        if self.state.inside_no_sync:
             raise RuntimeError("engine.step() inside engine.no_sync(): leave the context first")
-        self._refuse_broken_pass()
-        self._refuse_away("engine.step()")
-        if self._backward_passes == 0:
+        self._check_pass("engine.step()")
+        if self.passes.count == 0:
             raise RuntimeError(
-                f"engine.step(): no backward pass has run on rank {self.global_rank} since optimizer step "
+                f"engine.step(): no backward pass has run on rank {self.comm.rank} since optimizer step "
                 f"{self.global_steps}; without gradients weight decay and momentum alone would change the weights. "
                 "Call engine.backward(loss) once for each engine.step(); another pass counts if it reaches a trained "
                 "parameter"
             )
-        self._step_applied = False
-        self.ledger.sample()
+        self.state.applied = False
+        # Here gradients, parameters and activations of a micro-batch are all in memory: the ledger measures its peak.
+        self.comm.ledger.sample()
         boundary = self.is_gradient_accumulation_boundary()
         try:
             if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
-            self.comm.position = ""  # the program's own code
+            self.comm.position = ""  # what a rank does from here on is the program's own code
             self.micro_steps += 1
             if boundary:
-                self._backward_passes = 0
+                self.passes.count = 0
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
-        self._boundary_open = True
-        # 3 boundary: flush, wait. A rank in trouble does so too, as the others count on it.
+        ledger, zero = self.comm.ledger, self.zero
+        self.state.open = True
+        # 4 boundary: flush, wait. A rank in trouble does so too: the others count on its collectives.
         with profiler_ranges.span("boundary"):
             trouble = self._trouble()
-            self.stage.finish_gradients()
-        self.ledger.note("boundary")
-        # 4 step: agree on finiteness and norm, unscale and clip, optimizer on the masters.
+            zero.stage.finish_gradients()
+        ledger.note("boundary")
+        # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
+        # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.
         with profiler_ranges.span("agree"):
-            words, loss = self.stage.gradients.norm_sq_partials(), self._mean_loss()
-            agreement = agree(self.comm, words, loss, self._asked_to_stop, trouble is not None)
-        self._boundary_open = False
+            words, loss = zero.stage.gradients.norm_sq_partials(), self._mean_loss()
+            agreement = agree(self.comm, words, loss, self.state.asked_to_stop, trouble is not None)
+        self.state.open = False
         self.stopping = agreement.stop
         if agreement.trouble:
             self._raise_together(trouble)
-        scale, mean_divisor = self._scaler.scale, self._mean_divisor()
+        # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
+        scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
         self._check_finite(agreement)
-        if self._scaled:
-            self._scaler.update(not agreement.finite)
-            self._zero.reducer.rescale(self._scaler.scale / scale)
+        if self.config.precision.dtype == "fp16":
+            self.scaler.update(not agreement.finite)
+            zero.reducer.rescale(self.scaler.scale / scale)  # what error feedback has kept is in units of the old scale
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
             with profiler_ranges.span("step"):
-                self._sharded_step.step(mean_divisor * clip)
-            self.ledger.note("step")
-            # 5 publish: cast into the flat buffer, gather the buckets.
+                zero.sharded_step.step(mean_divisor * clip)
+            ledger.note("step")
+            # 6 publish: cast into the flat buffer, gather the buckets.
             with profiler_ranges.span("publish"):
-                self.stage.publish()
-            self.ledger.note("publish")
+                zero.stage.publish()
+            ledger.note("publish")
         else:
             self.skipped_steps += 1
-            self._zero.forget_gradients()
-            self.finish_delayed_update()  # what is ready is not to be two steps late
-        self._step_applied = agreement.finite
-        self.global_steps += 1
+            zero.forget_gradients()
+            self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
+        self._close_step(agreement, StepRecord(
+            self.global_steps + 1, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
+        ), lr_kwargs)  # fmt: skip
+
+    def _close_step(self, agreement: StepAgreement, record: StepRecord, lr_kwargs: dict[str, Any]) -> None:
+        """Counters, books, schedule, observers: the same for applied and skipped steps, but for the schedule."""
+        self.state.applied = agreement.finite
+        self.global_steps = record.step
         self.global_samples += self.batch.global_batch
-        self.last_step = StepRecord(
-            self.global_steps, agreement.loss, lr, norm, norm / clip, scale, skipped=not agreement.finite
-        )
-        self._zero.close_step(self.ledger, agreement.finite)
+        self.last_step = record
+        self.zero.close_step(self.comm.ledger, agreement.finite)
         self.comm.overlap.close_step()
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
-        self._print_progress(self.last_step)
+        for observe in self.on_step:
+            observe(record)
 
     def _mean_divisor(self) -> float:
-        """What the sum of this step's gradients is divided by for their mean, without loss scale."""
-        return self.world_size * self.batch.accumulation * self._scaler.scale
+        """The divisor that makes the sum of this step's scaled gradients over ranks and micro-batches their mean."""
+        return self.comm.world_size * self.batch.accumulation * self.scaler.scale
 
-    @property
-    def _scaled(self) -> bool:
-        return self.config.precision.dtype == "fp16"
+    def _mean_loss(self) -> float | None:
+        """Mean over this rank's micro-batches; reading it makes the CPU wait for the device, once per step."""
+        losses = self.passes.take_losses()
+        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else None
 
     def _trouble(self) -> RuntimeError | None:
         """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""
-        found = None
-        for check in (
-            partial(self._sharded_step.before_step, self._zero.groups), self._trained.check, self.stage.end_passes
-        ):  # fmt: skip
+        found, zero = None, self.zero
+        for check in (partial(zero.sharded_step.before_step, zero.groups), zero.trained.check, zero.stage.end_passes):
             try:
                 check()
             except DesyncError:
@@ -405,31 +351,27 @@ class Engine(EngineCheckpoints):
         raise_on_all_ranks(mine)
 
     def _drop_step(self) -> None:
-        self._zero.forget_gradients()
-        self.ledger.close_step()
-
-    def _mean_loss(self) -> float | None:
-        losses, self._losses = self._losses, []
-        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else None
+        self.zero.forget_gradients()
+        self.comm.ledger.close_step()
 
     def _check_finite(self, agreement: StepAgreement) -> None:
         """Stop before anything is updated, and say where it began, when no smaller loss scale can help."""
-        hopeless = not agreement.finite and bool(agreement.bad_losses)
-        self._bad_losses = self._bad_losses + 1 if hopeless else 0
-        if self._bad_losses >= BAD_LOSSES:
+        state = self.state
+        state.bad_losses = state.bad_losses + 1 if not agreement.finite and agreement.bad_losses else 0
+        if state.bad_losses >= BAD_LOSSES:
             self._drop_step()
             losses = ", ".join(f"{value} on rank {rank}" for rank, value in agreement.bad_losses)
             raise NonFiniteError(
-                f"step {self.global_steps + 1}: the loss is not finite ({losses}), in {self._bad_losses} optimizer "
+                f"step {self.global_steps + 1}: the loss is not finite ({losses}), in {state.bad_losses} optimizer "
                 "steps in a row. The forward pass gives it before the loss scale multiplies it, so no smaller scale "
-                f"helps. Parameters and optimizer state are those of step {self.global_steps + 1 - self._bad_losses}. "
+                f"helps. Parameters and optimizer state are those of step {self.global_steps + 1 - state.bad_losses}. "
                 "Look at the data and at the weights that the run began with, lower the learning rate, or train in "
                 "bf16, whose range activations do not leave"
             )
-        if agreement.finite or self._scaled:
+        if agreement.finite or self.config.precision.dtype == "fp16":
             return
         self._drop_step()
-        where = find_bad_gradient(self.module, self._zero.groups, self._sharded_step.parts)
+        where = find_bad_gradient(self.module, self.zero.groups, self.zero.sharded_step.parts)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
             "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "
@@ -440,13 +382,13 @@ class Engine(EngineCheckpoints):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its optimizer step. Ask before :meth:`step`."""
-        if self._boundary_override is not None:
-            return self._boundary_override
+        if self.state.boundary is not None:
+            return self.state.boundary
         return (self.micro_steps + 1) % self.batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide by hand, until the next call, whether :meth:`step` acts."""
-        self._boundary_override = is_boundary
+        self.state.boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -457,90 +399,60 @@ class Engine(EngineCheckpoints):
                 f"no_sync would keep whole gradients, which is what zero.stage={stage} is there to avoid. Without it "
                 "each micro-batch is reduced as it comes, to the same sums; with zero.stage=1 once per step"
             )
-        if self._inside_no_sync:
+        if self.state.inside_no_sync:
             raise RuntimeError("no_sync is entered already")
-        self._inside_no_sync = True
+        self.state.inside_no_sync = True
         try:
             yield
         finally:
-            self._inside_no_sync = False
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of the model's parameters, where no gradient of the step under way is: harmless at any time.
-
-        As in DeepSpeed, so that scripts which call it before every micro-batch accumulate all the same.
-        :meth:`discard_gradients` drops what has been accumulated.
-        """
-        self.module.zero_grad(set_to_none)
+            self.state.inside_no_sync = False
 
     def discard_gradients(self) -> None:
         """Drop the gradients of this optimizer step, also those already reduced or under way. On every rank.
 
         The step begins again with its first micro-batch.
         """
-        self._hooks.disarm()
-        self._losses, self._loss_is_scaled = [], False
-        self._given_loss = self._seen_loss = None
-        self.stage.discard_gradients()
-        if self._boundary_open:
-            self._boundary_open = False
+        self.passes.discard()
+        self.zero.stage.discard_gradients()
+        if self.state.open:
+            self.state.open = False
             self._drop_step()
-        self._backward_passes = 0
         self.micro_steps -= self.micro_steps % self.batch.accumulation
 
-    # ---- what others ask ---------------------------------------------------------------------------------------------
+    # ---- parameters and masters, between steps -----------------------------------------------------------------------
 
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
-        return self.last_step.grad_norm if self.last_step is not None else None
+    def finish_delayed_update(self) -> None:
+        """Let the parameters be those of the masters now, if an update is on its way. A collective.
 
-    def was_step_applied(self) -> bool:
-        """Whether the last call of :meth:`step` changed the parameters."""
-        return self._step_applied
-
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by; 1 outside fp16."""
-        return self._scaler.scale
-
-    cur_scale = loss_scale
-
-    def params_sha256(self) -> str:
-        """SHA-256 of the full parameters' bytes in the compute dtype, in name order."""
-        return params_sha256(self.module)
-
-    def report(self) -> dict[str, Any]:
-        """The ledger of all ranks, predicted beside measured. A collective; see ``inspect.gather_report``."""
-        return gather_report(self.ledger, self.device, self._bytes_at_build)
-
-    def module_state_dict(self) -> dict[str, Any]:
-        """The model's own state dict, in the compute dtype, whole on every rank; stage 3: a collective, a copy.
-
-        Parameters that are tied in the model are one tensor in stage 3's copy too.
+        Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
+        training as if this step had not been delayed; a run that is continued takes the same course.
         """
-        return whole_state_dict(self.module) if self.config.zero.stage == 3 else self.module.state_dict()
+        if not self.zero.sharded_step.update_pending:
+            return
+        self.before_writes()
+        self.zero.sharded_step.finish()
+        with self.comm.ledger.aside():
+            self.zero.stage.publish()
+        for group in self.zero.groups:
+            group.bump_param_versions()  # a graph that has saved the old values must raise, not use the new ones
 
-    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load values into the model on every rank; the masters follow before the next step."""
-        self._refuse_away("load_module_state_dict")
-        self.finish_delayed_update()
-        self._before_writes()
-        self.module.load_state_dict(state_dict, strict=strict)
+    def before_writes(self) -> None:
+        """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
+        self.zero.stage.before_writes()
+        if self.zero.offload is not None:
+            self.zero.offload.side.wire.finish_reads()
 
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
-        if self._destroyed:
+        if self.state.destroyed:
             return
-        self.reload_states()
         with contextlib.suppress(RuntimeError):  # an update that failed has said so
             self.finish_delayed_update()
-        self._destroyed = True
-        self._hooks.remove()
-        self._fragments.forget()
-        self.stage.destroy()
-        self._zero.close()
-        if self._saver is not None:
-            self._saver.close()
+        self.state.destroyed = True
+        self.passes.hooks.remove()
+        self.fragments.forget()
+        self.zero.stage.destroy()
+        self.zero.close()
 
 
 def _check_loss(call: str, loss: torch.Tensor) -> None:

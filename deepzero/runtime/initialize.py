@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepzero.comm import process_group
 from deepzero.comm.topology import check_ranks
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
-from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
 from deepzero.runtime.zero.flat_param_group import check_unclaimed
 from deepzero.runtime.zero.init_context import Init
@@ -40,7 +40,7 @@ def initialize(
     config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
     config_params: Mapping[str, Any] | None = None,
     total_steps: int | None = None,
-) -> tuple[Engine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, torch.optim.Optimizer, DataLoader[Any] | None, Any]:
     """Wrap a model for training under ZeRO; joins the process group when nobody has.
 
     Args:
@@ -84,7 +84,7 @@ def initialize(
         problem = error
     _join(dist_init_required, settings)
     model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
-    engine = Engine(model, chosen, settings, _scheduler(lr_scheduler, chosen, settings), total_steps)
+    engine = DeepSpeedEngine(model, chosen, settings, _scheduler(lr_scheduler, chosen, settings), total_steps)
     engine.training_dataloader = None if training_data is None else _loader(engine, training_data, collate_fn)
     return engine, chosen, engine.training_dataloader, engine.lr_scheduler
 
@@ -206,7 +206,7 @@ def _check_same_parameters(optimizer: torch.optim.Optimizer, model_parameters: A
         )
 
 
-def _loader(engine: Engine, data: Dataset[Any], collate_fn: Any) -> DataLoader[Any]:
+def _loader(engine: DeepSpeedEngine, data: Dataset[Any], collate_fn: Any) -> DataLoader[Any]:
     """This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped."""
     sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.global_rank, drop_last=True)
     return DataLoader(data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)

@@ -10,10 +10,13 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
+from deepzero.runtime.trained import TrainedParameters
 from deepzero.runtime.zero.build_stage3 import Partitioning
+from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
 from deepzero.runtime.zero.offload_setup import Offload
 from deepzero.runtime.zero.quantization_monitor import QuantizationMonitor
+from deepzero.runtime.zero.sharded_step import ShardedStep
 from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -51,6 +54,10 @@ class ZeroComponents:
     """Stage 3's."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
+    sharded_step: ShardedStep | DelayedStep
+    """Phase 5: the optimizer over this rank's masters."""
+    trained: TrainedParameters
+    """Checked before every step: the same parameters train as at build."""
     meter: QuantizationMonitor | None = None
     """Of what is quantised, if anything is."""
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from deepzero.comm import process_group
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import TIMELINE, write_json
 from deepzero.monitor.report.write import write_report_or_tell
 from deepzero.planning.dry_run import ClusterShape, dry_run, quiet
 from deepzero.profiling.step_recorder import StepRecorder, points_for
-from deepzero.runtime.engine import Engine
 from deepzero.training.build_model import program_of
 
 REHEARSAL_SECONDS = 5.0
@@ -56,7 +56,7 @@ class StepTimeline:
         first_step: steps that were taken before this start of the run.
     """
 
-    def __init__(self, run: RunConfig, run_dir: Path, engine: Engine, first_step: int) -> None:
+    def __init__(self, run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, first_step: int) -> None:
         wanted = run.train.timeline_step
         self.step = min(first_step + wanted, run.train.steps) if wanted else 0
         """Which optimizer step is recorded, counted from 1 over the whole run; 0: none."""
@@ -97,7 +97,7 @@ class StepTimeline:
             tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
 
 
-def complete_timeline(run: RunConfig, run_dir: Path, engine: Engine, tell: Callable[[str], None]) -> None:
+def complete_timeline(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, tell: Callable[[str], None]) -> None:
     """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
 
     Everything else is on the disk by now, the process group has ended, and nobody waits for this process but its

@@ -10,6 +10,7 @@ import torch
 
 from deepzero.comm import process_group
 from deepzero.comm.ledger import off_forms
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.data.corpus import Corpus
 from deepzero.models.gpt import GPT
@@ -17,11 +18,12 @@ from deepzero.models.hf import HFModel
 from deepzero.monitor.environment import environment
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
 from deepzero.monitor.throughput import peak_flops
-from deepzero.runtime.engine import Engine
 from deepzero.training.run_folder import cannot_write
 
 
-def build_monitor(run: RunConfig, run_dir: Path, engine: Engine, model: GPT | HFModel, corpus: Corpus) -> Monitor:
+def build_monitor(
+    run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, model: GPT | HFModel, corpus: Corpus
+) -> Monitor:
     """Rank 0's reports to the terminal, to files and to loggers; the others' report to nobody."""
     batch, dtype = engine.batch, run.engine.precision.dtype
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu"
@@ -52,14 +54,14 @@ def build_monitor(run: RunConfig, run_dir: Path, engine: Engine, model: GPT | HF
     return monitor
 
 
-def step_record(run: RunConfig, engine: Engine) -> dict[str, Any]:
+def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:
     """What the step that has just ended says of itself. Every rank calls it: layers' norms are a collective."""
     every = run.logger.gradient_norms_every
     norms = engine.gradient_norms() if every and engine.global_steps % every == 0 else {}
     return {**vars(engine.last_step), **engine.step_metrics(), **norms}
 
 
-def final_facts(run: RunConfig, engine: Engine, sample_text: str | None) -> dict[str, Any]:
+def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())
     on_gpu, here = engine.device.type == "cuda", engine.global_rank == 0

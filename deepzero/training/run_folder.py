@@ -17,6 +17,7 @@ from deepzero.checkpoint.checkpoint_dir import LOCK, acquire, holds, point_lates
 from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 from deepzero.comm import process_group
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
@@ -25,7 +26,6 @@ from deepzero.launch.preemption import stop_signal
 from deepzero.launch.rank_process import leave
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
-from deepzero.runtime.engine import Engine
 from deepzero.training.command import Command
 
 RUN_FOLDER_NOTE = "run-folder"
@@ -133,7 +133,9 @@ def join(run: RunConfig, run_dir_name: str) -> Path:
     return run_dir
 
 
-def load_start(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBatchSampler, command: Command) -> int:
+def load_start(
+    run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, sampler: GlobalBatchSampler, command: Command
+) -> int:
     """Load what the run begins with, if anything; returns how many steps have been taken already."""
     path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
     try:
@@ -168,7 +170,7 @@ def data_of(run: RunConfig, sampler: GlobalBatchSampler) -> dict[str, Any]:
     return {"data": run.data.name, "sequences": sampler.num_sequences, "seed": run.train.seed}
 
 
-def save_if_due(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBatchSampler) -> None:
+def save_if_due(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, sampler: GlobalBatchSampler) -> None:
     """A checkpoint every so many steps, after the last step, and before the run leaves."""
     every, step, last = run.train.save_every, engine.global_steps, run.train.steps
     if every and (step % every == 0 or step == last or engine.stopping):
@@ -181,7 +183,7 @@ def save_if_due(run: RunConfig, run_dir: Path, engine: Engine, sampler: GlobalBa
         )
 
 
-def stop(run: RunConfig, run_dir: Path, engine: Engine, monitor: Monitor, command: Command) -> NoReturn:
+def stop(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, monitor: Monitor, command: Command) -> NoReturn:
     """Leave in order: every rank is here, and the checkpoint is on the disk."""
     engine.wait_for_checkpoint()
     number = stop_signal()

@@ -49,7 +49,7 @@ def steps(engine: deepzero.Engine, rank: int, world: int, until: int) -> list[tu
 
 def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
     """SHA-256 of every parameter's whole master and moments, by name; the same for all stages and numbers of ranks."""
-    holdings: EngineState = engine._holdings()
+    holdings: EngineState = engine.checkpointer.holdings()
     mine: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for group in holdings.groups:
         for run in holdings.runs(group):

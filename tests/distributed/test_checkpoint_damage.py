@@ -69,7 +69,7 @@ def try_all(rank, world, folder, stage, precision, cases, right):
             outcome = None
         except CheckpointError as error:
             outcome = str(error)
-        mixture, wrong = engine._half_loaded is not None, None
+        mixture, wrong = engine.checkpointer.half_loaded is not None, None
         if mixture:
             with pytest.raises(CheckpointError, match="mixture of two states"):
                 engine(*my_micro_batches(0, rank, world, 2, 1)[0])

@@ -107,7 +107,7 @@ def begins_late(rank, world, case):
             engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]))
             engine.stage.gradients.drain()
             gate.set()
-            engine._sharded_step.join()
+            engine.zero.sharded_step.join()
             gate.clear()
             engine.step()
             losses.append(engine.last_step.loss)
@@ -161,8 +161,8 @@ def measured(rank, world, case):
     engine, _ = made(case)
     go(engine, rank, world, 0, AFTER + 2)
     engine.finish_delayed_update()
-    numel = sum(part.master.numel() for part in engine._sharded_step.parts)
-    meter = engine._zero.offload.meter
+    numel = sum(part.master.numel() for part in engine.zero.sharded_step.parts)
+    meter = engine.zero.offload.meter
     legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
     engine.destroy()
     return legs, time.perf_counter() - began, numel
@@ -274,7 +274,7 @@ def skips(rank, world):
     engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
     engine.step()
     assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
-    assert not engine._sharded_step.update_pending
+    assert not engine.zero.sharded_step.update_pending
 
 
 def test_a_skipped_step_sends_what_is_ready(ranks):
@@ -294,7 +294,7 @@ def goes_on_after_nan(rank, world):
         engine.backward(engine(ids, labels))
         engine.stage.gradients.reduce_now()
         fresh = engine.stage.gradients.master_parts()
-        mine = engine._sharded_step.parts
+        mine = engine.zero.sharded_step.parts
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(fresh, mine, strict=True)), step
         assert all(a.grad.data_ptr() == b.grad.data_ptr() for a, b in zip(fresh, mine, strict=True)), step
         engine.step()
@@ -309,7 +309,7 @@ def fails(rank, world, folder):
     engine, _ = made(late(2, after=0))
     engine.save_checkpoint(folder)
     go(engine, rank, world, 0, 1)
-    engine._sharded_step.join()
+    engine.zero.sharded_step.join()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(CPUAdam, "step", refuse)

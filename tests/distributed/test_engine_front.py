@@ -104,12 +104,12 @@ def writes_between_steps(rank, world, stage, precision):
     engine = start(make_model(), stage=stage, precision=precision, bucket=800, optimizer=SGD)
     one_step(engine, rank, world)
     same = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    masters = [master.detach().clone() for group in engine._zero.groups for master in group.masters]
+    masters = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
     engine.optimizer.param_groups[0]["lr"] = 0.0
     # Writing what is there already leaves the masters' lower bits; a new value is taken over and survives the step.
     engine.load_module_state_dict(same)
     one_step(engine, rank, world, step=1)
-    kept = [master for group in engine._zero.groups for master in group.masters]
+    kept = [master for group in engine.zero.groups for master in group.masters]
     assert all(torch.equal(a, b) for a, b in zip(masters, kept, strict=True))
     other = {name: value * 3 for name, value in same.items()}
     engine.load_module_state_dict(other)

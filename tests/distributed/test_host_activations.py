@@ -143,7 +143,7 @@ def weights_stay(rank, world):
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     loss = engine(ids, labels)
     numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
-    parked = [p.nbytes // 4 for p in engine._activations._parked.values()]
+    parked = [p.nbytes // 4 for p in engine.activations._parked.values()]
     engine.backward(loss)
     engine.step()
     return numels.isdisjoint(parked), len(parked)

@@ -264,10 +264,10 @@ def test_a_load_waits_for_the_last_copies():
         ids, labels = (t.to(GPU) for t in my_micro_batches(0, 0, 2, 2, 1)[0])
         engine.backward(engine(ids, labels))
         engine.step()
-        master = engine._zero.groups[0].masters[0]
+        master = engine.zero.groups[0].masters[0]
         with torch.no_grad(), pytest.raises(Race, match="the program writes"):
             master.add_(1)
-        engine._before_writes()
+        engine.before_writes()
         with torch.no_grad():
             master.add_(1)
         engine.destroy()

@@ -123,7 +123,7 @@ def rebuilt(rank, world):
     for _ in range(3):
         engine, *_ = deepzero.initialize(model=model, config=settings(2, 1.0, precision="bf16", chaos=1))
         go(engine, rank, world, 0, 2)
-        arena = engine._zero.offload.arena
+        arena = engine.zero.offload.arena
         engine.destroy()
         assert not arena.pinned and arena.tensors("host_masters") == []
     return [p.detach().float().sum().item() for p in model.parameters()]

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.engine_offload import STATES
-from deepzero.runtime.offload_states import HOST_STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
+from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.flat_param_group import FlatParamGroup
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
@@ -54,8 +53,8 @@ def extents(engine):
         return {
             category: {
                 t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                for t, _ in engine._tensors_of(category)
-                if not engine._in_arena(t) and t.numel()
+                for t, _ in engine.offloader._tensors_of(category)
+                if not engine.offloader._in_arena(t) and t.numel()
             }
             for category in STATES
         }
@@ -63,7 +62,7 @@ def extents(engine):
 
 def state_of(engine):
     optimizer = [t.clone() for state in engine.optimizer.state.values() for t in state.values()]
-    masters = [master.detach().clone() for group in engine._zero.groups for master in group.masters]
+    masters = [master.detach().clone() for group in engine.zero.groups for master in group.masters]
     return optimizer + masters
 
 
@@ -78,7 +77,7 @@ def trained(rank, world, stage, precision, options, away):
         with torch.no_grad():
             before = float(engine(*batch(rank, world)))
         engine.offload_states(include, non_blocking=non_blocking)
-        if "lp_params" not in engine._away:
+        if "lp_params" not in engine.offloader.away:
             with torch.no_grad():
                 assert float(engine(*batch(rank, world))) == before
         left = extents(engine)
@@ -169,7 +168,7 @@ def refusals(rank, world, stage, precision, folder):
     loss = engine(*batch(rank, world))
     engine.offload_states()
     param = next(engine.module.parameters())
-    master = engine._zero.groups[0].masters[0]
+    master = engine.zero.groups[0].masters[0]
     moment = next(iter(engine.optimizer.state.values()))["exp_avg"]
     asked = {
         "forward": lambda: engine(*batch(rank, world)),
@@ -198,7 +197,7 @@ def refusals(rank, world, stage, precision, folder):
             ask()
             raise AssertionError(name)
     assert "away" in repr(moment) and moment.shape == master.shape
-    engine._backward_passes = 0
+    engine.passes.count = 0
     engine.offload_states()  # it is away already
     engine.reload_states()
     engine.reload_states()
@@ -216,7 +215,7 @@ def refusals(rank, world, stage, precision, folder):
     engine.step()
     engine.save_checkpoint(folder, asynchronous=True)
     engine.offload_states()
-    assert engine._saver._thread is None
+    assert engine.checkpointer.saver._thread is None
     engine.destroy()
     assert torch.isfinite(next(engine.module.parameters())).all()
     with pytest.raises(RuntimeError, match="destroy"):
@@ -241,9 +240,9 @@ def arguments(rank, world):
     ):
         engine.offload_states()
     engine.offload_states(include=[DeepSpeedsEnum.optim_states, DeepSpeedsEnum.lp_grads], device=torch.device("cpu"))
-    assert engine._away == {"optim_states", "lp_grads"}
+    assert engine.offloader.away == {"optim_states", "lp_grads"}
     engine.offload_states(include=("hp_params",))
-    assert engine._away == {"optim_states", "lp_grads", "hp_params"} and len(engine._departures) == 2
+    assert engine.offloader.away == {"optim_states", "lp_grads", "hp_params"} and len(engine.offloader.offloaded) == 2
     engine.reload_states()
     with deepzero.zero.GatheredParameters(engine.module.head.weight):
         pass
@@ -280,7 +279,7 @@ def own_masters(rank, world):
     """fp32 parameters are their own masters: whichever is named, both are away."""
     engine = start(2, "fp32")
     engine.offload_states(include=["hp_params"])
-    assert engine._away == {"hp_params", "lp_params"}
+    assert engine.offloader.away == {"hp_params", "lp_params"}
     engine.reload_states()
 
 
@@ -337,7 +336,7 @@ def counted(rank, world, stage):
     moved = ledger.between_steps[STATES_TO_HOST], ledger.between_steps[STATES_TO_DEVICE]
     assert [traffic.bytes for traffic in moved] == [host, host]
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
-    for group in engine._zero.groups:
+    for group in engine.zero.groups:
         if isinstance(group, FlatParamGroup):
             assert group._places == [param.data_ptr() for param in group.params]
 
@@ -373,15 +372,15 @@ def test_zero_grad_while_away(ranks, stage):
 def too_large(rank, world):
     engine = start(2, "bf16")
     one_step(engine, rank, world)
-    from deepzero.runtime import engine_offload
+    from deepzero.offload import offload_states
 
-    genuine = engine_offload.available_host_bytes
-    engine_offload.available_host_bytes = lambda: 1000 if rank == 1 else None
+    genuine = offload_states.available_host_bytes
+    offload_states.available_host_bytes = lambda: 1000 if rank == 1 else None
     try:
         with pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
             engine.offload_states()
     finally:
-        engine_offload.available_host_bytes = genuine
+        offload_states.available_host_bytes = genuine
     one_step(engine, rank, world)
 
 

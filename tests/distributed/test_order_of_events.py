@@ -17,7 +17,7 @@ def events(rank, world, settings):
     for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
         engine.backward(engine(ids, labels))
         engine.step()
-    return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine._zero.groups[0].layout.buckets)
+    return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine.zero.groups[0].layout.buckets)
 
 
 def positions(log, what, kind=""):

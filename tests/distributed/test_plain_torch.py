@@ -52,7 +52,7 @@ def one_rank_bits(rank, world, name, stage, bucket):
 
 def moment(engine, optimizer, param, state):
     """One parameter's optimizer state, put together from the masters of its buckets."""
-    for group in engine._zero.groups:
+    for group in engine.zero.groups:
         for slot, candidate in zip(group.layout.slots, group.params, strict=True):
             if candidate is param:
                 whole = torch.zeros(group.layout.padded_numel)

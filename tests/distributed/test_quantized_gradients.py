@@ -102,9 +102,9 @@ def overflow(rank, world, stage):
     for step in range(14):
         record = one_step(engine, rank, world, step)
         if not skipped:
-            kept = [engine.params_sha256() == before, not any(t.any() for t in engine._zero.reducer.kept())]
+            kept = [engine.params_sha256() == before, not any(t.any() for t in engine.zero.reducer.kept())]
         skipped.append(record.skipped)
-    return skipped, kept, all(t.isfinite().all() for t in engine._zero.reducer.kept())
+    return skipped, kept, all(t.isfinite().all() for t in engine.zero.reducer.kept())
 
 
 def _changes(settings):
@@ -133,7 +133,7 @@ def growing_scale(rank, world):
     zero = {"zero_quantized_gradients": True, "quantization": {"error_feedback": True, "block_size": 64}}
     fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
     engine = start(make_model(), stage=2, precision="fp16", fp16=fp16, zero=zero, comm={"ranks_per_node": 1})
-    reducer, seen = engine._zero.reducer, []
+    reducer, seen = engine.zero.reducer, []
     rescale = reducer.rescale
 
     def spy(factor):
@@ -184,13 +184,13 @@ def dropped(rank, world):
     zero = settings["zero_optimization"]
     engine = start(make_model(), precision="bf16", zero=zero, stage=2, comm=settings["comm"])
     one_step(engine, rank, world)
-    lost = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    lost = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     engine.discard_gradients()
-    after = [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    after = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
     ids, labels = make_batch(1, 2)
     engine.backward(engine(ids, labels))
     engine.discard_gradients()
-    return lost, after, [float(t.float().norm()) for t in engine._zero.reducer.kept()]
+    return lost, after, [float(t.float().norm()) for t in engine.zero.reducer.kept()]
 
 
 def test_dropped_gradients(ranks):

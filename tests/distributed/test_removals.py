@@ -71,7 +71,7 @@ ON_GPU = {
     "deepzero.offload.copy_streams": ("offload", "stage 3", "alone"),
     "deepzero.offload.host_gradients": ("offload",),
     "deepzero.offload.activations": ("alone",),
-    "deepzero.runtime.offload_states": ("offload",),
+    "deepzero.offload.offload_states": ("offload",),
 }
 """Where each module's statements are looked for, there and then on the CPU under chaos."""
 
@@ -148,9 +148,9 @@ def mirrored_cpu(world):
 def poisoned(engine):
     """Of every buffer that nobody may read now, whether it says so."""
     pools = []
-    if engine._zero.partitioning is not None:
-        pools = [engine._zero.partitioning.pool, engine._zero.partitioning.messages]
-    reduced = [(b.send, b.mail) for b in engine._zero.reducer._all_buckets]
+    if engine.zero.partitioning is not None:
+        pools = [engine.zero.partitioning.pool, engine.zero.partitioning.messages]
+    reduced = [(b.send, b.mail) for b in engine.zero.reducer._all_buckets]
     free = [*(t for pair in reduced for t in pair), *(b for pool in pools if pool is not None for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]
 

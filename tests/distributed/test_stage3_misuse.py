@@ -110,7 +110,7 @@ def breaks_at_the_boundary(rank, world):
             engine(batch(0, rank))
         engine.discard_gradients()
     # Nobody is left to agree with.
-    left = mock.patch.object(engine._trained, "check", side_effect=RankLeftError("rank 7 has left"))
+    left = mock.patch.object(engine.zero.trained, "check", side_effect=RankLeftError("rank 7 has left"))
     with left, mock.patch("deepzero.runtime.engine.agree", side_effect=AssertionError), pytest.raises(RankLeftError):
         step(engine, rank, 1)
     engine.discard_gradients()

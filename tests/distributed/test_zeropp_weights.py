@@ -69,7 +69,7 @@ def bits_and_secondaries(rank, world, cases):
         engine, *_ = deepzero.initialize(model=make_model(), config=case)
         done = [one_step(engine, rank, world, step) for step in range(3)]
         ended = [(step.loss, step.grad_norm) for step in done], engine.params_sha256()
-        found.append((ended, len(engine._zero.partitioning.secondaries())))
+        found.append((ended, len(engine.zero.partitioning.secondaries())))
         engine.destroy()
     return found
 
@@ -272,7 +272,7 @@ def away_and_back(rank, world):
         one_step(engine, rank, world, step)
         one_step(twin, rank, world, step)
         engine.offload_states()
-        assert sum(t.nbytes for t in engine._zero.partitioning.secondaries() if t.untyped_storage().nbytes()) == 0
+        assert sum(t.nbytes for t in engine.zero.partitioning.secondaries() if t.untyped_storage().nbytes()) == 0
         engine.reload_states()
     return engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
 
@@ -372,7 +372,7 @@ def after_a_load(rank, world, folder, zero):
     engine.save_checkpoint(folder)
     engine.load_checkpoint(folder)
     one_step(engine, rank, world, 2)
-    secondaries = engine._zero.partitioning.secondaries
+    secondaries = engine.zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
     assert all(bucket.gather._buffer.numel() == 0 for bucket in engine.stage.coordinator.buckets)  # given back

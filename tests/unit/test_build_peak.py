@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from deepzero.comm.process_group import FakeRank, fake_process_group
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.offload.arena import HostArena
 from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
-from deepzero.runtime.engine import Engine
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import partitioned_param_group
 from deepzero.runtime.zero.master_shard import MasterShard

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.run import RunConfig
 from deepzero.monitor import environment
-from deepzero.runtime.engine import Engine
 from deepzero.training.reporting import final_facts
 
 COMMIT = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "--quiet", "--message=x"]

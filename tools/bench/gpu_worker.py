@@ -170,7 +170,7 @@ def _arena(spec: dict[str, Any], engine: Any) -> dict[str, Any]:
     """The arena of deepzero, in bytes and in words."""
     if spec["library"] != "deepzero" or engine.describe_offload() is None:
         return {}
-    return {"arena_bytes": engine._zero.offload.arena.nbytes, "described": engine.describe_offload()}
+    return {"arena_bytes": engine.zero.offload.arena.nbytes, "described": engine.describe_offload()}
 
 
 def _device_peak(device: torch.device) -> int:

@@ -1,37 +1,42 @@
-"""What others ask an engine: sizes, settings, counters, in DeepSpeed's names. Nothing here changes anything.
+"""DeepSpeed's getters: what an engine says of its sizes, settings and last step. Nothing here changes anything.
 
-Apart from :mod:`~deepzero.runtime.engine` only so that the training step can be read there without them.
+Source: the properties and methods of these names in DeepSpeed's ``runtime/engine.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
-from deepzero.config.engine import BatchSizes, EngineConfig
-from deepzero.runtime.grad_norm import layer_of
-from deepzero.runtime.zero_components import ZeroComponents
+from deepzero.config.engine import EngineConfig
+from deepzero.runtime.diagnostics import gradient_norms, used_bytes
+from deepzero.runtime.engine import Engine
 
 
-class EngineFacts(nn.Module):
-    """The questions that an engine answers from its configuration and its optimizer."""
+class EngineGetters(Engine):
+    """An :class:`Engine` with DeepSpeed's getters. Arguments are the engine's."""
 
-    config: EngineConfig
-    batch: BatchSizes
-    optimizer: torch.optim.Optimizer
-    global_rank: int
-    _asked_to_stop: bool
-    _zero: ZeroComponents
-    last_step: Any
-    comm: Communicator
-    skipped_steps: int
-    world_size: int
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: EngineConfig,
+        lr_scheduler: Any = None,
+        total_steps: int | None = None,
+    ) -> None:
+        numel = sum(param.numel() for param in model.parameters())
+        super().__init__(model, optimizer, config, lr_scheduler, total_steps)
+        self.model_numel = numel
+        self.global_rank, self.world_size = self.comm.rank, self.comm.world_size
+        self.local_rank = process_group.local_rank()
+        self.device, self.ledger, self.stage = self.comm.device, self.comm.ledger, self.zero.stage
+        self.training_dataloader: DataLoader[Any] | None = None
+        self.bytes_at_build = used_bytes(self.device)
 
     # ---- batch -------------------------------------------------------------------------------------------------------
 
@@ -77,16 +82,6 @@ class EngineFacts(nn.Module):
         """Whether the model computes in bf16."""
         return self.config.precision.dtype == "bf16"
 
-    def _print_progress(self, record: Any) -> None:
-        """What ``steps_per_print`` asks for, of the step that ``record`` (a ``StepRecord``) is about."""
-        every = self.config.steps_per_print
-        if every is not None and self.global_rank == 0 and record.step % every == 0:
-            print(
-                f"step={record.step}, skipped={self.skipped_steps}, lr={self.get_lr()}, loss={record.loss:.6g}, "
-                f"grad_norm={record.grad_norm:.6g}, loss_scale={record.loss_scale:g}",
-                flush=True,
-            )
-
     # ---- ranks -------------------------------------------------------------------------------------------------------
 
     @property
@@ -103,26 +98,6 @@ class EngineFacts(nn.Module):
         """This rank among those that share the data."""
         return self.global_rank
 
-    def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over ranks, in rank order, of a 1-D tensor of doubles."""
-        everyone = process_group.all_gather_object(values.detach().double().cpu())
-        total = torch.zeros_like(everyone[0])
-        for theirs in everyone:
-            total += theirs
-        return total / len(everyone)
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        process_group.barrier()
-
-    def request_stop(self) -> None:
-        """Ask for an orderly end; from any thread of any rank. After the next step ``engine.stopping`` is True on all.
-
-        A signal reaches ranks at different instants, and some of them perhaps a step later. The word travels with the
-        step's agreement, at no cost, so that all leave the loop at the same place.
-        """
-        self._asked_to_stop = True
-
     # ---- offload -----------------------------------------------------------------------------------------------------
 
     def offload_report(self) -> dict[str, dict[str, float]]:
@@ -134,11 +109,11 @@ class EngineFacts(nn.Module):
             seconds (0 to 1) in which neither the program nor the compute stream stood still for it. Without a GPU
             copies are made in line, and nothing is hidden but a delayed update.
         """
-        return self._zero.offload_report()
+        return self.zero.offload_report()
 
     def describe_offload(self) -> str | None:
         """One line for rank 0's log: what is in host memory, how many threads step on it and with which kernel."""
-        return self._zero.offload.describe(self.optimizer) if self._zero.offload is not None else None
+        return self.zero.offload.describe(self.optimizer) if self.zero.offload is not None else None
 
     def offload_metrics(self) -> dict[str, float]:
         """:meth:`offload_report` in flat words, for a log: ``offload/optimizer_step/gb_per_second`` and so on."""
@@ -154,7 +129,7 @@ class EngineFacts(nn.Module):
             ``weights`` and ``gradients``, each by bucket; ``unquantized``, what fell below a bound and travels as it
             is.
         """
-        meter = self._zero.meter
+        meter = self.zero.meter
         return dataclasses.asdict(meter.readings) if meter is not None else {}
 
     def step_metrics(self) -> dict[str, float]:
@@ -162,7 +137,7 @@ class EngineFacts(nn.Module):
 
         Communication that was hidden (``profiler_ranges.py``), :meth:`offload_metrics`, the error meter's readings.
         """
-        meter = self._zero.meter
+        meter = self.zero.meter
         overlap = self.comm.overlap.metrics()
         return {**overlap, **self.offload_metrics(), **(meter.metrics() if meter is not None else {})}
 
@@ -176,18 +151,25 @@ class EngineFacts(nn.Module):
         brings 8 bytes a layer from every rank to every rank. Empty before the first step, and after a step that was
         skipped.
         """
-        record = self.last_step
-        if record is None or record.skipped:
+        if self.last_step is None or self.last_step.skipped:
             return {}
-        squares = torch.cat(self._zero.stage.gradients.param_norm_sq()).tolist()
-        names = [name for group in self._zero.groups for name in group.names]
-        layers = dict.fromkeys(map(layer_of, names), 0.0)  # the same layers in the same order on every rank
-        for name, square in zip(names, squares, strict=True):
-            layers[layer_of(name)] += square
-        mine = torch.tensor(list(layers.values()), dtype=torch.float64)
-        sums = process_group.sum_in_rank_order(mine, self.comm.device).tolist()
-        divisor = self.world_size * self.batch.accumulation * record.loss_scale
-        return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}
+        divisor = self.world_size * self.batch.accumulation * self.last_step.loss_scale
+        return gradient_norms(self.zero.groups, self.zero.stage.gradients.param_norm_sq(), divisor, self.device)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping; ``inf`` when it was skipped, None before the first."""
+        return self.last_step.grad_norm if self.last_step is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of ``step`` changed the parameters."""
+        return self.state.applied
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by; 1 outside fp16."""
+        return self.scaler.scale
+
+    cur_scale = loss_scale
 
     # ---- optimizer ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's surface over what is there: the engine that ``initialize`` returns, and its getters."""

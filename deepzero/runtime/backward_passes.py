@@ -1,0 +1,165 @@
+"""Backward passes: noticed however they begin, so that gradients are reduced, scaled and counted alike.
+
+A training script may call ``engine.backward(loss)``, ``engine.scale(loss).backward()`` or plain ``loss.backward()``,
+once or several times, from one output or several. :class:`BackwardPasses` sees each pass through three kinds of hooks:
+on the outputs of a forward pass (where a pass begins, and what the loss was), on every trained parameter (phase 3,
+gradient ready), and autograd's callback at the end of the pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepzero.comm import profiler_ranges
+from deepzero.comm.ledger import Ledger
+from deepzero.runtime.loss_scaler import LossScaler
+from deepzero.runtime.pytree import output_tensors, scalar_loss
+from deepzero.runtime.zero.grad_accumulator import GradientHooks
+
+log = logging.getLogger(__name__)
+
+
+class BackwardPasses:
+    """Drives a stage of ZeRO from autograd's hooks, and keeps the losses of an optimizer step.
+
+    Args:
+        trained: parameters that get gradients.
+        stage: ``gradient_ready``, ``backward_end`` and ``forget_pass`` are called.
+        scaler: its ``scale`` multiplies losses.
+        ledger: takes the events ``gradient_ready`` and ``backward_end``.
+        reduces_now: whether the micro-batch under way is the last one of its optimizer step.
+        check: called with ``"backward"`` where a pass begins; raises when no pass may run.
+    """
+
+    def __init__(
+        self,
+        trained: Iterable[nn.Parameter],
+        stage: Any,
+        scaler: LossScaler,
+        ledger: Ledger,
+        reduces_now: Callable[[], bool],
+        check: Callable[[str], None],
+    ) -> None:
+        self._stage, self._scaler, self._ledger = stage, scaler, ledger
+        self._reduces_now, self._check = reduces_now, check
+        self.count = 0
+        """Backward passes that have ended since the last boundary."""
+        # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
+        self._losses: list[torch.Tensor] = []
+        # The loss of the pass under way: as it was given to us, or put together from the outputs it went through.
+        self._given_loss: torch.Tensor | None = None
+        self._seen_loss: torch.Tensor | None = None
+        # Whether the pass under way is engine.backward's, and whether it carries the loss scale.
+        self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
+        self.hooks = GradientHooks(trained, self._gradient_ready, self._end)
+
+    # ---- where a pass begins -----------------------------------------------------------------------------------------
+
+    def watch_outputs(self, outputs: Any) -> None:
+        """Hooks on the tensors of a forward pass's output, so that a plain ``loss.backward()`` is noticed too."""
+        loss = scalar_loss(outputs)
+        for tensor in output_tensors(outputs):
+            if tensor.requires_grad and not tensor.is_leaf:
+                value = tensor.detach().float().reshape(()) if tensor is loss else None
+                tensor.register_hook(partial(self._output_gradient, value))
+
+    def run(self, loss: torch.Tensor, micro_batches: int, retain_graph: bool) -> None:
+        """``engine.backward``: one pass from ``loss``, which the caller has divided by ``micro_batches``."""
+        self._given_loss = loss.detach() * micro_batches if micro_batches != 1 else loss.detach()
+        self._inside_backward = True
+        # The mean over micro-batches is part of the boundary's one division (``sharded_step.py``); here it is undone
+        # for a caller who has taken it already.
+        factor = self._scaler.scale * micro_batches
+        try:
+            with profiler_ranges.span("backward"):
+                self._scale_loss(loss, factor).backward(retain_graph=retain_graph)
+        finally:
+            self._inside_backward = self._loss_is_scaled = False
+            self._given_loss = None
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale; a backward pass that begins there counts ``loss`` as its loss."""
+        loss.register_hook(partial(self._given_pass_begins, loss.detach()))
+        return self._scale_loss(loss, self._scaler.scale)
+
+    def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
+        """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
+        self._check("backward")
+        if factor == 1:
+            return loss
+        scaled = loss * factor
+        scaled.register_hook(self._scaled_pass_begins)
+        return scaled
+
+    def _scaled_pass_begins(self, _: torch.Tensor) -> None:
+        self.hooks.arm()
+        self._loss_is_scaled = True
+
+    def _given_pass_begins(self, loss: torch.Tensor, _: torch.Tensor) -> None:
+        self.hooks.arm()
+        self._given_loss = loss
+
+    def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
+        """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
+        self._check("backward")
+        self.hooks.arm()
+        if value is not None:
+            # A loss that the user put together from several outputs is linear in each of them: value times gradient
+            # is what this output contributes.
+            part = value * grad.detach().float().reshape(())
+            self._seen_loss = part if self._seen_loss is None else self._seen_loss + part
+
+    # ---- 3 gradient ready --------------------------------------------------------------------------------------------
+
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        self._ledger.note("gradient_ready")
+        # Only fp16 has a scale other than 1. A pass that began at a scaled loss has multiplied every gradient already.
+        if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
+            self._apply_loss_scale_to_grad(param)
+        self._stage.gradient_ready(param, self._reduces_now())
+
+    @torch.no_grad()
+    def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:
+        """A plain ``loss.backward()`` in fp16: the step will divide by the scale, so multiply here at the latest."""
+        if not self._warned_unscaled:
+            self._warned_unscaled = True
+            log.warning(
+                "fp16: loss.backward() ran on a loss without loss scale, so small gradients may have vanished; "
+                "use engine.backward(loss) or engine.scale(loss).backward() (said once)"
+            )
+        if param.grad is not None:
+            param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
+
+    def _end(self, reached: bool) -> None:
+        """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
+        loss = self._given_loss if self._given_loss is not None else self._seen_loss
+        self._given_loss = self._seen_loss = None
+        self._loss_is_scaled = False
+        if not reached and not self._inside_backward:
+            self._stage.forget_pass()
+            return
+        self.count += 1
+        if loss is not None:
+            self._losses.append(loss)
+        self._stage.backward_end(self._reduces_now())
+        self._ledger.note("backward_end")
+
+    # ---- between steps -----------------------------------------------------------------------------------------------
+
+    def take_losses(self) -> list[torch.Tensor]:
+        """The losses of this optimizer step's passes, scalars on the device; they are forgotten here."""
+        losses, self._losses = self._losses, []
+        return losses
+
+    def discard(self) -> None:
+        """Forget the passes of this optimizer step, also one that broke off."""
+        self.hooks.disarm()
+        self._losses, self._loss_is_scaled = [], False
+        self._given_loss = self._seen_loss = None
+        self.count = 0
