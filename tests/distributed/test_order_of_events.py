@@ -1,7 +1,5 @@
 """The order of a step, read from the ledger: the numbers of DESIGN's path of a step, asserted."""
 
-from __future__ import annotations
-
 import pytest
 
 import deepzero

@@ -1,7 +1,5 @@
 """qgZ's reduction alone: the sums of the plain definition to the bit, on any nodes; what it sends; error feedback."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

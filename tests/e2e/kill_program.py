@@ -108,10 +108,7 @@ def born(job: dict[str, Any], rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job["world"]),
-        DEEPZERO_LAUNCH_FOLDER=job["meeting"],
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), DEEPZERO_LAUNCH_FOLDER=job["meeting"]
     )
     status = FAILED
     try:

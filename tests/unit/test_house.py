@@ -1,7 +1,5 @@
 """The house's rules: each fires on a planted violation, at its line, and the repository keeps them all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOC = '"""What it is."""\n'
 
 
-def plant(root: Path, files: dict[str, str]) -> list[str]:
+def plant(root, files):
     """Write a small repository whose modules are documented, and return the violations found in it."""
     tree = {
         "deepzero/__init__.py": DOC,
@@ -33,11 +31,11 @@ def plant(root: Path, files: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_this_repository_keeps_the_rules() -> None:
+def test_this_repository_keeps_the_rules():
     assert [str(v) for v in violations(ROOT)] == []
 
 
-def test_a_kept_house_is_silent(tmp_path: Path) -> None:
+def test_a_kept_house_is_silent(tmp_path):
     files = {
         "deepzero/config/engine.py": DOC + "from deepzero.config import strict\n",
         "deepzero/config/strict.py": DOC + "class Public:\n    'Doc.'\n    def _private(self): ...\n",
@@ -210,15 +208,15 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("situation", PLANTED)
-def test_planted(situation: str, tmp_path: Path) -> None:
+def test_planted(situation, tmp_path):
     files, expected = PLANTED[situation]
     assert plant(tmp_path, files) == [expected]
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path):
     plant(tmp_path, {"deepzero/layout.py": DOC + "def f(x):\n    'Doc.'\n    assert x\n"})
 
-    def run(*arguments: str) -> tuple[int, str]:
+    def run(*arguments):
         command = [sys.executable, str(ROOT / "tools/house.py"), *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout + done.stderr
@@ -233,7 +231,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert "holds no package deepzero/" in text
 
 
-def test_graph(tmp_path: Path) -> None:
+def test_graph(tmp_path):
     plant(tmp_path, {"deepzero/comm/x.py": DOC + "from deepzero.layout import Layout\nfrom deepzero import config\n"})
     lines = graph(tmp_path).splitlines()
     assert lines.index("floor 1") < lines.index("  comm.x -> config, layout") < lines.index("floor 0")

@@ -1,7 +1,5 @@
 """What rank 0 says of the nodes and groups of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepzero.comm.topology import Nodes, find_nodes, oddities
@@ -10,7 +8,7 @@ from tests.configs.compose import run_config
 
 
 @pytest.mark.parametrize("preset", ["all", "hpz", "qgz", "qwz"])
-def test_zeropp_on_one_node_says_what_to_set(preset: str) -> None:
+def test_zeropp_on_one_node_says_what_to_set(preset):
     config = run_config(f"zeropp={preset}", "zero.stage=3").engine
     (said,) = oddities(config, Nodes(2, 2), [2, 2])
     assert said.startswith("all 2 ranks are one node, between which ZeRO++ has nothing to save")
@@ -20,7 +18,7 @@ def test_zeropp_on_one_node_says_what_to_set(preset: str) -> None:
     assert oddities(config, Nodes(4, 2), [2] * 4) == []
 
 
-def test_ranks_that_the_preset_does_not_divide() -> None:
+def test_ranks_that_the_preset_does_not_divide():
     with pytest.raises(
         ConfigError, match=r"nodes have 1 or 3 ranks \(zeropp=all and zeropp=hpz begin with 2: set comm"
     ):
