@@ -1,4 +1,4 @@
-"""Every choice of every group composes into typed settings, and repeats the defaults that the dataclasses have."""
+"""Every choice of every group composes into typed settings; what nobody chooses is as in the dataclasses."""
 
 import dataclasses
 import typing
@@ -8,15 +8,14 @@ import hydra
 import pytest
 import torch
 
-import train
 from deepzero.config.run import RunConfig
-from deepzero.models.presets import PRESETS
 from deepzero.runtime.lr_schedules import CURVES, build_scheduler
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
+from deepzero.training.command_line import CONFIGS, settings_of
 from tests.configs.compose import run_config, settings
 
-GROUPS = sorted(path.name for path in train.CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
-CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((train.CONFIGS / group).glob("*.yaml"))]
+GROUPS = sorted(path.name for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))]
 
 DEPARTURES = {
     "engine.zero.stage": 2,
@@ -62,9 +61,9 @@ def leaves(value, prefix):
     return found
 
 
-def test_yaml_repeats_the_defaults_of_the_dataclasses():
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
-        composed = RunConfig.from_mapping(train.settings_of(hydra.compose("train")))
+def test_what_is_not_chosen_is_as_in_the_dataclasses():
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = RunConfig.from_mapping(settings_of(hydra.compose("train")))
     chosen, default = leaves(composed, ""), leaves(RunConfig(), "")
     chosen = {
         key: value for key, value in chosen.items() if not key.startswith(("engine.optimizer", "engine.scheduler"))
@@ -120,10 +119,9 @@ def test_optimizers_and_schedulers_can_be_built(optimizer, scheduler):
     assert len(build_scheduler(run.engine.scheduler, built, run.train.steps).get_last_lr()) == 1
 
 
-def test_model_files_are_the_presets():
-    assert {choice for group, choice in CHOICES if group == "model"} == set(PRESETS)
-    for name, preset in PRESETS.items():
-        assert run_config(f"model={name}").model == preset
+def test_models_are_named_as_their_files():
+    models = [choice for group, choice in CHOICES if group == "model" and choice != "hf"]
+    assert [run_config(f"model={name}").model.name for name in models] == models
 
 
 @pytest.mark.parametrize(("overrides", "rate"), [
@@ -168,14 +166,14 @@ def test_the_fallback_batch_never_contradicts_what_was_typed(overrides, total, m
 
 
 def test_slurm_preset_names_the_plugin():
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = hydra.compose("train", overrides=["hydra/launcher=submitit_slurm"], return_hydra_config=True)
     assert cfg.hydra.launcher["_target_"].endswith("SlurmLauncher")
     assert cfg.hydra.launcher.tasks_per_node == 1
 
 
 def test_every_line_of_the_contents_page_has_a_comment():
-    page = Path(train.CONFIGS / "train.yaml").read_text(encoding="utf-8")
+    page = Path(CONFIGS / "train.yaml").read_text(encoding="utf-8")
     lines = page[page.index("defaults:") : page.index("\nhydra:")].splitlines()
     bare = [line for line in lines if line.strip() and "#" not in line and not line.endswith(":")]
     assert bare == []

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-import train
+from deepzero.training.command_line import CONFIGS
 from tests.configs.compose import run_config
 
-FILE = train.HERE.parent / "examples" / "sweeps" / "zero.yaml"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "sweeps" / "zero.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_each_run_has_a_folder_of_its_own(sweep, monkeypatch):
     import hydra
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = hydra.compose("train", typed(sweep, points(sweep)[0])[3:], return_hydra_config=True)
     assert cfg.hydra.run.dir == "outputs/sweep/abc123"
 
@@ -71,7 +72,7 @@ def test_the_file_says_what_wandb_knows(sweep):
     assert sweep["method"] in ("grid", "random", "bayes")
     assert sweep["metric"]["goal"] in ("minimize", "maximize")
     assert all(list(parameter) == ["values"] for parameter in sweep["parameters"].values())
-    assert (FILE.parents[2] / sweep["program"]).samefile(Path(train.__file__))
+    assert (FILE.parents[2] / sweep["program"]).samefile(ROOT / "train.py")
 
 
 def test_the_metric_is_one_that_every_run_has(sweep):

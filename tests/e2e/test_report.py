@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes
 from tests.e2e import browser, runs
 from tests.unit.test_report import check_self_contained, drawings, plain
 from tools.report import main

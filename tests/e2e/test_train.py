@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes
 from tests.e2e import runs
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_rows
 from tools import trace_report

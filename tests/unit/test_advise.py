@@ -6,7 +6,6 @@ import shlex
 
 import pytest
 
-import train
 from deepzero.planning.autotune import Search, rehearse_option
 from deepzero.planning.autotune_text import NOTHING_FITS, command, text
 from deepzero.planning.clusters import H100_HDR
@@ -16,6 +15,7 @@ from deepzero.planning.search_space import Question
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.closed_forms import Elements, StateSizes, predicted_memory
 from deepzero.training.build_model import program_of
+from deepzero.training.command_line import compose
 from tests.e2e import runs
 from tools import advise as tool
 
@@ -28,7 +28,7 @@ def ask(*words, ranks=2, memory=80e9, per_node=8, **more):
     """A question about a cluster of H100, with other memory."""
     cluster = dataclasses.replace(H100_HDR, memory_bytes=memory)
     world = ClusterShape(ranks, min(ranks, per_node))
-    return Question(words, train.compose, program_of, cluster, world, **{"seconds": 1e6, **more})
+    return Question(words, compose, program_of, cluster, world, **{"seconds": 1e6, **more})
 
 
 def plain(stage, micro_batch, accumulation=1):
@@ -55,7 +55,7 @@ def test_all_stages_and_offloads_are_ranked(advice):
 
 def test_predictions_are_those_of_simulate(advice):
     for option in (advice.options[0], advice.options[-1]):
-        run = train.compose(option.words)
+        run = compose(option.words)
         again = simulate(dry_run(program_of(run, 2), ClusterShape(2, 2)), advice.question.cluster, 2 * 2 * 16)
         assert option.step_seconds == again.timeline.seconds
         assert option.simulated.as_dict() == again.as_dict()
@@ -66,7 +66,7 @@ def test_what_is_printed_composes_to_what_was_rehearsed(advice):
     for option in advice.options:
         words = shlex.split(command(option, advice.question))
         assert words[:3] == ["python", "train.py", "launch.nproc=2"]
-        run, setting = train.compose(words[2:]), option.setting
+        run, setting = compose(words[2:]), option.setting
         zero = run.engine.zero
         assert zero.stage == setting.stage
         assert (zero.offload_optimizer.device == "cpu") == (setting.offload != "none")
@@ -152,7 +152,7 @@ def test_nodes_bring_hpz_and_lossy_brings_the_rest():
     everything = many.variants(best, 1 << 20, 1 << 16)
     assert [extra[0] for extra in everything[2:]] == ["zeropp=qwz", "zeropp=qgz", "zeropp=all"]
     for extra in everything:
-        run = train.compose([*TINY, "zero.stage=3", *extra])
+        run = compose([*TINY, "zero.stage=3", *extra])
         assert run.engine.zero.secondary_size in (1, 4)
     assert few.variants(plain(2, 1), 1 << 20, 1 << 16) == []
 
@@ -161,7 +161,7 @@ def test_many_micro_batches_lie_on_a_straight_line():
     words = (*TINY, "zero.stage=3", "train_micro_batch_size_per_gpu=1", "train_batch_size=12")
     question = ask(*words)
     option = rehearse_option(question, plain(3, 1, 6), words)
-    run = train.compose(words)
+    run = compose(words)
     whole = simulate(dry_run(program_of(run, 2), question.world), question.cluster, 12 * 16)
     assert option.straight_line
     assert option.tokens == whole.tokens
@@ -172,7 +172,7 @@ def test_many_micro_batches_lie_on_a_straight_line():
 def test_a_global_batch_is_kept():
     space = Search(ask(*TINY, global_batch=12)).space
     assert space.batches() == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    run = train.compose(space.words(plain(1, 3, 2)))
+    run = compose(space.words(plain(1, 3, 2)))
     assert (run.engine.train_batch_size, run.engine.train_micro_batch_size_per_gpu) == (12, 3)
 
 

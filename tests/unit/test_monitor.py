@@ -22,8 +22,9 @@ from deepzero.monitor.metrics_file import (
     write_summary,
 )
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
-from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
+from deepzero.monitor.terminal import Terminal, ledger_table
 from deepzero.monitor.throughput import peak_flops, rates
+from deepzero.utils.formatting import short_bytes, short_number
 
 
 def step(number, **changes):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deepzero
-from tools.house import read_house
+from tools.measure_house import read
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
@@ -60,9 +60,9 @@ def test_every_import_is_declared():
     extras = table["optional-dependencies"]
     declared = names([*table["dependencies"], *extras["hf"], *extras["numba"]])
     used = {}
-    for file in read_house(ROOT).files:
-        if file.path == "train.py" or file.path.startswith("deepzero/"):
-            used.update({use.target.split(".")[0]: f"{file.path}:{use.line}" for use in file.imports})
+    for path, source in read(ROOT).items():
+        if path == "train.py" or path.startswith("deepzero/"):
+            used.update({name.split(".")[0]: path for name in source.imports()})
     foreign = {name: place for name, place in used.items() if name not in {*sys.stdlib_module_names, "deepzero"}}
     assert {"torch", "numpy", "hydra"} <= set(foreign)
     missing = {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared}
