@@ -125,8 +125,7 @@ def sum_in_rank_order(
         sum_chunk(total, parts, lo, scratch[size : size + target.numel()])
         if factor != 1.0:
             total.mul_(factor)
-        # The new sum is complete before it meets the old one: (a+b)+c of a micro-batch has the same bits in every
-        # stage, whether the buckets of the micro-batch before were summed into the same memory or elsewhere.
+        # The sum is complete before it meets what was there: the same bits where it is added elsewhere (`on_reduced`).
         if accumulate:
             target.add_(total)
         elif not in_place:
