@@ -161,6 +161,7 @@ def test_every_contender_has_a_builder_and_distinct_variants():
     (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
     (["--rounds", "0"], "--rounds=0: must be at least 1"),
     (["--micro-batch", "0"], "--micro-batch=0"),
+    (["--width", "100"], "--width 100 does not divide by --heads 12"),
 ])  # fmt: skip
 def test_bad_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:

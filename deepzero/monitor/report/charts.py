@@ -17,7 +17,7 @@ COLOURS = {
 }  # fmt: skip
 ORDER = ("parameters", "masters", "moments", "gradients", "secondary", "gathered", "buckets", "padding")
 """Of the layers, the lowest first: what stays, then what comes and goes."""
-PHASES = {"gradient_ready": "2", "boundary": "3", "step": "4", "publish": "5"}
+PHASES = {"gradient_ready": "3", "boundary": "4", "step": "5", "publish": "6"}
 """Events that begin or end a phase of ``docs/step.md``, by its number there; of the first, the first one counts."""
 MOST_RANKS = 4
 """Memory charts: of more ranks the first, and those that held the most and the least."""
@@ -273,7 +273,7 @@ def _phases(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
     marks: list[tuple[float, str]] = []
     for point in points:
         word = PHASES.get(str(point.get("what")))
-        if word is not None and (word != "2" or word not in [w for _, w in marks]):
+        if word is not None and (word != "3" or word not in [w for _, w in marks]):
             marks.append((float(point["seconds"]), word))
     return marks
 

@@ -161,7 +161,7 @@ def memory_step(run: Run) -> str:
     words += " for each event." if planned else ": the sum of the largest of each category; they need not meet."
     if not planned:
         words += above_the_forms(run, ranks)
-    words += " Numbers above: 2 first gradient, 3 boundary, 4 optimizer step, 5 publish (docs/step.md)."
+    words += " Numbers above: 3 first gradient, 4 boundary, 5 optimizer step, 6 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
     shown = charts.chosen_ranks(ranks)
     events = sum(int(number(ranks[rank].get("events")) or 0) for rank in shown)
