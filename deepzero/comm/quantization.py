@@ -182,7 +182,7 @@ class Quantizer:
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
         self._plain: PlainKernel | DryRunKernel = PlainKernel()
-        self._compiled = CompiledKernel()
+        self._compiled: CompiledKernel | DryRunKernel = CompiledKernel()
         # (direction, dtype, device) that turned out not to compile, in the middle of training.
         self._uncompiled: set[tuple[str, torch.dtype, torch.device]] = set()
 
@@ -199,8 +199,8 @@ class Quantizer:
         """
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
         if device.type == "meta":
-            self._plain = DryRunKernel()
-        if self.request == "plain" or device.type == "meta":
+            self._plain = self._compiled = DryRunKernel()
+        if self.request == "plain" or (self.request == "compiled" and device.type == "meta"):
             return
         if self.request == "auto":
             missing = why_not_compiled(device.type)
