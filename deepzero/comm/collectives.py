@@ -119,7 +119,9 @@ class Communicator:
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
-        self._pairwise = self.backend == "gloo" and dry_run.real_device_type(device) == "cpu"
+        self.device_type = dry_run.real_device_type(device)
+        """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
+        self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
         self._pretends = dry_run.current() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)

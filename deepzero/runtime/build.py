@@ -25,27 +25,26 @@ from deepzero.layout import bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger
-from deepzero.runtime.open_meter import build_quantization_monitor
+from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.build_stage3 import (
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
+from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
+from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
+from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
+from deepzero.runtime.zero.stage3 import (
     Partitioning,
+    ZeroStage3,
     is_real,
     partition_model,
     place_buffers,
     place_whole,
     plan_partitioning,
 )
-from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
-from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
-from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.quantizers import build_quantizer
-from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
-from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
@@ -244,7 +243,14 @@ def build_zero(
             TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
-        return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
+        buckets = partitioning.coordinator.buckets if partitioning is not None else []
+        if comm.device.type == "meta":  # a dry run has no values to measure
+            return built
+        monitor = build_quantization_monitor(
+            groups, buckets, built.quantized_grads, config.zero.quantization, comm,
+            lambda: predict_unquantized(built, comm, micro_batches, stage),
+        )  # fmt: skip
+        return dataclasses.replace(built, meter=monitor)
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
@@ -267,10 +273,7 @@ def _build_stage(
     order, comm, accumulation = reduce_order(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
     host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
-        return ZeroStage3(
-            model, groups, partitioning.frozen, order, source, reducer, comm,
-            partitioning.coordinator, accumulation, host,
-        )  # fmt: skip
+        return ZeroStage3(model, partitioning, order, source, reducer, accumulation, host)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
     overlap = config.zero.overlap_comm and config.zero.stage > 0
     gradients = GradientReducer(

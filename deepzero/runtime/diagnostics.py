@@ -16,7 +16,7 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.grad_norm import layer_of
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 

@@ -46,8 +46,8 @@ from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.sharded_step import clip_divisor
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
 BAD_LOSSES = 5
 """Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops.

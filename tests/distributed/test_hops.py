@@ -89,3 +89,23 @@ def test_from_a_gradient_to_its_bucket(ranks, watched, offload):
     for chain in inside:
         assert [file for file, _ in chain if "stage_1_and_2" in file or "gradient_reduction" in file]
         check(chain, 7)
+
+
+def fetches(rank, world, zero, watched):
+    settings = config(stage=3, bucket=800, zero={"stage3_param_persistence_threshold": 0, **zero})
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    with observers(engine, watched), chains({"isend"}, {"_call_impl"}) as found:
+        engine(ids, labels)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "qwZ"])
+def test_from_a_module_to_its_all_gather(ranks, watched, quantized):
+    found = ranks.run(fetches, {"zero_quantized_weights": quantized}, watched, world_size=2)[0]
+    assert len(found) > 3
+    for chain in found:
+        assert chain[0][1].endswith("pre_forward") and "fetch_sub_module" in chain[1][1]
+        check(chain, 6)

@@ -13,7 +13,7 @@ from deepzero import zero
 from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import gradient_reduction
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
@@ -246,11 +246,11 @@ def discarded_on_the_way(rank, world):
             seen.append((bool((mine == 7.0).all()), bucket in [owner for owner, _ in bucket.pool.owners.values()]))
 
     bucket.gather._pending = Arrival()
-    bucket.discard()
+    bucket.release(discard=True)
     assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
     assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (bucket.shard == 7.0).any()
-    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be discarded"):
-        bucket.discard()
+    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be released"):
+        bucket.release(discard=True)
     step(engine, rank)
     return True
 
