@@ -31,7 +31,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import process_group, profiler_ranges
+from deepzero.comm import profiler_ranges
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -166,9 +167,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
-        for rank, text in enumerate(process_group.all_gather_object(problem)):
-            if text is not None:
-                raise RuntimeError(f"rank {rank}: {text}")
+        raise_on_all_ranks(problem)
         return self._send()
 
     def _send(self) -> bool:
