@@ -141,6 +141,7 @@ class GradAccumulator:
         # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
+        # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
         self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.buckets}
         self._place = {
             param: (g, slot)
@@ -151,8 +152,10 @@ class GradAccumulator:
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[nn.Parameter] = set()
         self._later: dict[nn.Parameter, torch.Tensor] = {}
+        # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
         self._alone = references(torch.empty(0))
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
+        # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
         for g, group in enumerate(self.groups):
             if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
                 self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
@@ -182,7 +185,7 @@ class GradAccumulator:
             waiting[param] = grad if before is None else self._sum(before, grad)
         elif param in self._arrived:
             flat[slot.offset : slot.end].add_(_dense(grad))
-        else:
+        else:  # what the step before left there is overwritten: the buffer is never zeroed
             flat[slot.offset : slot.end].copy_(_dense(grad))
             self._arrived.add(param)
 
@@ -233,9 +236,10 @@ class GradAccumulator:
             place = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
             waiting = self.waiting_of(param)
             if waiting is not None:
+                # One copy does it all: it flattens, casts, and lets autograd's tensor be freed while the pass goes on.
                 place.copy_(waiting)  # casts to the wire dtype
                 self._sent(param)
-            else:
+            else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
 
@@ -337,6 +341,7 @@ class GradientReducer:
             boundary: this is the last micro-batch of the optimizer step.
         """
         leaves = self._leaves_now(boundary)
+        # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
         self.source.accumulate(param, again=leaves and param in self._arrived)
         if not leaves:
             return
@@ -344,6 +349,7 @@ class GradientReducer:
         if param in self.leaf_params:
             return
         self._count(param)
+        # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
         for entry in self._complete_buckets():
             self._reduce_bucket(entry, boundary)
 
@@ -411,10 +417,12 @@ class GradientReducer:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
+        # The second and later reductions of a step are added to the first, in the order of the micro-batches.
         accumulate = self.reduced or again
         output, on_chunk, on_reduced = self.shard.grad_output(g, bucket, accumulate, measure)
         first = self.groups[g].names[bucket.slots[0].index]
         with profiler_ranges.span("reduce", bucket.index, first):
+            # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.source.fill(entry, send_buffer, name_unused=not again)
             self.reducer.launch(bucket, output, accumulate, on_chunk, on_reduced, g, first)
@@ -455,6 +463,7 @@ class GradientReducer:
         Returns:
             int64 ``[WORDS]``; ranks add theirs up.
         """
+        # Nearly all were measured when they were written. Left are those that came without boundary, or were changed.
         for entry in self.order:
             if (entry.group, entry.bucket.index) not in self._measured:
                 mine = self.shard.grad_shard(entry.group, entry.bucket)
@@ -474,6 +483,7 @@ class GradientReducer:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
+        # What is under way cannot be called back; all ranks wait for it here, and nobody reads it.
         self.drain()
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a

@@ -68,11 +68,13 @@ class MasterShard:
             if allocate is None:
                 raise RuntimeError("masters in host memory need an arena")
             self.on_host = allocate(HOST_MASTERS, placement.host_masters.numel, torch.float32)
+        # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building].
         self.on_device: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
         """Take the memory of the masters on the device, when that of the model is free."""
         if self.placement.device_masters.numel:
+            # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
             self.on_device = torch.zeros(self.placement.device_masters.numel, dtype=torch.float32, device=device)
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
@@ -245,6 +247,7 @@ class OptimizerShard:
     ) -> None:
         self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
         self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
+        # Kept for the whole run: fresh memory costs several times the sum that is written into it.
         extents = [group.layout.padded_numel if whole_sums else self._device_numel(group) for group in groups]
         self.grad_S = [
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
@@ -253,11 +256,13 @@ class OptimizerShard:
         self.parts = [
             MasterFragment(master, grad) for master, grad in zip(self._masters(), self._grad_fragments(), strict=True)
         ]
+        # Masters and gradients stay where they are from step to step, so the fragments are cut once.
         self._master_ids = {id(part.master) for part in self.parts}
         self.sub_groups = [SubGroup(some) for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
         self._one_pass = one_pass
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        # The user has the same optimizer object in hand, and must not step with it.
         self._allowed = False
         optimizer.register_step_pre_hook(self._refuse_direct_step)
 
@@ -284,6 +289,7 @@ class OptimizerShard:
             measure: sees the result.
         """
         if self.whole_sums:
+            # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
             return GradOutput(bucket.of(self.grad_S[group]), measure)
         start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
         return GradOutput(bucket.shard_of(self.grad_S[group], start), measure)
@@ -298,9 +304,10 @@ class OptimizerShard:
         for g, group in enumerate(self.groups):
             starts = [bucket.shard_offset for bucket in group.layout.buckets]
             for fragment in group.fragments:
-                if group.whole:
+                if group.whole:  # a fragment is a whole parameter, which lies as in flat_P
                     yield self.grad_S[g][fragment.shard_start :][: fragment.numel]
                     continue
+                # No fragment crosses the end of its bucket's shard.
                 bucket = group.layout.buckets[bisect.bisect_right(starts, fragment.shard_start) - 1]
                 yield self.grad_shard(g, bucket)[fragment.shard_start - bucket.shard_offset :][: fragment.numel]
 
@@ -318,6 +325,7 @@ class OptimizerShard:
         Raises:
             RuntimeError: the optimizer holds other parameters than at build, or a parameter was moved away.
         """
+        # By identity: a tensor that compares equal has another gradient.
         held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
         if len(held) != len(self._master_ids) or not self._master_ids.issuperset(held):
             raise RuntimeError(
@@ -333,6 +341,7 @@ class OptimizerShard:
         Args:
             divisor: the number by which the reduced sums are divided; see the module's text.
         """
+        # One after the other: what the optimizer makes besides its state is freed before the next one needs it.
         for sub_group in self.sub_groups:
             self._optimizer_step(sub_group, divisor)
 
@@ -364,9 +373,11 @@ class OptimizerShard:
 
     def _unscale_and_step(self, parts: Sequence[MasterFragment], divisor: float) -> None:
         """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
+        # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
         for part in parts:
             part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
         grads = [part.master.grad for part in parts if part.master.grad is not None]
+        # A tensor on the gradients' device, as fused kernels ask for it; all ways divide by these fp32 bits.
         scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device) if grads else None
         fused_division = self._divides and divisor != 1.0
         if divisor != 1.0 and not fused_division and scale is not None:
@@ -374,9 +385,11 @@ class OptimizerShard:
         try:
             if fused_division:
                 self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                # None: ranks have agreed on finiteness before, and no kernel is to look again.
                 self.optimizer.found_inf = None  # type: ignore[attr-defined]
             self.optimizer.step()
         finally:
+            # A later step without division must not find the old scale.
             if fused_division:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
         for part in parts:

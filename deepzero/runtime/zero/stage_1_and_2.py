@@ -80,6 +80,8 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
     The parameter is left without elements, so that its memory is free as soon as the caller lets the result go.
     """
     values = param.data.to(comm.device).contiguous().view(-1)
+    # Only the caller refers to the values from here on. With the model on the device this is what keeps the peak of
+    # building at one parameter above the model; see [Note: the peak of building].
     param.data = values.new_empty(0)
     comm.broadcast("setup.broadcast", values)
     return values
@@ -93,6 +95,7 @@ def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None
     loses.
     """
     values = values.to(master.device)
+    # Without a branch on the comparison's result: that would make the CPU wait for the GPU, parameter by parameter.
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
@@ -142,11 +145,13 @@ class FlatParamGroup:
         self.master_shard = MasterShard(self.placement, allocate_host)
         self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
         self.flat_P = self._flatten(comm)
+        # **The optimizer's tensors**, and views of one storage all the same: see [Note: why fragments].
         self.masters = [self._master_of(fragment) for fragment in self.fragments]
         self._mine: dict[int, tuple[Fragment, torch.Tensor]] = {
             fragment.slot.index: (fragment, master)
             for fragment, master in zip(self.fragments, self.masters, strict=True)
         }
+        # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
         self._data_ptrs = [data_ptr_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
@@ -166,8 +171,10 @@ class FlatParamGroup:
         flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
         for fragment in self.fragments:
             flat_P[fragment.slot.offset + fragment.start :][: fragment.numel].copy_(kept.pop(fragment.slot.index))
+        # Every rank casts its own fragments, and gets the others' cast already: the bytes of the compute dtype travel.
         for bucket in self.layout.buckets if not self.whole else ():
             comm.all_gather(SETUP, bucket.of(flat_P)).wait()
+        # The parameters become views. The optimizer never sees them again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = flat_P[slot.offset : slot.end].view(shape)
         return flat_P
@@ -179,6 +186,7 @@ class FlatParamGroup:
         if fragment is None:
             return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[fragment.start : fragment.start + fragment.numel]
+        # Host memory is there already, and is none of the device's: such a master is final at once.
         on_host = self.master_shard.view(fragment.shard_start, fragment.numel)
         return part.clone() if on_host is None else on_host.copy_(part)
 
@@ -358,6 +366,13 @@ class ZeroStage1And2:
         """4: stage 1 reduces all buckets, stage 2 those that are left; both wait."""
         self.gradients.reduce_gradients()
 
+    # ---- 5 step ------------------------------------------------------------------------------------------------------
+
+    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``unscale_and_clip_grads`` on the fragments
+    # of grad_S, then ``_optimizer_step`` on those of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with
+    # ``free_grad_in_param_list``, for the gradients of other ranks' partitions; here every gradient was freed when it
+    # was taken (gradient_reduction.py), long before.
+
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
@@ -393,7 +408,8 @@ class ZeroStage1And2:
             for k, bucket in enumerate(group.layout.buckets):
                 if group.placement.steps_on_host(bucket):
                     continue
-                if group.dtype != torch.float32:  # else the masters lie in the flat buffer
+                # In fp32 the masters lie in the flat buffer, and were published by being written.
+                if group.dtype != torch.float32:
                     mine = self.parallel_partitioned_bit16_groups[i][k][self.comm.rank]
                     mine.copy_(self.single_partition_of_fp32_groups[i][k])
                 self._gathers.append(PendingAllGather(None, self._all_gather(i, bucket)))
@@ -405,6 +421,7 @@ class ZeroStage1And2:
             gather.wait()
 
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:
+        # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
         with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
             whole = bucket.of(self.bit16_groups_flat[i])
