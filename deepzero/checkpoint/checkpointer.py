@@ -30,7 +30,7 @@ from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.utils.exit_hooks import before_the_end
 from deepzero.version import __version__
 

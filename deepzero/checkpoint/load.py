@@ -42,7 +42,7 @@ from deepzero.checkpoint.shard_file import remaining
 from deepzero.comm import process_group
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 log = logging.getLogger(__name__)
 

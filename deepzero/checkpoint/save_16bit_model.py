@@ -16,7 +16,7 @@ from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.model_file import ModelWriter, TensorPlan, convert, parse_size, wanted_dtype
 from deepzero.comm import process_group
 from deepzero.comm.process_group import raise_on_all_ranks
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
 
 def save_gathered(
