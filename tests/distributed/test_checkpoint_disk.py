@@ -473,8 +473,8 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
     job._lost = lambda rank: None
     written = async_save._shard_text(info)
     job.channel = SimpleNamespace(
-        look=lambda key: written if key == "1/written" and now[0] > 10 else None,
-        post=lambda key, text: posted.append((key, text)),
+        get=lambda key: written if key == "1/written" and now[0] > 10 else None,
+        set=lambda key, text: posted.append((key, text)),
     )
     assert job._gather(info)[0] is None
     assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}
