@@ -373,8 +373,7 @@ class BucketReducer:
 
     def _padding(self, bucket: Bucket) -> int:
         """How many of the elements of the other owners' shards are padding."""
-        mine = bucket.padding_of(self.comm.rank)
-        return bucket.numel - bucket.true_numel() - mine
+        return bucket.numel - bucket.true_numel() - bucket.padding_of(self.comm.rank)
 
     def _launch_native(self, inflight: InflightReduce) -> None:
         bucket, where = inflight.bucket, f"bucket {inflight.bucket.index}"
