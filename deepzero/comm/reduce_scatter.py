@@ -53,7 +53,7 @@ Key: TypeAlias = tuple[int, int]
 
 
 Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
-"""One rank's contribution to a sum: 1-D values; or, where they have to be decoded, what writes elements from ``start`` on
+"""One rank's contribution to a sum: 1-D values; or, where they are encoded, what writes elements from ``start`` on
 into 1-D fp32 ``values`` when it is called with the two."""
 
 
