@@ -1,7 +1,6 @@
 """Models, optimizers and schedules of all kinds, resumed to the bit: in a new engine, and in one that went further."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tests.distributed.training import (
     WIDTH,
     TinyModel,
     config,
+    log_lines,
     make_model,
     my_micro_batches,
     one_step,
@@ -250,12 +250,8 @@ def test_the_module_only_and_another_schedule(rank, world, tmp_path):
 
 @contextlib.contextmanager
 def logged():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    yield messages
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as messages:
+        yield messages
 
 
 def within_a_step(rank, world, folder, stage):

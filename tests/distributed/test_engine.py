@@ -1,6 +1,5 @@
 """What an engine meets in real models and real accidents."""
 
-import logging
 import math
 
 import pytest
@@ -16,6 +15,7 @@ from tests.distributed.training import (
     VOCAB,
     TinyModel,
     config,
+    log_lines,
     make_batch,
     make_model,
     my_micro_batches,
@@ -117,18 +117,14 @@ class Odd(nn.Module):
 
 def odd_model(rank, world, stage):
     torch.manual_seed(0)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
-    frozen, unused = engine.module.frozen.weight.clone(), engine.module.unused.weight.clone()
-    for step in range(3):
-        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-        out = engine(ids, labels, extra=rank == 0)
-        engine.backward(out["loss"])
-        engine.step()
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as messages:
+        engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
+        frozen, unused = engine.module.frozen.weight.clone(), engine.module.unused.weight.clone()
+        for step in range(3):
+            ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
+            out = engine(ids, labels, extra=rank == 0)
+            engine.backward(out["loss"])
+            engine.step()
     assert torch.equal(frozen, engine.module.frozen.weight) and torch.equal(unused, engine.module.unused.weight)
     assert engine.module.tiny.head.weight is engine.module.tiny.embed.weight
     named = [m for m in messages if "no gradient" in m]
@@ -161,15 +157,11 @@ class Chosen(nn.Module):
 
 
 def several_unused(rank, world, stage):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
-    for used in ([0], [0, 1], [1]):
-        engine.backward(engine(torch.ones(2, 4), used))
-        engine.step()
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as messages:
+        engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
+        for used in ([0], [0, 1], [1]):
+            engine.backward(engine(torch.ones(2, 4), used))
+            engine.step()
     return [m.split(": ")[1] for m in messages if "no gradient" in m]
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,17 @@ from torch import nn
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import (
+    SGD,
+    TinyModel,
+    config,
+    log_lines,
+    make_batch,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 
@@ -71,19 +80,15 @@ def test_what_others_ask(ranks):
 
 
 def given_twice(rank, world):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    model, schedule = make_model(), {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine, *_ = deepzero.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=lambda chosen: torch.optim.lr_scheduler.ConstantLR(chosen, factor=1.0),
-        config=config(stage=1, scheduler=schedule),
-    )
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as messages:
+        model, schedule = make_model(), {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine, *_ = deepzero.initialize(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lambda chosen: torch.optim.lr_scheduler.ConstantLR(chosen, factor=1.0),
+            config=config(stage=1, scheduler=schedule),
+        )
     assert engine.optimizer is optimizer and engine.get_lr() == [0.5]
     return [m.partition(",")[0] for m in messages]
 

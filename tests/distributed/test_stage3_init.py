@@ -13,9 +13,7 @@ import deepzero
 from deepzero.runtime.zero import init_context
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, make_model, one_step, start
-
-WHOLE = {"stage3_param_persistence_threshold": 0}
+from tests.distributed.training import WHOLE, TinyModel, config, log_lines, make_model, one_step, start
 
 
 class PostInit(TinyModel):
@@ -269,15 +267,10 @@ def test_parameters_that_stay_whole(rank, world):
 def odd_settings(rank, world):
     with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
         Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
     init_context._say_not_pinned.cache_clear()
-    logging.getLogger("deepzero").addHandler(handler)
-    with mock.patch("torch.cuda.is_available", return_value=False):
+    with log_lines() as lines, mock.patch("torch.cuda.is_available", return_value=False):
         for _ in range(2):
             Init(remote_device="cpu", pin_memory=True)
-    logging.getLogger("deepzero").removeHandler(handler)
     return [line for line in lines if "pin_memory=True" in line]
 
 
