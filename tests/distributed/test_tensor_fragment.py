@@ -232,15 +232,14 @@ def pieces(rank, world, stage):
     engine = build(stage, "bf16")
     one_step(engine, rank, world)
     backward(engine, rank, world, 1)
-    found = {}
-    for name, param in engine.module.named_parameters():
-        found[name] = [
-            (utils.safe_get_full_fp32_param(param), utils.safe_get_local_fp32_param(param)),
-            (utils.safe_get_full_grad(param), utils.safe_get_local_grad(param)),
-            *((utils.safe_get_full_optimizer_state(param, key), utils.safe_get_local_optimizer_state(param,
-             key)) for key in MOMENTS),
-        ]  # fmt: skip
-    return found
+    kinds = [("fp32_param",), ("grad",), *(("optimizer_state", key) for key in MOMENTS)]
+    return {
+        name: [
+            tuple(getattr(utils, f"safe_get_{scope}_{kind}")(param, *key) for scope in ("full", "local"))
+            for kind, *key in kinds
+        ]
+        for name, param in engine.module.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("stage", TWO_STAGES)
