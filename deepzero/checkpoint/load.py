@@ -41,7 +41,7 @@ from deepzero.checkpoint.save_plan import buffer_key, class_name
 from deepzero.checkpoint.shard_file import remaining
 from deepzero.comm import process_group
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from deepzero.checkpoint.load import agree
 from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.model_file import ModelWriter, TensorPlan, convert, parse_size, wanted_dtype
 from deepzero.comm import process_group
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
 
 def save_gathered(

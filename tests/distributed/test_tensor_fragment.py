@@ -9,7 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero import utils
-from deepzero.runtime.zero import fragments
+from deepzero.runtime.zero import tensor_fragment
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, config, make_batch, make_model, my_micro_batches, one_step, start
@@ -416,10 +416,10 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     engine.step()
     assert engine.ledger.last_step.keys() == expected.keys()
     asked = {kind for kind in engine.ledger.between_steps if kind.endswith("_on_request")}
-    records = len(fragments._ADDRESSES)
+    records = len(tensor_fragment._ADDRESSES)
     engine.destroy()
     gc.collect()
-    asked, gone = len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+    asked, gone = len(asked), records - len(tensor_fragment._ADDRESSES) == len(list(engine.module.parameters()))
     assert asked > 0 and gone
 
 

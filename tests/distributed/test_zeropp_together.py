@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from tests.distributed.training import as_predicted, config, make_model, my_micro_batches, one_step
 
 ALL = {
