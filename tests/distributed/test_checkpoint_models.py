@@ -200,9 +200,6 @@ def test_partitioned_parameters(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 3)
 
 
-# ---- parts of a checkpoint -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", some([0, 3, 1, 2], 2))
 @on_ranks()
 def test_frozen_parameters_left_out(rank, world, tmp_path, stage):
@@ -306,9 +303,6 @@ def test_compiled_models(rank, world, tmp_path):
     steps(engine, rank, world, 4)
     engine.destroy()
     torch._dynamo.reset()
-
-
-# ---- optimizers and models that a checkpoint cannot hold, or is not of -----------------------------------------------
 
 
 class Keeps(torch.optim.Optimizer):

@@ -15,8 +15,6 @@ from tests.distributed.training import SGD, WHOLE, config, make_batch, make_mode
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
-# ---- zero_grad -------------------------------------------------------------------------------------------------------
-
 
 def clear(engine):
     """Whatever a program may clear gradients with."""
@@ -121,9 +119,6 @@ def sparse(rank, world, dense):
 def test_sparse_and_dense_gradients_add_up(ranks):
     for dense in ([False, False], [False, True], [True, False]):
         assert ranks.run(sparse, dense, world_size=1) == [True]
-
-
-# ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
 
 
 class Energy(nn.Module):
@@ -231,9 +226,6 @@ def test_gradient_penalty(ranks, stage):
     norms = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
     for seen, own, norm in ranks.run(penalty, stage, world_size=2):
         assert seen == pytest.approx(sum(losses) / 2) and own in losses and norm == pytest.approx(norms)
-
-
-# ---- losses that are not finite --------------------------------------------------------------------------------------
 
 
 def nan_loss(rank, world, stage, scale):
