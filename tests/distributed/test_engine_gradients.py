@@ -218,8 +218,8 @@ def test_gradient_penalty(rank, world, stage):
     loss = loss_of(engine, rank)
     engine.backward(loss)
     engine.step()
-    assert engine.last_step.loss == pytest.approx(float(mean)) and engine.last_step.grad_norm == pytest.approx(norm)
-    assert float(loss) == pytest.approx(float(losses[rank]))
+    assert engine.last_step.loss == pytest.approx(mean.item()) and engine.last_step.grad_norm == pytest.approx(norm)
+    assert loss.item() == pytest.approx(losses[rank].item())
 
 
 @pytest.mark.parametrize(("stage", "scale"), [(1, 0), (3, 64)])
