@@ -203,9 +203,6 @@ def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
     assert sink.seen == ["step", "finish"]
 
 
-# ---- what they are told ----------------------------------------------------------------------------------------------
-
-
 def test_names_with_a_section_keep_it():
     entry = {"step": 7, "loss": 1.0, "skipped": True, "mfu": None, "comm/exposed_seconds": 0.5, "note": "no number"}
     assert scalars("train", entry) == {"train/loss": 1.0, "train/skipped": 1.0, "comm/exposed_seconds": 0.5}
@@ -263,9 +260,6 @@ def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path, monkeypatch):
     assert earlier_id(tmp_path, 5) is None
 
 
-# ---- W&B, offline or not ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
     """No W&B login of any kind; returns the place of the netrc file."""
@@ -296,9 +290,6 @@ def test_wandb_sends_nothing_against_a_word_of_its_variable(nobody, monkeypatch,
     assert wandb_mode(LoggerConfig(), told.append) == mode
     assert len(told) == (word == "off")
     assert all("WANDB_MODE='off' is none of online, offline, disabled, run, dryrun" in line for line in told)
-
-
-# ---- W&B, offline, for real ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
