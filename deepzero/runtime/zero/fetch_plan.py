@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+# A position past every trace.
 NEVER = 1 << 62
 
 
@@ -103,8 +104,9 @@ class _Planner:
     def __init__(self, trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> None:
         self.trace, self.numel, self.limits = trace, numel, limits
         self.live: set[int] = set()
+        # Of the live ones, those that are fetched and not used yet.
         self.ahead: set[int] = set()
-        """Fetched and not used yet."""
+        # The positions of each bucket's uses, and how far along them the walk has come.
         self.uses: dict[int, list[int]] = {}
         for position, use in enumerate(trace):
             for key in use.keys:
@@ -122,9 +124,11 @@ class _Planner:
         return plan
 
     def _release(self, position: int, use: ModuleUse, needed: Sequence[int]) -> list[int]:
+        # Sorted, as all ranks have to come to the same plan, whatever the order of a set.
         idle = sorted(self.live - set(use.keys))
         next_use = {key: self._next_use(key, position) for key in idle}
         released = [key for key in idle if key not in self.ahead and self._is_far(key, position, next_use[key])]
+        # Belady's rule, where the limit is tight: what is needed last goes first.
         kept = sorted(set(idle) - set(released), key=lambda key: (next_use[key], key))
         total = sum(self.numel[key] for key in {*use.keys, *kept})
         while kept and total > self.limits.live_numel:
@@ -135,7 +139,7 @@ class _Planner:
         return released
 
     def _next_use(self, key: int, position: int) -> int:
-        """The position of the first use after ``position``, or FAR."""
+        """The position of the first use after ``position``, or NEVER."""
         places, cursor = self.uses[key], self._cursor[key]
         while cursor < len(places) and places[cursor] <= position:
             cursor += 1
@@ -145,11 +149,13 @@ class _Planner:
     def _is_far(self, key: int, position: int, next_use: int) -> bool:
         if next_use == NEVER:
             return True
-        # A bucket that this backward pass will still add gradients to is in the middle of its work.
+        # A bucket that this backward pass will still add gradients to is in the middle of its work: a weight that is
+        # read twice in a row, as those of a tied head are, would be gathered three times.
         between = self.trace[position:next_use]
         complete = any(key in use.completes for use in between)
         if not complete and self.trace[next_use].backward and all(use.backward for use in between):
             return False
+        # Distance counts every bucket once, however often it is used in between, as DeepSpeed counts parameters.
         passed: set[int] = set()
         distance = 0
         for use in between:
@@ -169,6 +175,7 @@ class _Planner:
                 if key in self.live:
                     continue
                 size = self.numel[key]
+                # The last one may exceed the limit: a bucket travels as a whole.
                 if waiting >= self.limits.prefetch_numel or held + size > self.limits.live_numel:
                     return chosen
                 chosen.append((key, use.backward))

@@ -1,6 +1,6 @@
-"""How a model tells the coordinator what it needs, without a change to the model.
+"""Hooks on a model's modules, by which stage 3 learns what is needed next, without a change to the model.
 
-Three ways, each catching what the others cannot see:
+Three kinds, each catching what the others cannot see:
 
 forward hooks         before a module runs, its own parameters are fetched.
 saved-tensor hooks    while a forward pass builds its graph, autograd saves weights, or views of them, for the backward
@@ -37,9 +37,10 @@ from torch import nn
 
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
-from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
+from deepzero.utils.dispatch import unseen
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,10 @@ class SavedWeight:
 
 
 class ModuleHooks:
-    """Installs the three ways on a model, and takes them away again.
+    """The hooks of one model, from their installation until :meth:`remove`.
 
     Args:
-        model: its partitioned parameters are known to the coordinator.
+        model: its partitioned parameters lie in the coordinator's buckets.
         coordinator: fetches and releases.
         leaf_done: called with the parameters of a leaf module when its backward pass is over.
     """
@@ -74,6 +75,7 @@ class ModuleHooks:
     ) -> None:
         self.coordinator, self._leaf_done = coordinator, leaf_done
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+        # By module, looked up at its first call.
         self._own_keys: dict[nn.Module, tuple[int, ...]] = {}
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
@@ -81,8 +83,8 @@ class ModuleHooks:
         # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
         self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
+        # All parameters of leaf modules, persistent ones too: the reducer counts their gradients by calls.
         self.leaf_params: set[nn.Parameter] = set()
-        """All parameters of leaf modules, persistent ones too."""
         for bucket in coordinator.buckets:
             bucket.on_demand = self._on_demand
         self._install(model, set())
@@ -97,6 +99,8 @@ class ModuleHooks:
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
             self.leaf_params.update(module.parameters())
+        # Our pre-hook is the first, as the program's may look at parameters, and our hook is called after an exception
+        # too, or the stack of modules would keep what has ended.
         self._handles += [
             module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
             module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
@@ -136,12 +140,13 @@ class ModuleHooks:
     def _post_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            """Also when the module has raised."""
+            """The module is over, or has raised. What it used is released by the next fetch."""
             with unseen():
                 if leaf:
                     self._fetch_for_backward(module, params, output)
+                # Its pre-hook did not run: another one raised before it.
                 if not self._stack or self._stack[-1][0] is not module:
-                    return  # its pre-hook did not run: another one raised before it
+                    return
                 self.coordinator.end_sub_module(self._names[module])
                 self._leave()
                 if not self._stack:
@@ -161,10 +166,10 @@ class ModuleHooks:
         self._stack.append((module, self._become_innermost()))
 
     def _leave(self) -> None:
-        """**Parameters show their values inside modules only**: outside, no hooks of ours see who keeps one."""
         _, pushed = self._stack.pop()
         if pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        # **Parameters show their values inside modules only**: outside, no hooks of ours see who saves one.
         if not self._stack:
             self.coordinator.hide_all()
 
@@ -172,8 +177,9 @@ class ModuleHooks:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
         if not torch.is_grad_enabled():
             return
+        # Non-reentrant checkpointing runs it again: the first run has been counted.
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
-            return  # non-reentrant checkpointing runs it again: the first run has been counted
+            return
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
@@ -195,7 +201,7 @@ class ModuleHooks:
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                # Not shown: no module is under way.
+                # Not shown: no module is under way, and what the backward pass reads are views that we hand out.
                 tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
 
     def reset(self) -> None:
@@ -207,16 +213,20 @@ class ModuleHooks:
 
     def _become_innermost(self) -> bool:
         """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
+        # torch has a stack of such hooks, of which only the top one is called.
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Nothing is saved now, and each hook costs: generation under no_grad calls thousands of modules.
         if outer is None and not torch.is_grad_enabled():
             return False
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
+        # Ours already: modules inside modules.
         if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
             return False
         # Any callable may be one: a functools.partial has no name.
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
+        # Non-reentrant checkpointing keeps nothing in the forward pass.
         if name.startswith("_checkpoint_hook"):
-            return False  # non-reentrant checkpointing keeps nothing in the forward pass
+            return False
         if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.comm.device_type):
             self._warned_autocast = True
             log.warning(
@@ -237,7 +247,7 @@ class ModuleHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
         if isinstance(tensor, PartitionedParameter):
-            # Given to a function of the user's, which nobody intercepts.
+            # The object itself: a custom autograd function saves what it was given, and is not intercepted.
             record = tensor._zero
             home, slot = record.placed()
             if not self.coordinator.has(home):
@@ -247,14 +257,9 @@ class ModuleHooks:
         bucket = self.coordinator.owner_of(tensor)
         if bucket is None:
             return tensor
-        return SavedWeight(
-            bucket.key,
-            bucket.generation,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
+        offset = int(tensor.storage_offset())
+        return SavedWeight(bucket.key, bucket.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
@@ -268,16 +273,18 @@ class ModuleHooks:
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """3 pre-backward: fetch_sub_module, which prefetches backwards."""
+        """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
             return value
         bucket = self.coordinator.buckets[packed.key]
+        # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
             )
+        # What autograd does for tensors by their version: gradients of values that are gone would be silently wrong.
         if bucket.generation != packed.generation:
             raise RuntimeError(
                 f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
@@ -285,6 +292,7 @@ class ModuleHooks:
             )
         self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
         flat = bucket.whole
+        # A view of other elements: ``weight.view(torch.int16)``.
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
         return flat.as_strided(packed.shape, packed.stride, packed.offset)
@@ -331,6 +339,7 @@ class _Chain:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd."""
+        # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
         packed = tensor if self._keeps else self.ours.pack(tensor)
         return (packed,) if isinstance(packed, SavedWeight) else self._pack(self.ours.view_of(packed))
 

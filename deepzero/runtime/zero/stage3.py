@@ -84,6 +84,7 @@ def plan_partitioning(
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
+    # Backwards, as trained ones come: neighbours in the model are neighbours in a bucket.
     frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
     total = sum(param.numel() for params in (*chosen, frozen) for param in params)
     limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
@@ -97,6 +98,8 @@ def plan_partitioning(
     groups = []
     for index, params in enumerate(chosen):
         for partitioned in (True, False):
+            # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some
+            # bucket twice per micro-batch; whole, they cost little memory and one all-gather per step.
             some = [p for p in params if (p.numel() > threshold) is partitioned]
             if some:
                 groups.append(planned(some, index, partitioned))
@@ -132,6 +135,7 @@ def gather_configs(
     """
     if comm.world_size == 1:
         return {False: GatherConfig(), True: GatherConfig(frozen=True)}
+    # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
     size, mics = config.secondary_size, config.mics_shard_size > 0
     group = comm.split(size)[0] if size > 1 or mics else None
     quantized = {
@@ -140,10 +144,11 @@ def gather_configs(
     }
     settings, quantizer, buffers, scratch_bytes = config.quantization, None, None, 0
     if quantized[True]:
-        # Every rank decodes everything twice, and encodes its own shard.
+        # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
         numel = 2 * sum(layout.padded_numel for layout in chosen)
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
+        # One size for all: a buffer of the pool fits whatever bucket comes next.
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
         scratch_bytes = comm.world_size * quantizer.format.message_bytes(shard_numel)
         buffers = _pool(torch.uint8, config, comm)
@@ -231,6 +236,7 @@ def partition_model(
     partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
     trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
     for param in (p for p in names if p not in partitioned):
+        # ``zero.Init`` cuts everything, as it cannot know which parameters will be persistent.
         if isinstance(param, PartitionedParameter):
             unpartition(param)
         if param not in trained:
@@ -263,8 +269,10 @@ def partition_model(
             groups.append(
                 FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena)
             )
+    # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
     coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
+    # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
     return Partitioning(groups, frozen, coordinator, pool, configs[True].buffers)
 
@@ -330,6 +338,7 @@ class PartitionedParamGroup:
         self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
         layout, trained = planned.layout, planned.optimizer_group is not None
+        # ---- where shard_S and master_S lie
         # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
         self.before_write: Callable[[], None] | None = offload.wire.finish_reads if offload is not None else None
         self.placement = placement or OffloadPlan.on_device(layout, self.dtype == torch.float32, trained)
@@ -338,11 +347,14 @@ class PartitionedParamGroup:
         if cut and offload is not None:
             self.shard_on_host = offload.arena.allocate(HOST_PARAMETERS, cut, self.dtype)
         self.master_store = MasterShard(self.placement, offload.arena if offload is not None else None)
+        # ---- the parameters move in; from here on they are placeholders
         self.fragments = layout.fragments(comm.rank)
+        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
         self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         self.params = self._move_in(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
         self.masters = [self._master_of(fragment) for fragment in self.fragments] if trained else []
+        # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
         in_place = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
         for bucket in layout.buckets:
@@ -368,12 +380,13 @@ class PartitionedParamGroup:
         for index, param in enumerate(params):
             register_owner(param, self.names[index])
             made.append(as_zero_parameter(param, self.names[index]))
+            # Whole on this rank until the end of the loop's turn: the only parameter that is.
             values, number = self._whole_values(made[-1]), self._mine.get(index)
             if number is not None:
                 fragment = self.fragments[number]
                 mine = values[fragment.start : fragment.start + fragment.numel]
                 if waits:
-                    kept[number] = mine.clone()
+                    kept[number] = mine.clone()  # a view would keep the whole parameter's memory
                 else:
                     self._lay(number, mine)
             del values
@@ -386,6 +399,7 @@ class PartitionedParamGroup:
         return made
 
     def _allocate(self) -> None:
+        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
         self.master_store.allocate(self.device)
@@ -463,6 +477,7 @@ class PartitionedParamGroup:
         """
         param, number = self.params[index], self._mine.get(index)
         home, _ = param._zero.placed()
+        # This writes the cast values, and lets the master follow them; then come the bits that the cast has lost.
         home.write(param, values)
         if number is not None:
             fragment = self.fragments[number]
@@ -487,10 +502,12 @@ class PartitionedParamGroup:
     def publish(self) -> None:
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
+            # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
             if not self.placement.steps_on_host(bucket.bucket):
                 found = self.master_store.at(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
                 if found is not None:
                     bucket.shard.copy_(found)
+                # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
                 bucket.generation += 1
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
@@ -604,7 +621,7 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
+        # Persistent parameters are stage 2's. One reducer serves all groups: buckets are launched in one order.
         whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
         self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
         mark_persistent(model, whole)
@@ -619,6 +636,7 @@ class ZeroStage3:
     def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
+        # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
         self.gradients.reduce_ready_gradient(param, boundary)
@@ -670,6 +688,7 @@ class ZeroStage3:
 
     def publish(self) -> None:
         """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
+        # Launched first: persistent parameters travel while the others' masters are cast.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
@@ -680,12 +699,13 @@ class ZeroStage3:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way, and a pass that broke off."""
+        # The hooks first: while a module counts as under way, its parameters stay shown.
         self.hooks.reset()
         self.coordinator.reset()
         self.gradients.discard_gradients()
 
     def before_writes(self) -> None:
-        """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's shard."""
+        """Release everything: a write to a partitioned parameter goes into every rank's shard."""
         self.coordinator.release_all()
 
     def destroy(self) -> None:
