@@ -20,6 +20,7 @@ from tests.distributed.training import make_batch
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
     "finish_reads", "finish_fetches", "wait_for_fetches", "before_write", "before_writes", "_catch_up",
+    "arrive", "_wait_for_update",
 }  # fmt: skip
 
 BUCKET = 1000
@@ -58,6 +59,8 @@ ON_GPU = {
     "deepzero.runtime.zero.parameter_all_gather": ("stage 3", "quantized", "alone in stage 3"),
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
     "deepzero.runtime.zero.stage3": ("stage 3",),
+    "deepzero.runtime.zero.buffer_pool": ("stage 3", "quantized"),
+    "deepzero.offload.param_fetch": ("stage 3 on the host", "alone in stage 3"),
     "deepzero.runtime.zero.param_upload": ("offload", "offload in fp32"),
     "deepzero.runtime.zero.gradient_reduction": ("offload",),
     "deepzero.runtime.zero.stage_0": ("stage 0",),
@@ -83,26 +86,21 @@ ITSELF = "release() waits for itself; this keeps the registry"
 REST = "no program here discards gradients, or starts from zero.Init: tests of those compare bits"
 KNOWN = "whoever writes here has stood still for the device; a load has not, see test_null_gpu.py"
 UNNOTICED = {
-    "bucket.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
+    "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
-    "partitioned_bucket.PartitionedBucket.finish_fetches: self.gather.last_fetch.finish()": AGREED,
-    "partitioned_group.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].finish_fetches()": AGREED,
-    "way_back.HostParamUpload.outs: self._copy.finish()": AGREED,
-    "way_back.HostParamUpload.outs: self.group.wait_for_fetches(self.bucket)": AGREED,
-    "partitioned_bucket.PartitionedBucket.release: self.wait()": UNUSED,
-    "partitioned_bucket.PartitionedBucket.discard: self.wait()": UNUSED,
+    "param_fetch.HostShard.finish: self._last.finish()": AGREED,
+    "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
+    "param_upload.HostParamUpload.outs: self._copy.finish()": AGREED,
+    "param_upload.HostParamUpload.outs: self.group.wait_for_fetches(self.bucket)": AGREED,
+    "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
-    "partitioned_bucket.PartitionedBucket._write_gathered: self.gather.finish()": UNUSED,
-    "partitioned_bucket.PartitionedBucket.coarsen: self.gather.finish()": LOSSY,
-    "partitioned_bucket.PartitionedBucket.refine: self.gather.finish()": LOSSY,
-    "partitioned_bucket.PartitionedBucket.write: self.before_write()": KNOWN,
-    "partitioned_group.PartitionedParamGroup._may_write: self.before_write()": KNOWN,
-    "wire.Wire.finish_reads: copy.finish()": KNOWN,
-    "partitioned_group.PartitionedParamGroup._whole_values: home.wait()": REST,
-    "partitioned_group.unpartition: home.wait()": REST,
-    "gradient_partition.GradientReducer.discard_gradients: self.drain()": REST,
+    "partitioned_bucket.PartitionedBucket.write: self.gather.finish()": UNUSED,
+    "partitioned_bucket.PartitionedBucket.gather_again: self.gather.finish()": LOSSY,
+    "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
+    "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
+    "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
+    "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "host_gradients.HostGradients.discard: self.drain()": REST,
-    "stage_0.ZeroStage0.drain: self.reducer.drain()": REST,
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
@@ -110,11 +108,11 @@ UNNOTICED = {
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
     "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
-    "away.Departure.__init__: copy.finish()": "states leave without blocking here",
-    "away.Departure.close: copy.finish()": "to unlock pages waits for the device; what is not locked is not freed here",
-    "wire.Copy.wait: self._timing.before.record(stream)": TIMES,
-    "wire.Copy.wait: self._timing.after.record(stream)": TIMES,
-    "wire.Wire._launch: timing.begin.record(stream)": TIMES,
+    "offload_states.OffloadedStorages.__init__: copy.finish()": "states leave without blocking here",
+    "offload_states.OffloadedStorages.close: copy.finish()": "to unlock pages waits for the device; no others are freed",
+    "copy_streams.PendingCopy.wait: self._timing.before.record(stream)": TIMES,
+    "copy_streams.PendingCopy.wait: self._timing.after.record(stream)": TIMES,
+    "copy_streams.HostDeviceCopier._launch: timing.begin.record(stream)": TIMES,
 }
 """Statements that nothing here misses, and why they stay."""
 
@@ -146,7 +144,7 @@ def poisoned(engine):
     pools = []
     if engine.zero.partitioning is not None:
         pools = [engine.zero.partitioning.pool, engine.zero.partitioning.messages]
-    reduced = [(b.send, b.mail) for b in engine.zero.reducer._all_buckets]
+    reduced = [(b.send, b.recv_buffer) for b in engine.zero.reducer._all_buffers]
     free = [*(t for pair in reduced for t in pair), *(b for pool in pools if pool is not None for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]
 
@@ -202,9 +200,9 @@ def notices(removal, calm):
 
 
 DEFAULT = (
-    "bucket.BucketReducer.acquire: bucket.free.wait()",
-    "bucket.BucketReducer._finish: flight.pending.wait()",
-    "bucket.BucketReducer._finish: comm.chaos.poison(flight.bucket.send, flight.bucket.mail)",
+    "reduce_scatter.BucketReducer.acquire: buffers.free.wait()",
+    "reduce_scatter.BucketReducer._finish: inflight.pending.wait()",
+    "reduce_scatter.BucketReducer._finish: comm.chaos.poison(inflight.buffers.send, inflight.buffers.recv_buffer)",
 )
 
 
