@@ -109,7 +109,7 @@ UNNOTICED = {
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,
     "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
     "offload_states.OffloadedStorages.__init__: copy.finish()": "states leave without blocking here",
-    "offload_states.OffloadedStorages.close: copy.finish()": "to unlock pages waits for the device; no others are freed",
+    "offload_states.OffloadedStorages.close: copy.finish()": "to unlock pages waits for the device",
     "copy_streams.PendingCopy.wait: self._timing.before.record(stream)": TIMES,
     "copy_streams.PendingCopy.wait: self._timing.after.record(stream)": TIMES,
     "copy_streams.HostDeviceCopier._launch: timing.begin.record(stream)": TIMES,
