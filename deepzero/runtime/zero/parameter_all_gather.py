@@ -206,28 +206,19 @@ class QuantizedAllGather(PlainAllGather):
     """qwZ: values for computing travel quantised; exact ones still travel as they are.
 
     Args:
-        bucket: as in :class:`PlainAllGather`, and so are ``dtype``, ``comm``, ``source`` and ``where``.
+        plain: how exact values travel, and all do once quantised ones have been found too far off.
         quantizer: encodes and decodes a message.
         buffers: where buffers for the W messages come from, uint8.
         scratch_bytes: of each of them, which any bucket's messages fit into, so that all serve all.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        comm: Communicator,
-        source: DeviceShard,
-        where: str,
-        quantizer: Quantizer,
-        buffers: BufferPool,
-        scratch_bytes: int,
-    ) -> None:
-        super().__init__(bucket, dtype, comm, source, where)
+    def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
+        super().__init__(plain.bucket, plain.dtype, plain.comm, plain.source, plain.where)
+        self._plain = plain
         self.quantizer: Quantizer = quantizer
         self.buffers: BufferPool = buffers
         self.scratch_bytes = scratch_bytes
-        self.message_bytes = quantizer.format.message_bytes(bucket.shard_numel)
+        self.message_bytes = quantizer.format.message_bytes(plain.bucket.shard_numel)
         self._whole = self._buffer = torch.empty(0)
 
     def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -272,8 +263,8 @@ class QuantizedAllGather(PlainAllGather):
         self.release_message()
 
     def unquantized(self) -> PlainAllGather:
-        """Without quantisation, once the error monitor has found quantised values too far off."""
-        return PlainAllGather(self.bucket, self.dtype, self.comm, self.source, self.where)
+        """How exact values travel."""
+        return self._plain
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, quantised."""
@@ -445,9 +436,7 @@ class GatherConfig:
         if comm.world_size == 1:
             return gather
         if self.quantizer is not None and self.buffers is not None:
-            gather = QuantizedAllGather(
-                bucket, dtype, comm, source, where, self.quantizer, self.buffers, self.scratch_bytes
-            )
+            gather = QuantizedAllGather(gather, self.quantizer, self.buffers, self.scratch_bytes)
         return gather if self.group is None else SecondaryAllGather(gather, self.group, self.mics, self.frozen)
 
 

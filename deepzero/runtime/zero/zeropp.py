@@ -149,8 +149,6 @@ class QuantizationMonitor:
         self.readings, self.steps, self.fresh = QuantErrorReport(), 0, False
         """``fresh``: the last step was measured."""
         comm.ledger.untracked_kinds.add(METER)
-        self._scratch: torch.Tensor | None = None
-        self._message: torch.Tensor | None = None
         self._watch()
 
     def _watch(self) -> None:
@@ -218,27 +216,18 @@ class QuantizationMonitor:
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
-        total = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
-        for piece in part.split(step):
-            values = piece.to(self.comm.device)
-            message = self._room(quantizer.format.message_bytes(values.numel()))
-            packed = quantizer.format.open(message, values.numel())
+        size, device = min(step, part.numel()), self.comm.device
+        message = torch.empty(quantizer.format.message_bytes(size), dtype=torch.uint8, device=device)
+        decoded = torch.empty(size, dtype=torch.float32, device=device)
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for chunk in part.split(step):
+            values, numel = chunk.to(device), chunk.numel()
+            packed = quantizer.format.open(message[: quantizer.format.message_bytes(numel)], numel)
             quantizer.pack(values, packed)
-            decoded = self._decoded(values.numel())
-            quantizer.unpack(packed, decoded)
-            total += squares(values, decoded)
+            quantizer.unpack(packed, decoded[:numel])
+            total += squares(values, decoded[:numel])
         signal, noise = total.tolist()
         return signal, noise
-
-    def _room(self, size: int) -> torch.Tensor:
-        if self._message is None or self._message.numel() < size:
-            self._message = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
-        return self._message[:size]
-
-    def _decoded(self, numel: int) -> torch.Tensor:
-        if self._scratch is None or self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.comm.device)
-        return self._scratch[:numel]
 
     def _over_ranks(self, mine: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Every rank's sums, added in rank order: the same numbers on all ranks."""
