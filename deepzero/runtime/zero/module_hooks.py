@@ -321,7 +321,7 @@ class ModuleHooks:
 
 
 class _Chain:
-    """Saved-tensor hooks of somebody else's, with ours before them.
+    """Saved-tensor hooks that were there before, with ours in front of them.
 
     Args:
         ours: knows the parameters.

@@ -577,7 +577,7 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
         _OPEN.update((home, references(home.whole)) for home in homes)
         result = _with_views(func, args, kwargs, params)
     except BaseException:
-        # Now, as the traceback holds views: they would pass for somebody's who may still write.
+        # Now, as the traceback holds views: they would pass for views through which the program may write.
         _discard(homes)
         raise
     _partition_again(only_unseen=True)
@@ -600,7 +600,7 @@ def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParam
 def _partition_again(only_unseen: bool) -> None:
     """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
     for home, alone in list(_OPEN.items()):
-        # Somebody holds a view, through which a later line of the constructor may write.
+        # A view is held, through which a later line of the constructor may write.
         if only_unseen and references(home.whole) > alone:
             continue
         del _OPEN[home]

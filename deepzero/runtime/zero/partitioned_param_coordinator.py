@@ -167,7 +167,7 @@ class ModuleTrace:
         return FetchPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
 
     def follow(self, plan: FetchPlan) -> None:
-        """Follow a plan that somebody else has recorded."""
+        """Follow a plan that another engine, or a dry run, has recorded."""
         self.uses, self.plan = list(plan.uses), list(plan.actions)
 
     def reset(self) -> None:
@@ -221,7 +221,7 @@ class PartitionedParameterCoordinator:
     def begin_forward(self) -> None:
         """The outermost module is entered: in training the trace goes on, an evaluation begins at its first use."""
         if in_backward():
-            # Somebody else's hooks: non-reentrant checkpointing, which saves views as they are.
+            # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 self._runs += 1
                 self._run, self._current = self._runs, frozenset()

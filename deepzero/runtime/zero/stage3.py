@@ -674,7 +674,7 @@ class ZeroStage3:
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
-        """5, on the host: my shard of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
+        """5, on the host: this rank's shard of a bucket is new. Only the next fetch of it waits for its copy.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """

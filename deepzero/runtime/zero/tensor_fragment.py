@@ -20,7 +20,7 @@ value is lost. DeepSpeed changes the master alone; its parameter follows with th
 A parameter that is not trained has none of these: getters return None, setters raise.
 
 An engine registers its parameters when it is built (:class:`TensorFragments`) and forgets them when it is destroyed.
-The registry holds weak references: an engine that nobody else holds is not kept alive by its parameters.
+The registry holds weak references: an engine is not kept alive by its parameters.
 
 Source: ``deepspeed/utils/tensor_fragment.py``.
 """

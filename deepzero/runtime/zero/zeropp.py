@@ -211,16 +211,16 @@ class QuantizationMonitor:
             self.quantized_grads.exact_buckets.add(key)
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
-        """This rank's part, quantised and back, in whole blocks."""
-        quantizer, part = bucket.gather.quantizer, bucket.shard
+        """This rank's shard, quantised and back, in whole blocks: sums of squares of the values and of what they lost."""
+        quantizer, shard = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
-        size, device = min(step, part.numel()), self.comm.device
+        size, device = min(step, shard.numel()), self.comm.device
         message = torch.empty(quantizer.format.message_bytes(size), dtype=torch.uint8, device=device)
         decoded = torch.empty(size, dtype=torch.float32, device=device)
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        for chunk in part.split(step):
+        for chunk in shard.split(step):
             values, numel = chunk.to(device), chunk.numel()
             packed = quantizer.format.open(message[: quantizer.format.message_bytes(numel)], numel)
             quantizer.pack(values, packed)
