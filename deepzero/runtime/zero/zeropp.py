@@ -211,7 +211,7 @@ class QuantizationMonitor:
             self.quantized_grads.exact_buckets.add(key)
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
-        """This rank's shard, quantised and back, in whole blocks: sums of squares of the values and of what they lost."""
+        """This rank's shard, quantised and back, in whole blocks: squares of the values and of their errors."""
         quantizer, shard = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
