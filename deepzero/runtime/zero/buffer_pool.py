@@ -108,7 +108,7 @@ class BufferPool:
                     self._free.append(buffer)
                 else:
                     self.owners.pop(storage_ptr_of(buffer), None)
-            self._free += [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in missing]
+            self._free += [self._new(numel) for numel in missing]
             self._planned = {storage_ptr_of(buffer) for buffer in self._free}
 
     def begin_pass(self) -> None:
@@ -135,7 +135,7 @@ class BufferPool:
             self._free = [b for b in self._free if b is not buffer]
         else:
             self._trim(numel)
-            buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+            buffer = self._new(numel)
         self._taken[storage_ptr_of(buffer)] = buffer
         self.most_numel = max(self.most_numel, self.numel())
         return buffer
@@ -143,13 +143,23 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as no view of it is held."""
         del self._taken[storage_ptr_of(buffer)]
-        if self._chaos is not None and self._chaos.enabled and self.is_alone(buffer):
-            self._chaos.poison(buffer)
+        if self.is_alone(buffer):
+            self._poison(buffer)
         extra = self._planned is not None and not self._exact and storage_ptr_of(buffer) not in self._planned
         if self.keeps and not extra:
             self._free.append(buffer)
         else:
             self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may put anything here
+
+    def _new(self, numel: int) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        self._poison(buffer)
+        return buffer
+
+    def _poison(self, buffer: torch.Tensor) -> None:
+        # Chaos: what reads a buffer before it is filled, or after its release, finds NaN.
+        if self._chaos is not None and self._chaos.enabled:
+            self._chaos.poison(buffer)
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""
