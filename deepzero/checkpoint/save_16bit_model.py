@@ -12,10 +12,10 @@ import torch
 
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
-from deepzero.checkpoint.load import agree
 from deepzero.checkpoint.manifest import CheckpointError
 from deepzero.checkpoint.model_file import ModelWriter, TensorPlan, convert, parse_size, wanted_dtype
 from deepzero.comm import process_group
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
 
@@ -41,10 +41,13 @@ def save_gathered(
         writer = ModelWriter(folder, plans, parse_size(max_shard_size), filename, replace=True)
     except CheckpointError as error:
         problem = str(error)
-    agree(problem)
+    raise_on_all_ranks(problem, CheckpointError)
     mine = (str(folder), filename, max_shard_size, with_frozen)
     first = process_group.broadcast_object(mine)
-    agree(None if mine == first else f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same")
+    raise_on_all_ranks(
+        None if mine == first else f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same",
+        CheckpointError,
+    )
     if writer is None:
         raise CheckpointError("the model was not planned")
     values = _values(writer.order, {name: tensor for name, (tensor, _) in tensors.items()})
@@ -58,7 +61,7 @@ def save_gathered(
     # The other ranks gather and drop; so does rank 0 with what is left after an error. The ranks stay in step.
     for _ in values:
         pass
-    agree(problem)
+    raise_on_all_ranks(problem, CheckpointError)
 
 
 def _tensors(holdings: EngineState, with_frozen: bool) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:

@@ -11,13 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deepzero.config.engine import (
-    ActivationCheckpointingConfig,
-    CommConfig,
     EngineConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
-    ZeroConfig,
 )
 from deepzero.config.strict import ConfigError, Section, build, require, unknown_key
 
@@ -336,31 +333,17 @@ class RunConfig:
         Raises:
             ConfigError: anything that cannot be used, before a rank has started.
         """
-        readers: dict[str, Any] = {
-            "zero": ZeroConfig,
-            "precision": PrecisionConfig,
-            "comm": CommConfig,
-            "activation_checkpointing": ActivationCheckpointingConfig,
-            "optimizer": OptimizerConfig,
-            "scheduler": SchedulerConfig,
-        }
-        scalars: tuple[str, ...] = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        scalars += ("gradient_clipping", "grad_accum_dtype", "communication_data_type", "steps_per_print")
-        own = ("model", "data", "train", "launch", "logger", "profiler", "debug", "plan")
-        engine: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for key, value in mapping.items():
-            if key in ("optimizer", "scheduler"):
-                engine[key] = _with_params(readers[key], value, key)
-            elif key in readers:
-                engine[key] = build(readers[key], value, key)
-            elif key in scalars:
-                engine[key] = value
-            elif key in own:
-                rest[key] = value
-            else:
+        engine_keys = [f.name for f in fields(EngineConfig)]
+        own_keys = [f.name for f in fields(cls) if f.name != "engine"]
+        for key in mapping:
+            if key not in (*engine_keys, *own_keys):
                 # The last three are groups that set keys of others.
-                raise unknown_key(key, (*readers, *scalars, *own, "experiment", "offload", "zeropp"), "")
+                raise unknown_key(key, (*engine_keys, *own_keys, "experiment", "offload", "zeropp"), "")
+        engine = {key: value for key, value in mapping.items() if key in engine_keys}
+        for key, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
+            if key in engine:
+                engine[key] = _with_params(kind, engine[key], key)
+        rest = {key: value for key, value in mapping.items() if key in own_keys}
         return build(cls, {"engine": build(EngineConfig, engine), **rest})
 
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from deepzero.config.strict import Section
+from deepzero.layout import ALIGN
 
 MOST = 1 << 20
-UNIT = 64
-"""Elements. Every rank's part is a multiple of it, so blocks have to be too: ``layout.ALIGN``, as a test sees to."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class QuantizationConfig(Section):
             self.need(getattr(self, name) in (4, 8), name, "must be 8 or 4")
         rule = f"must be at most {MOST} elements: one scale for so many is no scale for most of them"
         self.need(self.block_size <= MOST, "block_size", rule)
-        rule = f"must be a multiple of {UNIT} elements: every rank's part is one, and is cut into blocks"
-        self.need(self.block_size >= UNIT and self.block_size % UNIT == 0, "block_size", rule)
+        rule = f"must be a multiple of {ALIGN} elements: every rank's part is one, and is cut into blocks"
+        self.need(self.block_size >= ALIGN and self.block_size % ALIGN == 0, "block_size", rule)
         for name in ("min_weight_snr_db", "min_gradient_snr_db"):
             value = getattr(self, name)
             finite = value is None or value == "never" or math.isfinite(value)

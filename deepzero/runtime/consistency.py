@@ -26,9 +26,11 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
+from deepzero.utils.formatting import flatten
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class RankMismatchError(RuntimeError):
 
 def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Everything in which ranks must be alike, by name: settings, parameters, buffers, optimizer and its groups."""
-    lines = _flatten(dataclasses.asdict(config))
+    lines = {key: repr(value) for key, value in flatten(dataclasses.asdict(config)).items()}
     names = {param: name for name, param in model.named_parameters()}
     parameters = [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()]
     buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -78,15 +80,9 @@ def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
         problem: on the rank that has one.
         RankMismatchError: on the others; or everywhere, with the first difference and both ranks.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone = process_group.all_gather_object((text, mine))
-    if problem is not None:
-        raise problem
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs is not None:
-            raise RankMismatchError(f"rank {rank} could not start: {theirs}")
-    first = everyone[0][1]
-    for rank, (_, lines) in enumerate(everyone[1:], start=1):
+    raise_on_all_ranks(problem, lambda text: RankMismatchError(f"could not start: {text}"))
+    first, *others = process_group.all_gather_object(mine)
+    for rank, lines in enumerate(others, start=1):
         for key in [*first, *(k for k in lines if k not in first)]:
             ours, other = first.get(key, "absent"), lines.get(key, "absent")
             if ours != other:
@@ -127,16 +123,6 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameters {name!r} and {another!r} share memory but are two objects; tie them by assigning one "
                 "nn.Parameter to both places"
             )
-
-
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = repr(value)
-    return flat
 
 
 def double_to_bits(value: float) -> int:

@@ -29,7 +29,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.collectives import open_communicator
 from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
@@ -344,14 +345,10 @@ class Engine(nn.Module):
                 found = found or error
         return found
 
-    def _raise_together(self, mine: RuntimeError | None) -> NoReturn:
+    def _raise_together(self, mine: RuntimeError | None) -> None:
         """Some rank is in trouble, and all know it: the others raise too, with its text. Nothing was updated."""
         self._drop_step()
-        told = process_group.all_gather_object(None if mine is None else str(mine))
-        if mine is not None:
-            raise mine
-        rank = next(rank for rank, text in enumerate(told) if text is not None)
-        raise RuntimeError(f"rank {rank}: {told[rank]}")
+        raise_on_all_ranks(mine)
 
     def _drop_step(self) -> None:
         self.zero.forget_gradients()

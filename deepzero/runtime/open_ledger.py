@@ -10,7 +10,7 @@ import torch
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
 from deepzero.offload.host_gradients import GRADIENTS, LANDING

@@ -40,7 +40,7 @@ def test_one_rank_differs(ranks, what, words):
 
 def test_one_rank_cannot_start(ranks):
     ours, theirs = ranks.run(one_rank_differs, "invalid", world_size=2)
-    assert "RankMismatchError: rank 1 could not start: ConfigError: train_batch_size=5" in ours
+    assert "RankMismatchError: could not start: rank 1: train_batch_size=5" in ours
     assert theirs.startswith("ConfigError: train_batch_size=5")
 
 

@@ -9,9 +9,8 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import BufferEvent, SideStream
+from deepzero.comm.streams import BufferEvent, Chaos, SideStream
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import HostActivations
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats

@@ -43,9 +43,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Chaos
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
