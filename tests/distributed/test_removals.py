@@ -66,7 +66,7 @@ ON_GPU = {
     "deepzero.runtime.zero.stage_0": ("stage 0",),
     "deepzero.runtime.zero.stage_1_and_2": ("stage 2", "offload", "alone"),
     "deepzero.runtime.zero.partitioned_param_coordinator": ("stage 3",),
-    "deepzero.runtime.zero.delayed_update": ("delayed",),
+    "deepzero.offload.delayed_update": ("delayed",),
     "deepzero.offload.copy_streams": ("offload", "stage 3", "alone"),
     "deepzero.offload.activations": ("alone",),
     "deepzero.offload.offload_states": ("offload",),
@@ -90,8 +90,8 @@ UNNOTICED = {
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "param_fetch.HostShard.finish: self._last.finish()": AGREED,
     "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
-    "param_upload.HostParamUpload.outs: self._copy.finish()": AGREED,
-    "param_upload.HostParamUpload.outs: self.group.wait_for_fetches(self.bucket)": AGREED,
+    "optimizer_offload.HostParamUpload.output_fragments: self._copy.finish()": AGREED,
+    "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
     "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
     "partitioned_bucket.PartitionedBucket.write: self.gather.finish()": UNUSED,
@@ -100,7 +100,7 @@ UNNOTICED = {
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
-    "host_gradients.HostGradients.discard: self.drain()": REST,
+    "optimizer_offload.HostGradients.discard: self.drain()": REST,
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
@@ -203,7 +203,7 @@ def notices(removal, calm):
 DEFAULT = (
     "reduce_scatter.BucketReducer.acquire: buffers.free.wait()",
     "reduce_scatter.BucketReducer._finish: inflight.pending.wait()",
-    "reduce_scatter.BucketReducer._finish: comm.chaos.poison(inflight.buffers.send, inflight.buffers.recv_buffer)",
+    "reduce_scatter.BucketReducer._finish: comm.chaos.poison(buffers.send, buffers.recv_buffer)",
 )
 
 
