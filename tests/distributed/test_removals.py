@@ -144,9 +144,9 @@ def poisoned(engine):
     """Of every buffer that nobody may read now, whether it says so."""
     pools = []
     if engine.zero.partitioning is not None:
-        pools = [engine.zero.partitioning.pool, engine.zero.partitioning.messages]
+        pools = engine.zero.partitioning.pools
     reduced = [(b.send, b.recv_buffer) for b in engine.zero.reducer._all_buffers]
-    free = [*(t for pair in reduced for t in pair), *(b for pool in pools if pool is not None for b in pool._free)]
+    free = [*(t for pair in reduced for t in pair), *(b for pool in pools for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]
 
 

@@ -230,8 +230,8 @@ class WriteGuard:
         expected = bucket.shard[::step] if self._samples is None else self._samples
         if torch.equal(mine[::step].view(bits), expected.view(bits)):
             return None
-        if self._samples is None:
-            step, expected = 1, bucket.shard  # the first element that differs names the parameter
+        if self._samples is None:  # the first element that differs names the parameter
+            step, expected = 1, bucket.shard
         differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
         place = bucket.bucket.part_start(bucket.gather.comm.rank) + int(differs) * step
         slots = zip(bucket.params, bucket.bucket.slots, strict=True)

@@ -117,9 +117,7 @@ class ModuleHooks:
         for bucket in self.coordinator.buckets:
             bucket.on_demand = None
 
-    # ---- forward -----------------------------------------------------------------------------------------------------
-
-    # Hooks are plain functions: dynamo can step around those, not around an object.
+    # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
     def _pre_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
         @torch.compiler.disable

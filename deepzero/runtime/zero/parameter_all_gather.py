@@ -1,7 +1,6 @@
 """How a bucket is put together: one all-gather over all ranks, or one of ZeRO++'s cheaper ways.
 
-Which way is chosen when stage 3 is built (:meth:`GatherConfig.build`), bucket by bucket; a step only calls
-``launch`` and ``finish``.
+Stage 3 chooses when it is built (:meth:`GatherConfig.build`); a step only calls ``launch`` and ``finish``.
 
 [Note: messages and partitions]
     On the wire a bucket is W equal *messages*, one from each rank: its shard as it is (:class:`PlainAllGather`), or
@@ -268,8 +267,7 @@ class QuantizedAllGather(PlainAllGather):
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, quantised."""
-        message = self._take(self.message_bytes)
-        self._pack(shard, message)
+        self._pack(shard, message := self._take(self.message_bytes))
         return message
 
     def release_message(self) -> None:

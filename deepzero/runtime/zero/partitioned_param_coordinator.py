@@ -3,14 +3,8 @@
 In the first optimizer step the coordinator *records* which buckets are used in which order, in forward and backward
 passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
 follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; it does,
-in this order:
-
-1. release what the plan lets go,
-2. launch mine,
-3. launch the prefetch: what the next uses need,
-4. wait for mine.
-
-Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
+in this order: release what the plan lets go · launch mine · launch the prefetch, what the next uses need · wait for
+mine. Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
 
 DeepSpeed releases at the end of a module. Here a bucket serves a run of modules, and at the end of one of them nothing
 tells whether the next one will use it too: that is known when the next use comes, which begins with
@@ -40,13 +34,7 @@ from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferForecast, InPlacePool, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
-from deepzero.runtime.zero.parameter_all_gather import (
-    BACKWARD,
-    EVALUATION,
-    FORWARD,
-    ON_REQUEST,
-    ON_REQUEST_BROADCAST,
-)
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 

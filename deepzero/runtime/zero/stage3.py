@@ -56,20 +56,12 @@ log = logging.getLogger(__name__)
 # ---- 0 build: which parameters are cut, over which buckets -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PartitioningPlan:
-    """What will be partitioned, before anything is."""
-
-    groups: list[GroupLayout]
-    """Of trained parameters, then of frozen ones."""
-    limit: int
-    """Elements of a bucket."""
-
-
 def plan_partitioning(
     names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
-) -> PartitioningPlan:
+) -> tuple[list[GroupLayout], int]:
     """Which parameters are cut, over which buckets. Pure numbers.
+
+    Returns the groups of trained parameters, then of frozen ones, and how many elements a bucket may have.
 
     Args:
         names: every parameter's.
@@ -100,7 +92,7 @@ def plan_partitioning(
                 groups.append(planned(some, index, partitioned))
     if frozen:
         groups.append(planned(frozen, None, True))
-    return PartitioningPlan(groups, limit)
+    return groups, limit
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
@@ -183,18 +175,16 @@ class Partitioning:
     """Of trainable parameters: partitioned ones, and ``FlatParamGroup`` of persistent ones."""
     frozen: list[PartitionedParamGroup]
     coordinator: PartitionedParameterCoordinator
-    pool: BufferPool
-    messages: BufferPool | None
-    """qwZ: buffers for quantised messages."""
+    pools: list[BufferPool]
+    """Buffers for gathered buckets; with qwZ also for quantised messages."""
 
     def gather_buffers(self) -> list[torch.Tensor]:
         """What is gathered, or on its way, and what is kept for the next time."""
-        return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
+        return [buffer for pool in self.pools for buffer in pool.buffers()]
 
     def most_gathered(self) -> int:
         """The most bytes of :meth:`gather_buffers` in this pass."""
-        pools = (self.pool, *([self.messages] if self.messages is not None else []))
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in pools)
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
@@ -203,14 +193,14 @@ class Partitioning:
 
     def clear(self) -> None:
         """Let go of free buffers."""
-        self.pool.clear()
-        if self.messages is not None:
-            self.messages.clear()
+        for pool in self.pools:
+            pool.clear()
 
 
 def partition_model(
     names: Mapping[nn.Parameter, str],
-    plan: PartitioningPlan,
+    planned: Sequence[GroupLayout],
+    limit: int,
     placements: Sequence[OffloadPlan],
     config: ZeroConfig,
     comm: Communicator,
@@ -221,15 +211,16 @@ def partition_model(
 
     Args:
         names: every parameter's.
-        plan: from :func:`plan_partitioning`.
+        planned: from :func:`plan_partitioning`.
+        limit: from there, too.
         placements: of its groups.
         config: thresholds and limits.
         comm: the ranks.
         dtype: compute dtype.
         offload: where host memory is; None: nothing is offloaded.
     """
-    partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
-    trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
+    partitioned = {param for group in planned if group.partitioned for param in group.params}
+    trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
     for param in (p for p in names if p not in partitioned):
         # ``zero.Init`` cuts everything, as it cannot know which parameters will be persistent.
         if isinstance(param, PartitionedParameter):
@@ -238,7 +229,7 @@ def partition_model(
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = _pool(dtype, config, comm)
     layouts = {
-        frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
+        frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
         for frozen in (False, True)
     }
     configs = gather_configs(config, comm, dtype, layouts)
@@ -247,7 +238,7 @@ def partition_model(
     groups: list[ParamGroup] = []
     frozen: list[PartitionedParamGroup] = []
     buckets: list[PartitionedBucket] = []
-    for group, placement in zip(plan.groups, placements, strict=True):
+    for group, placement in zip(planned, placements, strict=True):
         index = group.optimizer_group
         labels = [names[p] for p in group.params]
         if group.partitioned:
@@ -266,10 +257,11 @@ def partition_model(
             )
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
-    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
+    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, limit), 2 * largest, comm)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
-    return Partitioning(groups, frozen, coordinator, pool, configs[True].buffers)
+    quantized = configs[True].buffers
+    return Partitioning(groups, frozen, coordinator, [pool] if quantized is None else [pool, quantized])
 
 
 def is_real(param: nn.Parameter) -> bool:
