@@ -139,5 +139,5 @@ def gradient_norms(
     for name, square in zip(names, torch.cat(list(squares)).tolist(), strict=True):
         layers[layer_of(name)] += square
     mine = torch.tensor(list(layers.values()), dtype=torch.float64)
-    sums = process_group.sum_in_rank_order(mine, device).tolist()
+    sums = process_group.gather_and_sum(mine, device).tolist()
     return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}
