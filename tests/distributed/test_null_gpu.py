@@ -24,8 +24,7 @@ from deepzero.utils import (
 )
 from tests.distributed.null_gpu import CPU, GPU, MixedSides, Race, null_gpu
 from tests.distributed.test_offload import settings
-from tests.distributed.test_stage3_bits import KINDS
-from tests.distributed.training import my_micro_batches
+from tests.distributed.training import KINDS, my_micro_batches
 
 HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
 

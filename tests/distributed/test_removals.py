@@ -14,8 +14,7 @@ from deepzero.comm.process_group import FakeRank, fake_process_group
 from tests.distributed.null_gpu import CPU, GPU, MIRRORS, null_gpu
 from tests.distributed.removals import calls_of, without
 from tests.distributed.test_offload import settings
-from tests.distributed.test_stage3_bits import KINDS
-from tests.distributed.training import make_batch
+from tests.distributed.training import KINDS, make_batch
 
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
