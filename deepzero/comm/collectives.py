@@ -188,8 +188,8 @@ class Communicator:
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
         between = sum(send[sent[place]].nbytes for place in crossing)
-        # Into the flight recorder before torch is called: its fingerprint is the tag of the messages, so that ranks which
-        # have taken different paths never take one collective's message for another's.
+        # Into the flight recorder before torch is called: its fingerprint is the tag of the messages, so that ranks
+        # which have taken different paths never take one collective's message for another's.
         launch = self._before(kind, where)
         self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between, where, among.size)
         pending = Pending(self, launch)
