@@ -83,12 +83,14 @@ class ModuleHooks:
         self._handles: list[Any] = []
         self.leaf_params: set[nn.Parameter] = set()
         """All parameters of leaf modules, persistent ones too."""
+        # Injected, so that a parameter can ask for its bucket without an import of this file from that one.
         for bucket in coordinator.buckets:
             bucket.on_demand = self._on_demand
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """On this module and those below it; below a leaf, or in compiled code, there are none."""
+        # A module may be registered in several places (tied blocks); twice hooked, it would be entered twice.
         if module in seen:
             return
         seen.add(module)
@@ -97,6 +99,8 @@ class ModuleHooks:
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
             self.leaf_params.update(module.parameters())
+        # Before every other pre-hook, since those may read weights (weight norm does); always_call, because an
+        # exception in the module must not leave it on the stack, with its weights gathered.
         self._handles += [
             module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
             module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
@@ -121,9 +125,12 @@ class ModuleHooks:
         @torch.compiler.disable
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
+            # What the coordinator does with parameters is no use of them: it must not come back here on demand.
             with unseen():
+                # An empty stack: this is the outermost module, and a forward pass begins.
                 if not self._stack:
                     self.coordinator.begin_forward()
+                # Entered before the fetch: the values that it shows belong to a module that is under way.
                 self._enter(module)
                 keys = self._keys_of(module, params)
                 if keys:
@@ -144,6 +151,7 @@ class ModuleHooks:
                     return  # its pre-hook did not run: another one raised before it
                 self.coordinator.end_sub_module(self._names[module])
                 self._leave()
+                # The outermost module has ended: after an evaluation nothing stays gathered.
                 if not self._stack:
                     self.coordinator.end_forward()
 
@@ -174,6 +182,7 @@ class ModuleHooks:
             return
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
             return  # non-reentrant checkpointing runs it again: the first run has been counted
+        # One input is enough: autograd gives an input its gradient after everything between it and the output.
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
@@ -210,6 +219,7 @@ class ModuleHooks:
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None and not torch.is_grad_enabled():
             return False
+        # torch runs only the innermost pair of hooks. Ours are there already where a module calls another.
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
         if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
             return False
@@ -244,6 +254,7 @@ class ModuleHooks:
                 return tensor
             start = slot.offset - home.bucket.offset
             return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
+        # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         bucket = self.coordinator.owner_of(tensor)
         if bucket is None:
             return tensor
@@ -278,12 +289,16 @@ class ModuleHooks:
                 f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
             )
+        # A bucket's generation grows with every write. Plain autograd compares version counters of the saved tensor;
+        # here no tensor was saved, so this is that check.
         if bucket.generation != packed.generation:
             raise RuntimeError(
                 f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
         self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
+        # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
+        # differs where a program has saved a weight's bits under another one (view(torch.int16)).
         flat = bucket.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
