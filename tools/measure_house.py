@@ -26,7 +26,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1700, 1150),
     "deepzero/comm": (3920, 2720),
     "deepzero/runtime": (5200, 3050),
-    "deepzero/runtime/zero": (6200, 4550),
+    "deepzero/runtime/zero": (6300, 4550),
     "deepzero/offload": (3700, 2500),
     "deepzero/checkpoint": (4630, 2610),
     "deepzero/launch": (820, 650),

@@ -367,9 +367,8 @@ class GradientReducer:
             self._reduce_bucket(entry, boundary)
 
     def _count(self, param: nn.Parameter) -> None:
-        if param not in self._arrived:
-            self._arrived.add(param)
-            self._missing[self._place[param]] -= 1
+        self._missing[self._place[param]] -= param not in self._arrived
+        self._arrived.add(param)
 
     def _complete_buckets(self) -> Iterator[BucketRef]:
         """The buckets that are complete and next in order."""
@@ -378,7 +377,7 @@ class GradientReducer:
             self._cursor += 1
 
     def _leaves_now(self, boundary: bool) -> bool:
-        """Whether gradients of the backward pass under way are sent as they come."""
+        """Whether gradients of this backward pass are sent as they come."""
         return self.every_pass or (self.overlap and boundary) or self.reduced
 
     def backward_end(self, boundary: bool) -> None:
@@ -458,11 +457,7 @@ class GradientReducer:
     # ---- 5 step: what the norm reads ---------------------------------------------------------------------------------
 
     def norm_sq_partials(self) -> torch.Tensor:
-        """This rank's share of the global norm, see ``grad_norm.py``: of its own part of every bucket, in all stages.
-
-        Returns:
-            int64 ``[WORDS]``; ranks add theirs up.
-        """
+        """This rank's shares of the global norm, int64 ``[WORDS]``, see ``grad_norm.py``: ranks add theirs up."""
         # Nearly all were measured when they were written. Left are those that came without boundary, or were changed.
         for entry in self.order:
             if (entry.group, entry.bucket.index) not in self._measured:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -178,10 +178,11 @@ class SubGroup:
     """Fragments that are stepped on together."""
 
     parts: Sequence[MasterFragment]
-    masters: list[torch.Tensor] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "masters", [part.master for part in self.parts])
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The optimizer's tensors among them."""
+        return [part.master for part in self.parts]
 
 
 class GradOutput(NamedTuple):
@@ -194,18 +195,8 @@ class GradOutput(NamedTuple):
     """Takes the sum elsewhere when it is written. It is then added there to what came before, not in ``output``."""
 
 
-class OnePassStep(Protocol):
-    """An optimizer that widens, divides, steps and casts chunk by chunk, in one pass over memory (``CPUAdam.step``)."""
-
-    def __call__(
-        self,
-        *,
-        grads: list[torch.Tensor],
-        out: list[torch.Tensor | None] | None,
-        scale: float,
-        only: list[torch.Tensor],
-    ) -> Any:
-        """Step on the masters ``only``, with ``grads / scale``; write the new values, cast, into ``out``."""
+OnePassStep = Callable[..., Any]
+"""``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
 
 
 def clip_divisor(norm: float, max_norm: float) -> float:

@@ -417,7 +417,7 @@ class ZeroStage1And2:
                 self._gathers.append(PendingAllGather(None, self._all_gather(i, bucket)))
 
     def wait_all_gathers(self) -> None:
-        """Wait for everything that :meth:`arrived` and :meth:`all_gather_dp_groups` have launched."""
+        """Wait for all-gathers that are under way."""
         gathers, self._gathers = self._gathers, []
         for gather in gathers:
             gather.wait()
