@@ -40,9 +40,8 @@ from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
 from deepzero.comm.topology import Nodes
-from deepzero.layout import Bucket, FlatLayout
+from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST
-from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
 from deepzero.runtime.grad_norm import WORDS

@@ -16,8 +16,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.grad_norm import layer_of
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, ParamGroup
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 
 def params_sha256(model: nn.Module) -> str:
@@ -114,7 +114,7 @@ def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Seq
     Args:
         model: gives the order.
         groups: all groups.
-        parts: in the order of the groups' pieces, as ``stage.gradients.master_parts`` gives them.
+        parts: in the order of the groups' fragments, as ``OptimizerShard.parts`` has them.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     owners = [group.names[fragment.slot.index] for group in groups for fragment in group.fragments]

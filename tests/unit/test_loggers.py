@@ -10,7 +10,6 @@ import pytest
 
 from deepzero.config.run import LoggerConfig
 from deepzero.config.strict import ConfigError
-from deepzero.monitor import loggers
 from deepzero.monitor.async_logger import Background, finish_all
 from deepzero.monitor.metrics_file import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
@@ -168,8 +167,8 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
 
 def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, monkeypatch, hang):
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.8)
-    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
-    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: Failing(hang, "finish"))
     stream = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
     started = time.monotonic()
@@ -182,8 +181,8 @@ def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, 
 @pytest.mark.parametrize("bad", [disk_full, leave])
 def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypatch, bad, at):
     good = Failing()
-    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(bad, at))
-    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: good)
+    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(bad, at))
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: good)
     stream = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
     for number in (1, 2, 3):

@@ -19,8 +19,7 @@ value is lost. DeepSpeed changes the master alone; its parameter follows with th
 
 A parameter that is not trained has none of these: getters return None, setters raise.
 
-An engine registers its parameters when it is built (:class:`TensorFragments`) and forgets them when it is destroyed.
-The registry holds weak references: an engine that nobody else holds is not kept alive by its parameters.
+An engine registers its parameters when it is built (:class:`TensorFragments`). The registry's references are weak.
 
 Source: ``deepspeed/utils/tensor_fragment.py``.
 """
@@ -37,10 +36,9 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
-from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup, ShardedStep
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
@@ -99,7 +97,7 @@ class TensorFragments:
         self,
         model: nn.Module,
         groups: Sequence[ParamGroup],
-        step: ShardedStep | DelayedStep,
+        step: OptimizerShard,
         gradients: GradientReducer,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
@@ -162,11 +160,6 @@ class ParamFragment:
         """Elements of this rank's fragment."""
         return self.fragment.numel if self.fragment is not None else 0
 
-    @property
-    def unpartitioned(self) -> bool:
-        """Stage 0: every rank has all."""
-        return isinstance(self.group, FlatParamGroup) and self.group.whole
-
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
     def copy_of(self, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -183,7 +176,7 @@ class ParamFragment:
 
     def numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s fragment."""
-        if self.unpartitioned:
+        if self.group.whole:
             return self.slot.numel
         first = self.bucket.part_start(rank)
         return max(0, min(self.slot.end, first + self.bucket.shard_numel) - max(self.slot.offset, first))
@@ -193,7 +186,7 @@ class ParamFragment:
         comm = self.engine.comm
         counts = [self.numel_of(rank) for rank in range(comm.world_size)]
         largest = max(counts)
-        if self.unpartitioned or comm.world_size == 1 or largest == 0:
+        if self.group.whole or comm.world_size == 1 or largest == 0:
             return mine.view(self.shape)
         gathered = torch.zeros(comm.world_size * largest, dtype=torch.float32, device=mine.device)
         parts = gathered.split(largest)
@@ -207,7 +200,7 @@ class ParamFragment:
 
     def master(self) -> torch.Tensor:
         """A copy of this rank's fragment, with what was written into a whole parameter since the last step."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         if isinstance(self.group, FlatParamGroup) and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
@@ -239,7 +232,7 @@ class ParamFragment:
 
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's fragment of one state, as the optimizer holds it."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -264,7 +257,7 @@ class ParamFragment:
         aside = BucketReducer(
             comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
         )
-        output = torch.zeros(bucket.numel, dtype=gradients.grad_dtype, device=self.group.device)
+        output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)
         send_buffer.zero_()
         waiting = gradients.source.waiting_of(self.group.params[self.slot.index])
