@@ -166,7 +166,7 @@ class QuantizationMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins, or begins again: gradients are measured as they are sent, so the reducer has to know before."""
+        """A step begins, or begins anew: gradients are measured as they are sent, so the reducer is told before."""
         if self.quantized_grads is not None:
             self.quantized_grads.metering = self._due()
 
