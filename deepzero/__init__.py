@@ -1,7 +1,7 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
 
 from deepzero import utils, zero
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm.process_group import init_distributed
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.strict import ConfigError

@@ -10,7 +10,7 @@ import torch
 
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.manifest import Row, ShardInfo
-from deepzero.checkpoint.shard_file import damage
+from deepzero.checkpoint.reader import damage
 from deepzero.runtime.zero.sharded_step import MasterFragment, _sub_groups
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import launcher, rank_process
 from deepzero.comm.desync_watchdog import RankDivergenceError, RankLeftError
 from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
