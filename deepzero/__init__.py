@@ -1,16 +1,35 @@
-"""deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only."""
+"""deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only.
 
-from deepzero import utils, zero
-from deepzero.checkpoint.errors import CheckpointError
-from deepzero.comm.process_group import init_distributed
-from deepzero.compat.deepspeed_engine import DeepSpeedEngine
-from deepzero.config.strict import ConfigError
-from deepzero.runtime.engine import NonFiniteError
-from deepzero.runtime.initialize import add_config_arguments, initialize
+A name is loaded when it is first used: the process that starts ranks imports the launcher, and no torch. Here the parts
+that do not know each other meet: the watchdog of ``health/`` observes the process groups of ``comm/``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from deepzero.comm.flight_recorder import GroupObserver, observe_groups_with
 from deepzero.version import __version__
 
-Engine = DeepSpeedEngine
-"""What ``initialize`` returns."""
+if TYPE_CHECKING:
+    from deepzero import utils, zero
+    from deepzero.checkpoint.errors import CheckpointError
+    from deepzero.comm.process_group import init_distributed
+    from deepzero.compat.deepspeed_engine import DeepSpeedEngine
+    from deepzero.config.strict import ConfigError
+    from deepzero.runtime.engine import NonFiniteError
+    from deepzero.runtime.initialize import add_config_arguments, initialize
+
+    Engine = DeepSpeedEngine
+
+_HOMES = {
+    "CheckpointError": "checkpoint.errors",
+    "ConfigError": "config.strict",
+    "DeepSpeedEngine": "compat.deepspeed_engine",
+    "NonFiniteError": "runtime.engine",
+    "add_config_arguments": "runtime.initialize",
+    "init_distributed": "comm.process_group",
+    "initialize": "runtime.initialize",
+}
 
 __all__ = [
     "CheckpointError",
@@ -25,3 +44,28 @@ __all__ = [
     "utils",
     "zero",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("utils", "zero"):
+        return import_module(f"{__name__}.{name}")
+    if name == "Engine":  # what `initialize` returns
+        name = "DeepSpeedEngine"
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _watch_group() -> GroupObserver:
+    from deepzero.health.desync_watchdog import watch_group
+
+    return watch_group()
+
+
+observe_groups_with(_watch_group)

@@ -17,8 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import train
-from deepzero.comm.groups import find_nodes
+from deepzero.comm.topology import find_nodes
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
 from deepzero.planning.autotune import Search
@@ -27,6 +26,7 @@ from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
 from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.search_space import HEADROOM, Question
 from deepzero.training.build_model import program_of
+from deepzero.training.command_line import compose
 
 NOTHING = 3
 """Exit status: no setting fits."""
@@ -92,14 +92,14 @@ def question_of(arguments: argparse.Namespace) -> Question:
         raise ConfigError(f"--headroom {arguments.headroom}: must be a part, from 0 to below 1; a tenth is {HEADROOM}")
     cluster = _cluster(arguments)
     world = _world(arguments, cluster)
-    run = train.compose(arguments.overrides)
+    run = compose(arguments.overrides)
     if run.launch.nproc not in (None, world.world_size):
         raise ConfigError(
             f"launch.nproc={run.launch.nproc}: advice is for {world.world_size} ranks (--ranks); leave it out"
         )
     return Question(
         words=tuple(arguments.overrides),
-        compose=train.compose,
+        compose=compose,
         make=program_of,
         cluster=cluster,
         world=world,

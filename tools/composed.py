@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-import train
-from deepzero.comm.groups import find_nodes
+from deepzero.comm.topology import check_ranks, find_nodes
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import default_nproc
 from deepzero.planning.dry_run import ClusterShape, TrainStep
-from deepzero.runtime.topology import check_ranks
+from deepzero.training import command_line
 from deepzero.training.build_model import program_of
 
 
@@ -71,7 +71,7 @@ def compose(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Com
         if words or arguments.config:
             raise ConfigError("--program has settings of its own; leave out the others")
         return Composed(load_program(arguments.program), _world(arguments, None), None, arguments.program)
-    run = train.compose(words)
+    run = command_line.compose(words)
     if arguments.config:
         strangers = [
             word for word in words if word.partition("=")[0].lstrip("+~").partition(".")[0] not in _BESIDE_JSON
@@ -80,7 +80,7 @@ def compose(arguments: argparse.Namespace, overrides: Sequence[str] = ()) -> Com
             raise ConfigError(f"--config has the engine's settings; write {', '.join(strangers)} there")
         run = dataclasses.replace(run, engine=load_engine_config(arguments.config))
     world = _world(arguments, run.launch.nproc)
-    run = with_a_batch(run) if arguments.ranks else train.with_fallback_batch(run)
+    run = with_a_batch(run) if arguments.ranks else command_line.with_fallback_batch(run)
     check_ranks(run.engine, world.world_size)
     batch = resolve_batch(run.engine, world.world_size)
     tokens = batch.global_batch * run.model.block_size
@@ -102,7 +102,7 @@ def _world(arguments: argparse.Namespace, nproc: int | None) -> ClusterShape:
     for option, value in (("--ranks", arguments.ranks), ("--ranks-per-node", arguments.ranks_per_node)):
         if value is not None and value < 1:
             raise ConfigError(f"{option} {value}: there has to be at least one")
-    ranks = arguments.ranks or nproc or train.default_nproc()
+    ranks = arguments.ranks or nproc or default_nproc()
     per_node = arguments.ranks_per_node or min(8, ranks)
     if arguments.ranks_per_node is not None:
         try:

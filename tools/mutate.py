@@ -55,7 +55,7 @@ COMPILED = {
     "offload/adam_compiled.py",
     "offload/adam_kernels.py",
     "comm/quantize_kernels.py",
-    "comm/compile.py",
+    "utils/compile.py",
 }
 """Their functions are read by compilers, which know no probe and keep what they have compiled."""
 TESTS = ("tests/unit", "tests/distributed", "deepzero")

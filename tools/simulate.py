@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import deepzero.planning.calibrate
-import train
-from deepzero.comm.launcher import RankFailed, default_threads, launch, under_launcher
-from deepzero.comm.rank_process import run_here
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.launch.rank_process import run_here
 from deepzero.planning.calibrate import probe_to_file
 from deepzero.planning.check_collective_order import check
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.zero_components import TORCH_DTYPES
+from deepzero.training.command_line import compose
 from tools import composed
 
 PROBE = deepzero.planning.calibrate.__file__
@@ -94,7 +94,7 @@ def _probe(arguments: argparse.Namespace) -> None:
     composed.check_file("--save", arguments.save)
     if arguments.save and not arguments.save.endswith(".json"):
         raise ConfigError(f"--save {arguments.save}: --cluster knows a file by its name's end, which has to be .json")
-    dtype = str(TORCH_DTYPES[train.compose(arguments.overrides).engine.precision.dtype]).removeprefix("torch.")
+    dtype = str(TORCH_DTYPES[compose(arguments.overrides).engine.precision.dtype]).removeprefix("torch.")
     device = {"DEEPZERO_DEVICE": arguments.device} if arguments.device else {}
     with tempfile.TemporaryDirectory(prefix="deepzero-probe-") as folder:
         path = Path(arguments.save or Path(folder) / "probed.json").absolute()
@@ -105,7 +105,7 @@ def _probe(arguments: argparse.Namespace) -> None:
             run_here(probe_to_file, str(path), dtype)
             told = os.environ["RANK"] == "0"
         else:
-            nproc = train.default_nproc() if arguments.ranks is None else arguments.ranks
+            nproc = default_nproc() if arguments.ranks is None else arguments.ranks
             if nproc < 1:
                 raise ConfigError(f"--ranks {nproc}: there has to be at least one")
             threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(default_threads(nproc)))}

@@ -43,12 +43,12 @@ from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.manifest import Manifest, Row, ShardInfo, shard_name
 from deepzero.checkpoint.save_plan import SavePlan, with_files
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
-from deepzero.comm import desync_watchdog, process_group
+from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.store_mailbox import SideChannel
-from deepzero.comm.threads import start_thread
 from deepzero.durable import flush_parents
 from deepzero.offload.arena import HostArena, Region
+from deepzero.utils.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class _Job:
         self.saver, self.target = saver, target
         self.temporary = folders.temporary_folder(target.folder, target.tag, save_id)
         self.channel = SideChannel(f"save/{save_id}")
-        self.watchdog = desync_watchdog.current()
+        self.watchdog = flight_recorder.observer()
         self.over = threading.Event()
         self.heart: threading.Thread | None = None
         self.hearts = {rank: _HeartbeatTimeout(GONE_SECONDS) for rank in range(saver.world_size)}

@@ -26,10 +26,10 @@ from deepzero.checkpoint.load import Loader, LoadOptions, naming_another, open_c
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
-from deepzero.comm.exit_hooks import before_the_end
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
+from deepzero.utils.exit_hooks import before_the_end
 from deepzero.version import __version__
 
 log = logging.getLogger(__name__)

@@ -12,23 +12,36 @@ Two habits of the backends are settled here and nowhere else:
 
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
 reducer does by launching buckets in the order of the layout, never in the order of arrival. Where ranks run different
-modules all the same, :mod:`deepzero.comm.desync_watchdog` finds out and makes every rank raise.
+modules all the same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out
+and makes every rank raise.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, dry_run, process_group
+from deepzero.comm import dry_run, flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.comm_timer import CommTiming, OverlapMeter
-from deepzero.comm.desync_watchdog import Watchdog
-from deepzero.comm.flight_recorder import CollectiveRecord
-from deepzero.comm.groups import Nodes, RankGroup, make_group, split_ranks
+from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.topology import (
+    Nodes,
+    RankGroup,
+    check_ranks,
+    find_nodes,
+    make_group,
+    oddities,
+    split_ranks,
+    told_by_launcher,
+)
+from deepzero.config.engine import EngineConfig
+
+log = logging.getLogger(__name__)
 
 _all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -44,7 +57,7 @@ class Pending:
         works: _Works,
         ledger: Ledger,
         chaos: Chaos,
-        watch: Watchdog,
+        watch: GroupObserver,
         launch: CollectiveRecord,
         flight: CommTiming | None = None,
     ) -> None:
@@ -97,7 +110,7 @@ class Communicator:
         self._pretends = dry_run.current() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self._watch = desync_watchdog.current()
+        self._watch = flight_recorder.observer()
         self.overlap = OverlapMeter(device, ledger)
         """How much of what is sent was hidden."""
 
@@ -274,3 +287,15 @@ class Communicator:
         for target, source in zip(recv, outputs.split(splits_out), strict=True):
             target.copy_(source)
         return []
+
+
+def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger) -> Communicator:
+    """The collectives of one engine; rank 0 says what is odd about its groups. A collective."""
+    rank, world_size = process_group.rank(), process_group.world_size()
+    check_ranks(config, world_size)
+    told = process_group.all_gather_object(told_by_launcher())
+    nodes = find_nodes(config.comm.ranks_per_node, world_size, told)
+    if rank == 0:
+        for line in oddities(config, nodes, told):
+            log.warning(line)
+    return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)

@@ -7,23 +7,27 @@ a checksum for each collective. What other ranks get to read of it is a :class:`
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-import torch
-import torch.distributed as dist
+from deepzero.comm import dry_run, profiler_ranges
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 REMEMBERED = 64
 """How many collectives the trail keeps; only ones that ranks disagree about are ever looked up."""
 
 _TAG_BIT = 0x4000_0000
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
@@ -79,6 +83,88 @@ class FlightRecorder:
         """This rank as others may read it."""
         recent = {item.sequence: item for item in list(self.recent)}
         return State(beat, self.position, line, self.sequence, self.waiting, recent, self.step)
+
+
+class DesyncError(RuntimeError):
+    """A collective failed and an observer knows why: it is raised in place of the backend's error."""
+
+    peer_left = False
+    """Whether it is the echo of what happened to another rank."""
+
+
+class GroupObserver:
+    """What the collectives of one process group report to. This one keeps the flight recorder, and does no more.
+
+    ``health/desync_watchdog.py`` has one that also finds out why a collective does not end; it is injected with
+    :func:`observe_groups_with`, so that ``comm/`` does not depend on it.
+    """
+
+    def __init__(self) -> None:
+        self.trail = FlightRecorder()
+        # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
+        world = _world_group()
+        self._group = None if world is None else weakref.ref(world)
+
+    @property
+    def of_current_group(self) -> bool:
+        """Whether this process is still in the group that this one observes."""
+        world = _world_group()
+        return (None if self._group is None else self._group()) is world and (self._group is None) == (world is None)
+
+    @contextlib.contextmanager
+    def blocking(self, kind: str, where: str = "") -> Iterator[None]:
+        """Around a collective that returns when it is complete."""
+        self.trail.waiting = self.trail.launch(kind, where)
+        try:
+            with profiler_ranges.span("wait", note=kind):
+                yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+        finally:
+            self.trail.waiting = None
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise a :class:`DesyncError` in place of a collective's ``error`` where the reason is known; else return."""
+
+    def found(self) -> str | None:
+        """Why the ranks will not go on together, once that is known. For threads that wait beside training."""
+        return None
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one will not come back; ``reason`` completes "rank 3 …"."""
+
+
+_make_observer: Callable[[], GroupObserver] = GroupObserver
+_observer: GroupObserver | None = None
+
+
+def observe_groups_with(make: Callable[[], GroupObserver]) -> None:
+    """From now on ``make()`` is called once for each process group that this process joins."""
+    global _make_observer
+    _make_observer = make
+
+
+def observer() -> GroupObserver:
+    """The observer of the process group that this process is in now; made when it is first asked for."""
+    global _observer
+    if dry_run.current() is not None:
+        return GroupObserver()  # a rank that is made up has nobody to watch
+    if _observer is None or not _observer.of_current_group:
+        _observer = _make_observer()
+    return _observer
+
+
+def leave(reason: str) -> None:
+    """Tell the other ranks that this one leaves, if it is in a group. See :meth:`GroupObserver.leave`."""
+    if _observer is not None and _observer.of_current_group:
+        _observer.leave(reason)
+
+
+def _world_group() -> dist.ProcessGroup | None:
+    """The process group that this process is in; None without one, and where torch has not been imported."""
+    torch_dist = sys.modules.get("torch.distributed")
+    return torch_dist.group.WORLD if torch_dist is not None and torch_dist.is_initialized() else None
 
 
 @dataclass
@@ -202,10 +288,11 @@ class RankStore:
 def user_line(thread: int) -> str:
     """The line of the user's program at which ``thread`` is: outside of deepzero, torch and Python's own library."""
     frame = sys._current_frames().get(thread)
+    torch_folder = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep if "torch" in sys.modules else _OURS
     while frame is not None:
         path = frame.f_code.co_filename
         library = path.startswith(_PYTHON) and f"{os.sep}site-packages{os.sep}" not in path
-        if not library and not path.startswith((_OURS, _TORCH, "<")):
+        if not library and not path.startswith((_OURS, torch_folder, "<")):
             return f"{os.path.basename(path)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, dry_run, groups
-from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
+from deepzero.comm import dry_run, flight_recorder, topology
+from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors
+from deepzero.comm.rendezvous import meet
 from deepzero.config.strict import ConfigError
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
@@ -137,7 +138,7 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
             )
-    desync_watchdog.current()  # from now on this rank answers when others ask where it is
+    flight_recorder.observer()  # from now on this rank answers when others ask where it is
     if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
         with contextlib.suppress(OSError):  # a process that has outlived the launch
             Path(folder, JOINED).touch()
@@ -146,8 +147,8 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
 def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     if _has_joined():
-        desync_watchdog.leave("has left the process group")
-        groups.forget()
+        flight_recorder.leave("has left the process group")
+        topology.forget()
         dist.destroy_process_group()
 
 
@@ -182,7 +183,7 @@ def _talks() -> bool:
 def barrier() -> None:
     """Wait until every rank is here."""
     if _talks():
-        with desync_watchdog.current().blocking("barrier"):
+        with flight_recorder.observer().blocking("barrier"):
             dist.barrier()
 
 
@@ -190,7 +191,7 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
     """Every rank gets rank ``src``'s picklable ``value``."""
     if not _talks():
         return value
-    with desync_watchdog.current().blocking("broadcast_object"):
+    with flight_recorder.observer().blocking("broadcast_object"):
         sealed = _seal(value) if rank() == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([sealed.numel()], device=_talking_device())
         dist.broadcast(size, src=src)
@@ -206,7 +207,7 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tens
     ``kind`` is its name in messages about ranks that wait.
     """
     if _talks():
-        with desync_watchdog.current().blocking(kind):
+        with flight_recorder.observer().blocking(kind):
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
@@ -214,7 +215,7 @@ def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
     if not _talks():
         return [value] * world_size()
-    with desync_watchdog.current().blocking("all_gather_object"):
+    with flight_recorder.observer().blocking("all_gather_object"):
         mine, sizes = _padded(value)
         boxes = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(boxes, mine)
@@ -228,7 +229,7 @@ def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
     """
     if not _talks():
         return [value] * world_size() if rank() == dst else None
-    with desync_watchdog.current().blocking("gather_object"):
+    with flight_recorder.observer().blocking("gather_object"):
         mine, sizes = _padded(value)
         boxes = [torch.empty_like(mine) for _ in sizes] if rank() == dst else None
         dist.gather(mine, boxes, dst=dst)
@@ -302,7 +303,7 @@ def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tenso
         return vector * world_size()
     mine = vector.to(device)
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with desync_watchdog.current().blocking("sum_in_rank_order"):
+    with flight_recorder.observer().blocking("sum_in_rank_order"):
         dist.all_gather(everyone, mine)
     total = torch.zeros_like(vector)
     for theirs in everyone:

@@ -32,8 +32,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-import torch
-
 log = logging.getLogger(__name__)
 
 VERBS = {
@@ -128,10 +126,12 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, label: Label) -> Iterator[None]:
         """A range around what is inside."""
+        from torch.profiler import record_function  # late: the launcher imports this module, and not torch
+
         outer = getattr(self._mine, "label", None)
         self._mine.label = label
         try:
-            with torch.profiler.record_function(label.text()):
+            with record_function(label.text()):
                 yield
         finally:
             self._mine.label = outer

@@ -36,9 +36,9 @@ from dataclasses import dataclass
 import torch
 
 from deepzero.comm import dry_run
-from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, Variant, compiled, levels
 from deepzero.layout import ALIGN, round_up
+from deepzero.utils.compile import CompilationError, why_not_compiled
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepzero.comm.compile import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.utils.compile import CompilationError, compilation, compile_apart, why_not_compiled
 
 TINY = 2.0**-126
 """The smallest normal number of fp32: no scale is smaller, so that its inverse is finite."""

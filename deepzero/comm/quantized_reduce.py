@@ -47,9 +47,9 @@ from functools import partial
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import RankGroup
 from deepzero.comm.quantization import Packed, Quantizer
 from deepzero.comm.reduce_scatter import InflightReduce, Key, Part, chunk_for, sum_chunk, sum_in_rank_order
+from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket, FlatLayout
 
 INSIDE = "gradients.reduce_inside_node"

@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.rendezvous import loopback_variables
+from deepzero.comm.loopback import loopback_variables
 
 
 class Phase(enum.Enum):

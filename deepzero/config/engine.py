@@ -1,8 +1,7 @@
 """What the engine needs to know, as frozen dataclasses: DeepSpeed's JSON keys, their names, meanings and defaults.
 
-This file is the *one* source of defaults. The Hydra files in ``configs/`` repeat them so that every key can be typed on
-the command line, and a test compares the two. :mod:`deepzero.config.deepspeed_json` reads DeepSpeed's JSON shape
-(``zero_optimization``, ``bf16``, ``fp16`` …) into the classes here.
+This package is the *one* source of defaults: Hydra starts from these classes, and the files of ``configs/`` choose.
+:mod:`deepzero.config.deepspeed_json` reads DeepSpeed's JSON (``zero_optimization``, ``bf16``, ``fp16`` …) into them.
 
 Sources: DeepSpeed's ``runtime/config.py``, ``runtime/zero/config.py``, ``runtime/constants.py`` for names and meanings.
 """

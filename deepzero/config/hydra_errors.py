@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from deepzero.config.strict import ConfigError
 
@@ -122,21 +121,6 @@ def _nearest(word: str, valid: list[str], prefix: str = "") -> str:
         last = word.rsplit(".", 1)[-1]
         near = [name for name in valid if name.rsplit(".", 1)[-1] == last][:1]
     return f" Did you mean {prefix + near[0]!r}?" if near else ""
-
-
-def dotted(mapping: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Every key of nested mappings, dotted.
-
-    Example:
-        >>> dotted({"zero": {"stage": 0}, "seed": 1})
-        ['zero', 'zero.stage', 'seed']
-    """
-    found = []
-    for key, value in mapping.items():
-        found.append(prefix + key)
-        if isinstance(value, Mapping):
-            found += dotted(value, f"{prefix}{key}.")
-    return found
 
 
 def plain_names(text: str) -> str:

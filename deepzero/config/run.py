@@ -7,7 +7,7 @@ composed mapping comes in, a frozen dataclass goes out, and nothing behind it kn
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deepzero.config.engine import (
@@ -320,6 +320,14 @@ class RunConfig:
         step, steps = self.debug.inject_overflow_at, self.train.steps
         ok = step is None or step <= steps
         require(ok, "debug.inject_overflow_at", step, f"the run ends at train.steps={steps}; choose an earlier step")
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Every key with its default, nested as :meth:`from_mapping` reads them; no optimizer and no schedule."""
+        rest = asdict(cls())
+        engine = rest.pop("engine")
+        del engine["optimizer"], engine["scheduler"]
+        return {**engine, **rest}
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> RunConfig:

@@ -15,7 +15,7 @@ biases, head   yes, tied to wte                           no, its own matrix
 =============  =========================================  ===============================================
 
 Parameters (no bias, tied): ``V C + L (C (H + 2G) D + C² + 2 C F + norms)``, with ``3 C F`` for swiglu. See
-:mod:`deepzero.models.presets`.
+``configs/model/`` for shapes.
 
 **It knows nothing of ZeRO**, but it is written so that ZeRO can own it. Every leaf gives its parameters their first
 values inside its own constructor (nothing walks over the finished model), so that a leaf can be partitioned the

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from deepzero.comm.threads import start_thread
+from deepzero.utils.threads import start_thread
 
 ROOM = 10_000
 """Entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from deepzero.comm.exit_hooks import before_the_end
 from deepzero.config.run import LoggerConfig
 from deepzero.monitor.async_logger import Sink, finish_all
 from deepzero.monitor.loggers import make_loggers
@@ -26,8 +25,10 @@ from deepzero.monitor.metrics_file import (
     write_summary,
 )
 from deepzero.monitor.report.write import write_report_or_tell
-from deepzero.monitor.terminal import Terminal, ledger_table, printable, short_bytes
+from deepzero.monitor.terminal import Terminal, ledger_table, printable
 from deepzero.monitor.throughput import rates
+from deepzero.utils.exit_hooks import before_the_end
+from deepzero.utils.formatting import short_bytes
 
 
 @dataclass(frozen=True)

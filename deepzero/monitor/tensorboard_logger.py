@@ -15,6 +15,7 @@ from typing import Any, cast
 from deepzero.monitor.metrics_file import to_json
 from deepzero.monitor.scalars import scalars
 from deepzero.monitor.terminal import ledger_table
+from deepzero.utils.formatting import flatten
 
 FOLDER = "tensorboard"
 WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")
@@ -39,7 +40,7 @@ class TensorBoard:
         # A rank that is killed does not close its writer, and somebody may be looking: on disk after a second.
         self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge, flush_secs=1)
         self._writer.add_text("config", _verbatim(to_json(config, indent=2)), first_step)
-        settings = {key: value for key, value in _flat(config).items() if isinstance(value, (bool, int, float, str))}
+        settings = {key: value for key, value in flatten(config).items() if isinstance(value, (bool, int, float, str))}
         experiment, start, self._end = hparams(settings, dict.fromkeys(WATCHED))
         self._file = cast(Any, self._writer.file_writer)  # it is None only after close()
         self._file.add_summary(experiment)
@@ -84,13 +85,3 @@ def _without_its_traceback(hook: Callable[[threading.ExceptHookArgs], Any]) -> C
 def _verbatim(text: str) -> str:
     """As Markdown that is shown letter by letter."""
     return "\n".join("    " + line for line in text.splitlines())
-
-
-def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
-    return found

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from deepzero.utils.formatting import short_bytes, short_number
+
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print ``text``, if there is any, to ``stream`` or standard error, which may be full or closed."""
@@ -110,32 +112,6 @@ def _step_text(entry: Mapping[str, Any], short: bool) -> str:
     if entry["skipped"]:
         parts.append("overflow: step skipped")
     return "  ".join(parts)
-
-
-def short_number(value: float) -> str:
-    """Three digits and a suffix.
-
-    Example:
-        >>> short_number(842_496), short_number(12.0), short_number(1.3e9)
-        ('842k', '12', '1.3G')
-    """
-    for suffix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{suffix}"
-    return f"{value:.3g}"
-
-
-def short_bytes(value: float) -> str:
-    """Decimal units, as the sources count.
-
-    Example:
-        >>> short_bytes(1_684_992), short_bytes(0)
-        ('1.685 MB', '0 B')
-    """
-    for suffix, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g} {suffix}"
-    return f"{value:.4g} B"
 
 
 def printable(text: str) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from deepzero.comm.compile import CompilationError
 from deepzero.offload.adam_compiled import CompiledAdam, warn, why_not
 from deepzero.offload.adam_kernels import ChunkedAdam, Kernel, Variant
+from deepzero.utils.compile import CompilationError
 
 COMPILE_FROM = 1 << 23
 """Elements. Below, a step saves less than 2 ms by being compiled; compiling takes ten seconds in C++, one in Numba."""

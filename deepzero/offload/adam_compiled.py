@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.compile import CompilationError, compilation, compile_apart, why_not_compiled
 from deepzero.offload.adam_kernels import Lines, Numbers, Segment, Variant, adam_lines, exact_root, line_by_line
+from deepzero.utils.compile import CompilationError, compilation, compile_apart, why_not_compiled
 
 SAMPLE = 2051
 """Elements of the tensors that a kernel is compiled and checked with: full vectors and blocks, and a rest."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from deepzero.comm.threads import thread_pool
+from deepzero.utils.threads import thread_pool
 
 _pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
 _making = threading.Lock()

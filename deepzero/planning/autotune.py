@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
-from deepzero.monitor.terminal import short_bytes
 from deepzero.planning import plan
 from deepzero.planning.dry_run import dry_run
 from deepzero.planning.estimate import Estimate, Estimator, Offloaded, Setting
 from deepzero.planning.search_space import Question, Space, words_of
 from deepzero.planning.simulate import Simulated, simulate
+from deepzero.utils.formatting import short_bytes
 
 STRAIGHT = 3
 """Micro-batches of a step up to which it is rehearsed as it is."""

@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
 from deepzero.planning.autotune import Option, Refused, TuningAdvice
 from deepzero.planning.search_space import Question, words_of
+from deepzero.utils.formatting import short_bytes, short_number
 
 NOTHING_FITS = "nothing fits"
 _COLUMNS = f"{'':>3}  {'stage':<6}{'offload':<20}{'micro x accum':>14}  {'ckpt':<5}{'step':>11}{'tokens/s':>10}"

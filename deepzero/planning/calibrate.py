@@ -28,8 +28,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import RankGroup, find_nodes, told_by_launcher
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.topology import RankGroup, find_nodes, told_by_launcher
 from deepzero.config.engine import ChaosConfig
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.op_cost import WorkMeter

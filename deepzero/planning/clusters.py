@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
+from deepzero.comm.topology import Nodes
 from deepzero.config.strict import ConfigError
 
 

@@ -19,8 +19,8 @@ from typing import Literal
 import torch
 
 from deepzero.comm.dry_run import FakeRank, fake_process_group
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Sent
+from deepzero.comm.topology import Nodes
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from deepzero.comm.ledger import Event
-from deepzero.monitor.terminal import short_bytes
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.runtime.closed_forms import AGREEMENT
+from deepzero.utils.formatting import short_bytes
 
 MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publish")
 """What the table lists; gradients that arrive are counted in between."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from deepzero.comm.groups import find_nodes
+from deepzero.comm.topology import find_nodes
 from deepzero.config.engine import resolve_batch
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.estimate import MakeProgram, Offloaded, Setting
+from deepzero.utils.formatting import flatten
 
 HEADROOM = 0.1
 """Part of a memory that is left free: on the device for CUDA's context, NCCL's buffers and what the caching allocator
@@ -38,7 +39,7 @@ class Question:
     words: tuple[str, ...]
     """The user's overrides, which stay."""
     compose: Callable[[Sequence[str]], RunConfig]
-    """Overrides to settings: ``train.compose``."""
+    """Overrides to settings: ``deepzero.training.command_line.compose``."""
     make: MakeProgram
     cluster: Cluster
     world: ClusterShape
@@ -87,16 +88,8 @@ def fixed_keys(words: Sequence[str], run: RunConfig, plain: RunConfig) -> Callab
 
 
 def _changed(run: RunConfig, plain: RunConfig) -> set[str]:
-    one, other = (dict(_flat(dataclasses.asdict(some))) for some in (run, plain))
+    one, other = (flatten(dataclasses.asdict(some)) for some in (run, plain))
     return {key.removeprefix("engine.") for key in one if one[key] != other.get(key)}
-
-
-def _flat(mapping: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def words_of(setting: Setting) -> list[str]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from deepzero.monitor.report.bottlenecks import seconds
-from deepzero.monitor.terminal import short_bytes, short_number
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.planning.event_simulator import SimulatedTimeline, play
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,13 @@ class Simulated:
         found = [
             f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
             f"{nodes.per_node}",
-            f"  step {seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
-            f"{seconds(line.compute_seconds)}, network busy {seconds(line.network_seconds)}, waited for "
-            f"{seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
+            f"  step {short_seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
+            f"{short_seconds(line.compute_seconds)}, network busy {short_seconds(line.network_seconds)}, waited for "
+            f"{short_seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
         ]
-        found += [f"    waits {seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()]
+        found += [
+            f"    waits {short_seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()
+        ]
         found.append(f"  memory {short_bytes(self.device_bytes)} of {short_bytes(self.cluster.memory_bytes)}: {room}")
         if self.rehearsal.host_bytes:
             found[-1] += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(self.cluster.host_bytes)}"

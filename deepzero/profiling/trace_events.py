@@ -201,7 +201,7 @@ def load_trace(path: Path) -> Trace:
         raise TraceError(
             f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
         )
-    steps = [TraceStep(int(_STEP.fullmatch(mark["name"])[1]), *_scale_loss(mark)) for mark in marks]  # type: ignore[index]
+    steps = [TraceStep(int(_STEP.fullmatch(mark["name"])[1]), *_times(mark)) for mark in marks]  # type: ignore[index]
     info = content.get("distributedInfo") or {}
     named = re.match(r"rank(\d+)\.", path.name)
     rank = info.get("rank", int(named[1]) if named else 0)
@@ -236,7 +236,7 @@ def _content(path: Path) -> Any:
         raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
 
 
-def _scale_loss(event: dict[str, Any]) -> tuple[float, float]:
+def _times(event: dict[str, Any]) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
@@ -250,7 +250,7 @@ def _ours(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], La
 def _read_ranges(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
     """Phases and the steps of sub-groups."""
     for event, label in _ours(events):
-        span = TraceSpan(*_scale_loss(event), event["name"], label)
+        span = TraceSpan(*_times(event), event["name"], label)
         if label.verb in PHASES and label.bucket is None and not label.note:
             trace.phases.append(span)
         elif label.verb == "step" and event.get("tid") == thread:
@@ -261,7 +261,7 @@ def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> No
     flights: dict[tuple[int | None, str], list[TraceSpan]] = {}
     stands = []
     for event, label in _ours(events):
-        span = TraceSpan(*_scale_loss(event), event["name"], label)
+        span = TraceSpan(*_times(event), event["name"], label)
         if event["cat"] == COMMUNICATION:
             trace.communication.append(span)
             flights.setdefault((label.bucket, label.note), []).append(span)
@@ -278,10 +278,10 @@ def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> No
             over[flight] = span.end
         launched = None if flight is None or label.verb == "launch" else over.get(flight, flight)
         trace.stands.append(TraceSpan(span.begin, span.end, span.name, label, launched, flight))
-    gloo = [TraceSpan(*_scale_loss(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
+    gloo = [TraceSpan(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
     trace.communication += [*gloo, *trace.stands]
     operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
-    trace.operators = minus(union(_scale_loss(event) for event in operators), times_of([*trace.stands, *trace.copies]))
+    trace.operators = minus(union(_times(event) for event in operators), times_of([*trace.stands, *trace.copies]))
 
 
 def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
@@ -293,7 +293,7 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
     by_thread: dict[Any, list[TraceSpan]] = {}
     for event, ours in _ours(events):
         if event["cat"] == "user_annotation" and ours.verb in ("launch", "wait", "D2H", "H2D"):
-            by_thread.setdefault(event.get("tid"), []).append(TraceSpan(*_scale_loss(event), event["name"], ours))
+            by_thread.setdefault(event.get("tid"), []).append(TraceSpan(*_times(event), event["name"], ours))
     for spans in by_thread.values():
         spans.sort(key=lambda span: span.begin)
     compute = []
@@ -304,7 +304,7 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
         call = calls.get(event.get("args", {}).get("correlation"))
         launched = float(call["ts"]) if call else None
         label = _around(by_thread.get(call["tid"], []), float(call["ts"])) if call else None
-        span = TraceSpan(*_scale_loss(event), name, label, launched, launched)
+        span = TraceSpan(*_times(event), name, label, launched, launched)
         if kind == "kernel" and "nccl" in name.lower():
             trace.communication.append(span)
         elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):

@@ -36,10 +36,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
+from deepzero.comm.topology import Nodes
 from deepzero.layout import Bucket, FlatLayout
 from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST
 from deepzero.offload.offload_plan import OffloadPlan

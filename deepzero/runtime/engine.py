@@ -36,8 +36,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.desync_watchdog import RankDivergenceError
-from deepzero.comm.hang_report import CollectiveTimeoutError
+from deepzero.comm.collectives import open_communicator
+from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
@@ -46,7 +46,6 @@ from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.topology import open_communicator
 from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.sharded_step import clip_divisor
 
@@ -339,7 +338,7 @@ class Engine(nn.Module):
         for check in (partial(zero.sharded_step.before_step, zero.groups), zero.trained.check, zero.stage.end_passes):
             try:
                 check()
-            except (RankDivergenceError, CollectiveTimeoutError):
+            except DesyncError:
                 raise  # no agreement will come about
             except RuntimeError as error:
                 found = found or error

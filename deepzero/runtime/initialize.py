@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from deepzero.comm import process_group
+from deepzero.comm.topology import check_ranks
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.topology import check_ranks
 from deepzero.runtime.zero.flat_param_group import check_unclaimed
 from deepzero.runtime.zero.init_context import Init
 from deepzero.runtime.zero.partition_parameters import ZeroParameter

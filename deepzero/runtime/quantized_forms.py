@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER
+from deepzero.comm.topology import Nodes
 from deepzero.layout import FlatLayout
 
 

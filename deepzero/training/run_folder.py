@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, acquire, holds, point_latest
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.comm import elastic, process_group
-from deepzero.comm.preemption import stop_signal
-from deepzero.comm.rank_process import leave
+from deepzero.comm import process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
+from deepzero.launch import elastic
+from deepzero.launch.preemption import stop_signal
+from deepzero.launch.rank_process import leave
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
 from deepzero.training.command import Command

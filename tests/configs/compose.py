@@ -8,29 +8,33 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-import train
+from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import choose_device
+from deepzero.training import command_line
+from deepzero.training.build_model import preflight
+from deepzero.training.command_line import CONFIGS
 
 
 def settings(*overrides: str) -> dict[str, Any]:
     """The composed config as plain dictionaries."""
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
-        return train.settings_of(hydra.compose("train", overrides=list(overrides)))
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return command_line.settings_of(hydra.compose("train", overrides=list(overrides)))
 
 
 def run_config(*overrides: str) -> RunConfig:
     """The typed settings."""
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
-        return train.read_config(hydra.compose("train", overrides=list(overrides)))
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return command_line.read_config(hydra.compose("train", overrides=list(overrides)))
 
 
 def complaint(*overrides: str, ranks: int = 2) -> str:
     """What the user reads when ``overrides`` cannot be used; "" when they can."""
     try:
-        train.check_words(overrides, train.CONFIGS)
+        check_words(overrides, CONFIGS)
         run = run_config(*overrides)
-        train.preflight(run, ranks, train.choose_device(run, ranks))
+        preflight(run, ranks, choose_device(run.launch.device, ranks))
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        return train.plain_names(train.explain(error, train.CONFIGS, train.valid_keys))
+        return plain_names(explain(error, CONFIGS, command_line.valid_keys))
     return ""

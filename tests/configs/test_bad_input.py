@@ -1,16 +1,11 @@
 """Settings that cannot be used: one clear message, with the offending value, the nearest valid one, before any rank."""
 
-from __future__ import annotations
-
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import train
 from tests.configs.compose import complaint
+from tests.e2e import runs
 
 KEYS = [
     ("zero.stagee=1", ["'zero.stagee'", "Did you mean 'zero.stage'?"]),
@@ -101,98 +96,64 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("override", "fragments"), KEYS, ids=[override for override, _ in KEYS])
-def test_keys_and_choices(override: str, fragments: list[str]) -> None:
+def test_keys_and_choices(override, fragments):
     message = complaint(override)
-    assert all(fragment in message for fragment in fragments), message
-    assert len(message.splitlines()) <= 3
+    assert all(fragment in message for fragment in fragments) and len(message.splitlines()) <= 3, message
 
 
 @pytest.mark.parametrize(("overrides", "fragments"), VALUES, ids=[" ".join(overrides) for overrides, _ in VALUES])
-def test_values(overrides: list[str], fragments: list[str]) -> None:
+def test_values(overrides, fragments):
     message = complaint(*overrides)
-    assert all(fragment in message for fragment in fragments), message
-    assert len(message.splitlines()) == 1
+    assert all(fragment in message for fragment in fragments) and len(message.splitlines()) == 1, message
     assert ".params." not in message
 
 
-def test_an_optimizer_that_is_not_elementwise() -> None:
-    message = complaint("optimizer=sgd", "optimizer._target_=torch.optim.Adafactor", "~optimizer.momentum",
-                        "~optimizer.dampening", "~optimizer.nesterov")  # fmt: skip
-    assert "Adafactor" in message
+def test_an_optimizer_that_is_not_elementwise():
+    words = ["optimizer=sgd", "optimizer._target_=torch.optim.Adafactor"]
+    assert "Adafactor" in complaint(*words, *(f"~optimizer.{key}" for key in ("momentum", "dampening", "nesterov")))
 
 
-def test_gpus_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_are_not_there(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "launch.device=cuda" in complaint("launch.device=cuda")
 
 
-def test_an_empty_corpus(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    message = complaint("data=text", f"data.path={tmp_path / 'empty.txt'}")
-    assert str(tmp_path / "empty.txt") in message
-    assert "empty" in message
-
-
-def test_the_good_default_has_nothing_to_complain_about(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
-    assert complaint("data=text", f"data.path={tmp_path / 'text.txt'}") == ""
-
-
-def cli(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """``python train.py ARGUMENTS`` for commands that start no rank."""
-    command = [sys.executable, "-W", "error", str(train.HERE), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
-
-
-def test_on_the_command_line_there_is_one_message_and_status_2(tmp_path: Path) -> None:
-    done = cli("zero.stage=1", "zro.stage=2", "hydra.run.dir=run", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert "Did you mean 'zero.stage'?" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_bad_value_on_the_command_line(tmp_path: Path) -> None:
-    done = cli("launch.nproc=0", cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "launch.nproc=0: must be at least 1 rank\n")
+def test_an_empty_corpus_and_a_good_one(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("")
+    message = complaint("data=text", f"data.path={file}")
+    assert str(file) in message and "empty" in message
+    file.write_text("All work and no play makes Jack a dull boy.\n" * 200)
+    assert complaint("data=text", f"data.path={file}") == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "said"),
     [
+        (["zero.stage=1", "zro.stage=2", "hydra.run.dir=run"], "Did you mean 'zero.stage'?"),
+        (["launch.nproc=0"], "launch.nproc=0: must be at least 1 rank\n"),
         (["zero=1"], "zero=1: no such choice. Did you mean 'zero.stage=1'?"),
-        pytest.param(
-            ["precision=16"],
-            "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?", marks=pytest.mark.slow),
-        pytest.param(
-            ["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file", marks=pytest.mark.exhaustive
-        ),
+        (["precision=16"], "precision=16: no such choice. Did you mean 'precision=fp16'? There are: bf16"),
+        (["-m", "zero=0,1"], "Did you mean 'zero.stage=0,1'?"),
+        (["hydra.run.dir=README.md"], "hydra.run.dir=README.md: README.md is a file"),
         (["hydra.run.dir=README.md/run"], "hydra.run.dir=README.md/run: README.md is a file"),
+        pytest.param(
+            ["-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=out"], "pip install 'deepzero[slurm]'\n",
+            marks=pytest.mark.skipif(importlib.util.find_spec("submitit") is not None, reason="it is installed"),
+        ),
     ],
-)
-def test_one_line_instead_of_hydras_traceback(arguments: list[str], words: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_on_the_command_line_there_is_one_message_and_status_2(arguments, said, tmp_path):
     (tmp_path / "README.md").write_text("keep me")
-    done = cli(*arguments, cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert words in done.stderr
+    done = runs.refused(*arguments, cwd=tmp_path)
+    assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+    assert said in done.err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("submitit") is not None, reason="submitit is installed")
-def test_slurm_without_its_plugin(tmp_path: Path) -> None:
-    done = cli("-m", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=out", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("pip install 'deepzero[slurm]'\n")
-
-
-def test_help_is_worth_reading(tmp_path: Path) -> None:
-    done = cli("--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stderr == ""
+def test_help_is_worth_reading(tmp_path):
+    done = runs.refused("--help", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "")
     for word in ("zero.stage=1", "-m zero.stage=0,1,2", "torchrun", "gpt2_124m", "warmup_cosine", "reduce_bucket_size"):
-        assert word in done.stdout
-    assert "+key" not in done.stdout, "a new key is refused"
+        assert word in done.out
+    assert "+key" not in done.out, "a new key is refused"

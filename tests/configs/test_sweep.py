@@ -1,49 +1,47 @@
 """The ready-made W&B sweep: what its agent would type composes, at every point of the grid."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-import train
+from deepzero.training.command_line import CONFIGS
 from tests.configs.compose import run_config
 
-FILE = train.HERE.parent / "examples" / "sweeps" / "zero.yaml"
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "sweeps" / "zero.yaml"
 
 
 @pytest.fixture(scope="module")
-def sweep() -> dict[str, Any]:
+def sweep():
     """The file, read as ``wandb sweep`` reads it (whose own function leaves it open)."""
     config = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config
 
 
-def points(sweep: dict[str, Any]) -> list[dict[str, Any]]:
+def points(sweep):
     """Every point of the grid, in the form in which the server gives it to an agent."""
     names = list(sweep["parameters"])
     every = itertools.product(*(sweep["parameters"][name]["values"] for name in names))
     return [{name: {"value": value} for name, value in zip(names, point, strict=True)} for point in every]
 
 
-def typed(sweep: dict[str, Any], point: dict[str, Any]) -> list[str]:
+def typed(sweep, point):
     """The agent's command for one point: W&B's own functions, put together as ``wandb agent`` does it."""
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     values = {**create_sweep_command_args({"args": point}), "program": [sweep["program"]], "env": ["/usr/bin/env"]}
-    command: list[str] = []
+    command = []
     for word in create_sweep_command(list(sweep["command"])):
         macro = re.fullmatch(r"\$\{(.*)\}", word)
         command += values[macro[1]] if macro else [word]
     return command
 
 
-def test_every_point_composes(sweep: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_point_composes(sweep, monkeypatch):
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
     grid = points(sweep)
     assert len(grid) == 12
@@ -59,25 +57,25 @@ def test_every_point_composes(sweep: dict[str, Any], monkeypatch: pytest.MonkeyP
     assert len(seen) == len(grid)
 
 
-def test_each_run_has_a_folder_of_its_own(sweep: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_has_a_folder_of_its_own(sweep, monkeypatch):
     import hydra
 
     monkeypatch.setenv("WANDB_RUN_ID", "abc123")
-    with hydra.initialize_config_dir(str(train.CONFIGS), version_base="1.3"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = hydra.compose("train", typed(sweep, points(sweep)[0])[3:], return_hydra_config=True)
     assert cfg.hydra.run.dir == "outputs/sweep/abc123"
 
 
-def test_the_file_says_what_wandb_knows(sweep: dict[str, Any]) -> None:
+def test_the_file_says_what_wandb_knows(sweep):
     """Keys and words of W&B's sweep configuration; the library leaves its check to the server."""
     assert set(sweep) <= {"program", "name", "project", "method", "metric", "parameters", "command", "description"}
     assert sweep["method"] in ("grid", "random", "bayes")
     assert sweep["metric"]["goal"] in ("minimize", "maximize")
     assert all(list(parameter) == ["values"] for parameter in sweep["parameters"].values())
-    assert (FILE.parents[2] / sweep["program"]).samefile(Path(train.__file__))
+    assert (FILE.parents[2] / sweep["program"]).samefile(ROOT / "train.py")
 
 
-def test_the_metric_is_one_that_every_run_has(sweep: dict[str, Any]) -> None:
+def test_the_metric_is_one_that_every_run_has(sweep):
     from deepzero.monitor.scalars import scalars
     from deepzero.monitor.throughput import rates
 

@@ -40,16 +40,8 @@ from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 NO_VALUES = {
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_empty",
-    "new_full",
-    "set_",
-    "resize_",
-}
+    "empty_like", "zeros_like", "ones_like", "full_like", "new_zeros", "new_empty", "new_full", "set_", "resize_",
+}  # fmt: skip
 """What asks for a tensor's shape alone."""
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 INDEXES = {"index", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -408,11 +400,7 @@ def _mirror_all_reduce(comm, tensor, *_, **__):
     tensor.mul_(comm.world_size)
 
 
-MIRRORS = {
-    "exchange": _mirror_exchange,
-    "reduce_scatter": _mirror_reduce_scatter,
-    "all_reduce": _mirror_all_reduce,
-}
+MIRRORS = {"exchange": _mirror_exchange, "reduce_scatter": _mirror_reduce_scatter, "all_reduce": _mirror_all_reduce}
 """What a collective of the communicator does among ranks that all have what this one has."""
 
 

@@ -12,6 +12,12 @@ own processes and its own default process group. A test asks for the fixture ``r
     def test_sum(ranks):
         assert ranks.run(sum_of_ranks, 10, world_size=2) == [[21] * 3] * 2
 
+A test that is wholly the ranks' has a shorter form: the body runs on every rank, its assertions too::
+
+    @on_ranks(3)
+    def test_sum(rank, world):
+        assert sum_of_ranks(rank, world, 10) == [33] * 3
+
 What a test may rely on, on every rank and in every call: one torch thread, the same seed, warnings as errors by the
 same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as our launcher sets them, the sub-pool's
 default process group. What is left behind is undone or refused: see :func:`_guarded`.
@@ -31,7 +37,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -102,12 +110,7 @@ class RankPool:
         atexit.register(self.close)
 
     def run(
-        self,
-        fn: Callable[..., Any],
-        *args: Any,
-        world_size: int = 2,
-        timeout: float = 60.0,
-        process_group: bool = True,
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, process_group: bool = True
     ) -> list[Any]:
         """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned, in rank order.
 
@@ -150,7 +153,31 @@ class RankPool:
         return [p.pid for pool in self._pools.values() for p in pool.processes if p.is_alive() and p.pid]
 
 
-def _ready_to_fork() -> multiprocessing.context.ForkServerContext:
+def on_ranks(world_size: int | None = 2, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function at module level a test: its body runs on every rank of ``ranks.run(…, world_size, **options)``.
+
+    The function takes rank and number of ranks first, then fixtures and parameters, which must pickle. With
+    ``world_size=None`` the number of ranks is a parameter of the test, under the name of the second argument.
+    """
+
+    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+        _, world, *names = inspect.signature(fn).parameters
+        taken = ["ranks", *([world] if world_size is None else []), *names]
+
+        @functools.wraps(fn)
+        def test(**given: Any) -> None:
+            world_now = given[world] if world_size is None else world_size
+            given["ranks"].run(test, *(given[name] for name in names), world_size=world_now, **options)
+
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in taken])  # type: ignore[attr-defined]
+        test.on_rank = fn  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def ready_to_fork() -> multiprocessing.context.ForkServerContext:
     """A process that has imported all that ranks need, and no more: each rank is a copy of it. An import takes 3 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "deepzero", "tests.distributed.pool"])
@@ -179,7 +206,7 @@ class _SubPool:
 
     def start(self) -> None:
         """Start all ranks at once and wait until each has answered."""
-        context = _ready_to_fork()
+        context = ready_to_fork()
         meeting = self._new_meeting()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -342,7 +369,7 @@ def _end_with_parent() -> None:
 def _prepare(process_group: bool, meeting: str) -> None:
     import torch
 
-    from deepzero.comm.rendezvous import LAUNCH_FOLDER_VARIABLE, loopback_variables
+    from deepzero.comm.loopback import LAUNCH_FOLDER_VARIABLE, loopback_variables
 
     torch.set_num_threads(1)
     os.environ.update({LAUNCH_FOLDER_VARIABLE: meeting, **loopback_variables()})
@@ -369,7 +396,7 @@ def _run(job: bytes, rank: int, world_size: int) -> Any:
     if meeting is not None:
         os.environ["DEEPZERO_LAUNCH_FOLDER"] = meeting
     with _guarded(fn.__qualname__):
-        return fn(rank, world_size, *args)
+        return getattr(fn, "on_rank", fn)(rank, world_size, *args)
 
 
 def _attempt(call: Callable[[], Any], filters: list[WarningFilter]) -> bytes:

@@ -269,13 +269,7 @@ def _half(was: bytes, now: bytes) -> bytes:
     return now[:half] + bytes(len(now) - half)
 
 
-DAMAGES: tuple[Damage, ...] = (
-    lambda was, now: now,
-    lambda was, now: was,
-    lambda was, now: b"",
-    _zeros,
-    _half,
-)
+DAMAGES: tuple[Damage, ...] = (lambda was, now: now, lambda was, now: was, lambda was, now: b"", _zeros, _half)
 
 
 def lay(tree: Tree, folder: Path, store: Path) -> None:

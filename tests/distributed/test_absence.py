@@ -3,26 +3,25 @@
 Clocks are made up, and where ranks are real the absent one comes when it has been missed: nothing depends on speed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import absence, desync_watchdog, process_group
-from deepzero.comm.absence import Absence
+from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.flight_recorder import FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.store_mailbox import SideChannel
 from deepzero.config.engine import ChaosConfig, CommConfig
+from deepzero.health import absence, desync_watchdog
+from deepzero.health.absence import Absence
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_divergence import one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start
 
@@ -30,7 +29,7 @@ from tests.distributed.training import make_model, my_micro_batches, start
 class Ranks:
     """Trails of ranks and what looks after them, without threads, at a clock of their own."""
 
-    def __init__(self, launches: list[str], host_waits: bool = True, silent: tuple[int, ...] = ()) -> None:
+    def __init__(self, launches, host_waits=True, silent=()):
         store, world = dist.HashStore(), len(launches)
         self.boards = [RankStore(store, rank, world, "absence") for rank in range(world)]
         self.trails = [FlightRecorder() for _ in launches]
@@ -40,18 +39,18 @@ class Ranks:
             for where in wheres:
                 self.launch(rank, where)
 
-    def launch(self, rank: int, where: str) -> None:
+    def launch(self, rank, where):
         """A collective at which the rank's host stands still, if hosts do."""
         trail = self.trails[rank]
         trail.step, trail.position = 12, f"forward of {where}"
         launch = trail.launch("gather", where)
         trail.waiting = launch if self.host_waits else None
 
-    def run(self, rank: int) -> None:
+    def run(self, rank):
         """Its own code runs."""
         self.trails[rank].waiting = None
 
-    def until(self, now: float, capsys: pytest.CaptureFixture[str]) -> list[tuple[float, str]]:
+    def until(self, now, capsys):
         """What is printed, and when, while every thread looks once a second."""
         said = []
         while self.now < now:
@@ -150,11 +149,11 @@ def test_where_waits_do_not_hold_up_the_host(capsys):
 class Posts(io.StringIO):
     """A stderr whose lines the other ranks can read."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
         self.channel = SideChannel(name)
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         """Post all that was written so far."""
         written = super().write(text)
         self.channel.post("said", self.getvalue())
@@ -162,7 +161,7 @@ class Posts(io.StringIO):
 
 
 @contextlib.contextmanager
-def impatient() -> Iterator[None]:
+def impatient():
     """A process group of this call's own, where a short wait is told, and told again."""
     with (
         mock.patch.multiple(absence, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
@@ -175,7 +174,7 @@ def impatient() -> Iterator[None]:
             process_group.shutdown()
 
 
-def come_when_missed(rank: int, world: int, missing: int) -> str:
+def come_when_missed(rank, world, missing):
     """All that the ranks print: the missing one comes when it was missed twice."""
     channels = [f"stderr of {peer}" for peer in range(world)]
     with impatient():
@@ -204,7 +203,7 @@ def test_ranks_that_train(ranks, missing, speaker):
     assert place.startswith(f"  rank {missing}, for ") and "step 2, at test_absence.py:" in place
 
 
-def beside(rank: int, world: int) -> str:
+def beside(rank, world):
     """What the thread beside NCCL prints, on ranks whose hosts do not wait."""
     with mock.patch.object(desync_watchdog, "_speaks_gloo", lambda: False), impatient():
         posts = Posts("stderr of 0") if rank == 0 else io.StringIO()
@@ -225,7 +224,8 @@ def test_ranks_beside_nccl(ranks):
     assert "rank 0 waits for rank 1, which has not launched collective 2, gather of blocks.3: rank 1's own" in said[0]
 
 
-def launch_that_stands_still(rank, world):
+@on_ranks()
+def test_a_launch_may_stand_still(rank, world):
     """What the watchdog sees while a launch itself blocks, as gloo's do when its buffers are full; and afterwards."""
     comm, seen = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank)), []
     exchange = comm._exchange_by_pairs
@@ -236,11 +236,7 @@ def launch_that_stands_still(rank, world):
 
     with mock.patch.object(comm, "_exchange_by_pairs", look):
         one_exchange(comm, "here")
-    return [launch.where for launch in seen], comm._watch.trail.waiting
-
-
-def test_a_launch_may_stand_still(ranks):
-    assert ranks.run(launch_that_stands_still, world_size=2) == [(["here"], None)] * 2
+    assert ([launch.where for launch in seen], comm._watch.trail.waiting) == (["here"], None)
 
 
 def test_a_side_channel_of_one_rank():

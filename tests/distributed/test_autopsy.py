@@ -4,8 +4,6 @@ The process group of such a test is of no use afterwards, so each call makes one
 Ranks that are really killed or stopped: tests/e2e/test_lost_ranks.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import threading
@@ -15,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, hang_report, process_group
+from deepzero.comm import process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import RankLeftError, Watchdog
 from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, RankStore, State
-from deepzero.comm.hang_report import (
+from deepzero.comm.ledger import Ledger
+from deepzero.config.engine import ChaosConfig
+from deepzero.health import desync_watchdog, hang_report
+from deepzero.health.desync_watchdog import RankLeftError, Watchdog
+from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
     NcclStallReporter,
@@ -29,15 +30,13 @@ from deepzero.comm.hang_report import (
     summary,
     within,
 )
-from deepzero.comm.ledger import Ledger
-from deepzero.config.engine import ChaosConfig
 from tests.distributed.test_divergence import one_exchange
 
 LOST = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:15558")
 TIMED_OUT = RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
-def state(launches: str, waits: bool, **values: object) -> State:
+def state(launches, waits, **values):
     """A rank that has launched one collective a letter, and waits for the last or runs."""
     trail = FlightRecorder()
     for where in launches:
@@ -50,7 +49,7 @@ def state(launches: str, waits: bool, **values: object) -> State:
     return State.from_json(found.to_json())
 
 
-def test_a_state_travels() -> None:
+def test_a_state_travels():
     trail = FlightRecorder()
     assert State.from_json(trail.state(3, "x.py:1").to_json()) == trail.state(3, "x.py:1")
     trail.waiting, trail.step = trail.launch("gather", "a"), 7
@@ -60,7 +59,7 @@ def test_a_state_travels() -> None:
     assert trail.place() == "step 7, forward of blocks.3.mlp"
 
 
-def test_summary_of_a_rank_that_is_busy() -> None:
+def test_summary_of_a_rank_that_is_busy():
     text = summary({0: state("ab", True), 1: state("a", False), 2: state("ab", True)}, {}, 3, 600.0)
     lines = text.splitlines()
     assert lines[0] == (
@@ -98,17 +97,17 @@ def test_summary_of_a_rank_that_is_busy() -> None:
         ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
     ],
 )
-def test_summary(states: dict[int, State], gone: dict[int, DepartedRank], world: int, said: str) -> None:
+def test_summary(states, gone, world, said):
     assert said in summary(states, gone, world, 3.0)
 
 
-def test_what_the_roll_is_called_for() -> None:
+def test_what_the_roll_is_called_for():
     assert failure_of(LOST)[0] == hang_report.CONNECTION
     assert failure_of(TIMED_OUT) == (hang_report.TIMEOUT, 3.0)
     assert failure_of(RuntimeError("CUDA out of memory"))[0] == ""
 
 
-def dogs_of(name: str, world: int) -> list[Watchdog]:
+def dogs_of(name, world):
     """Watchdogs with their threads, in one process; their ranks have launched a collective, and wait in it."""
     store = dist.HashStore()
     dogs = [Watchdog(store, rank, world, name, seconds=1e9) for rank in range(world)]
@@ -117,13 +116,13 @@ def dogs_of(name: str, world: int) -> list[Watchdog]:
     return dogs
 
 
-def dead(dog: Watchdog) -> None:
+def dead(dog):
     """As after SIGKILL: no thread and no word."""
     dog._stop.set()
     dog._thread.join(5)
 
 
-def test_a_rank_without_a_sign_of_life() -> None:
+def test_a_rank_without_a_sign_of_life():
     dogs = dogs_of("silent", 3)
     dead(dogs[1])
     dogs[2].trail.waiting = None  # busy in its own code; its watchdog answers
@@ -145,7 +144,7 @@ def test_a_rank_without_a_sign_of_life() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_lost_connection_between_living_ranks_stays_what_it_is() -> None:
+def test_a_lost_connection_between_living_ranks_stays_what_it_is():
     dogs = dogs_of("living", 2)
     dogs[0].explain(LOST)
     dogs[1].explain(RuntimeError("something else"))
@@ -153,13 +152,13 @@ def test_a_lost_connection_between_living_ranks_stays_what_it_is() -> None:
         dog.leave("is done")
 
 
-def test_a_lost_connection_may_be_anothers_time_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_connection_may_be_anothers_time_out(capsys):
     """On gloo the rank that times out closes its connections, and the others may notice before it has said so."""
     dogs = dogs_of("both", 3)
     dogs[2].trail.waiting = None
-    ends: list[RuntimeError] = []
+    ends = []
 
-    def lose() -> None:
+    def lose():
         try:
             dogs[1].explain(LOST)
         except RuntimeError as error:
@@ -172,7 +171,7 @@ def test_a_lost_connection_may_be_anothers_time_out(capsys: pytest.CaptureFixtur
         dogs[0].explain(TIMED_OUT)
     thread.join(10)
     assert [str(end) for end in ends] == [str(error.value)]
-    assert sorted([ends[0].peer_left, error.value.peer_left]) == [False, True]  # type: ignore[attr-defined]
+    assert sorted([ends[0].peer_left, error.value.peer_left]) == [False, True]
     said = capsys.readouterr().err.splitlines()
     assert sorted(line.split(":")[0] for line in said) == [f"where rank {rank} is" for rank in range(3)]
     for dog in dogs:
@@ -182,10 +181,10 @@ def test_a_lost_connection_may_be_anothers_time_out(capsys: pytest.CaptureFixtur
 class BrokenStore:
     """A store whose process was stopped, or is gone."""
 
-    def __init__(self, hangs: bool) -> None:
+    def __init__(self, hangs):
         self.hangs = hangs
 
-    def check(self, keys: list[str]) -> bool:
+    def check(self, keys):
         """Hang, or fail."""
         time.sleep(60 if self.hangs else 0)
         raise dist.DistNetworkError("Connection reset by peer")
@@ -194,9 +193,9 @@ class BrokenStore:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_without_a_store_the_error_stays_what_it_is(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_store_the_error_stays_what_it_is(hangs, monkeypatch):
     monkeypatch.setattr(desync_watchdog, "ASKING_SECONDS", 0.5)
-    dog = Watchdog(BrokenStore(hangs), 0, 2, "broken", seconds=1e9)  # type: ignore[arg-type]
+    dog = Watchdog(BrokenStore(hangs), 0, 2, "broken", seconds=1e9)
     began = time.monotonic()
     dog.explain(LOST)
     dog.explain(TIMED_OUT)
@@ -204,13 +203,13 @@ def test_without_a_store_the_error_stays_what_it_is(hangs: bool, monkeypatch: py
     dog._stop.set()
 
 
-def test_within() -> None:
+def test_within():
     assert within(5, lambda: 3) == 3
     assert within(5, lambda: [][0]) is None
     assert within(0.1, lambda: time.sleep(5)) is None
 
 
-def test_the_first_verdict_counts() -> None:
+def test_the_first_verdict_counts():
     board = RankStore(dist.HashStore(), 0, 2, "first")
     assert Diagnosis.read(board) is None
     Diagnosis("timeout", 0, "a").write(board)
@@ -219,7 +218,7 @@ def test_the_first_verdict_counts() -> None:
     assert StateCollector(board, FlightRecorder(), 0)._answers([0, 1]) == {}
 
 
-def test_standing_still_is_said_once() -> None:
+def test_standing_still_is_said_once():
     """What the thread does beside NCCL, by a made-up clock."""
     trail, still = FlightRecorder(), NcclStallReporter(100.0)
     assert not any(still.look(trail, now) for now in (0.0, 500.0))  # nothing was launched
@@ -234,7 +233,7 @@ def test_standing_still_is_said_once() -> None:
 
 
 @pytest.mark.slow
-def test_the_thread_beside_nccl_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_thread_beside_nccl_prints(capsys):
     dog = Watchdog(None, 1, 2, "nccl", standstill=NcclStallReporter(1.0))
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
@@ -243,7 +242,7 @@ def test_the_thread_beside_nccl_prints(capsys: pytest.CaptureFixture[str]) -> No
     dog.explain(TIMED_OUT)
 
 
-def sleep_through(rank: int, world: int, blocking: bool) -> tuple[str, str, float, bool]:
+def sleep_through(rank, world, blocking):
     """Rank 1 sleeps while the others wait; what is raised, what is printed, when."""
     process_group.init_distributed(backend="gloo", timeout_seconds=4)
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))

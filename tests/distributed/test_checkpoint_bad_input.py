@@ -1,7 +1,5 @@
 """What a save or a load refuses, and how: on every rank, with a message that helps, and with nothing changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -15,6 +13,7 @@ from deepzero.checkpoint import reader
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, TinyModel, start
 
 
@@ -170,33 +169,28 @@ def two_groups(model):
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
 
 
-def other_optimizers(rank, world, folder):
+@on_ranks()
+def test_another_optimizer(rank, world, saved):
     import deepzero
     from tests.distributed.training import config, make_model
 
     found = []
     engine = engine_for(world, 2, optimizer=SGD)
-    found.append(said(engine.load_checkpoint, folder, load_lr_scheduler_states=False))
-    found.append(said(engine.load_checkpoint, folder, load_optimizer_states=False))
+    found.append(said(engine.load_checkpoint, saved, load_lr_scheduler_states=False))
+    found.append(said(engine.load_checkpoint, saved, load_optimizer_states=False))
     sha = engine.params_sha256()
     engine.destroy()
     model = make_model()
     engine, *_ = deepzero.initialize(model=model, model_parameters=two_groups(model), config=config(stage=2))
-    found.append(said(engine.load_checkpoint, folder))
-    found.append(said(engine.load_checkpoint, folder, load_optimizer_states=False))
+    found.append(said(engine.load_checkpoint, saved))
+    found.append(said(engine.load_checkpoint, saved, load_optimizer_states=False))
     assert engine.params_sha256() == sha, "the same values"
     engine.destroy()
-    return found
-
-
-def test_another_optimizer(ranks, saved):
-    for other, rest, groups, groups_rest in ranks.run(other_optimizers, saved):
-        assert (
-            "has the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step), and this run's optimizer is" in other
-        )
-        assert "torch.optim.sgd.SGD; load_optimizer_states=False loads the rest" in other
-        assert "has 1 optimizer groups, and this run has 2; load_optimizer_states=False" in groups
-        assert rest is None and groups_rest is None
+    other, rest, groups, groups_rest = found
+    assert "has the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step), and this run's optimizer is" in other
+    assert "torch.optim.sgd.SGD; load_optimizer_states=False loads the rest" in other
+    assert "has 1 optimizer groups, and this run has 2; load_optimizer_states=False" in groups
+    assert rest is None and groups_rest is None
 
 
 class OneNumber(nn.Module):
@@ -210,26 +204,23 @@ class OneNumber(nn.Module):
         return (self.weight * ids.float().mean()).sum()
 
 
-def one_number(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)), 3])
+@on_ranks(3)
+def test_a_rank_that_holds_nothing(rank, world, tmp_path, stage):
+    """It cannot tell which optimizer it has, and does not keep the others waiting."""
     engine = start(OneNumber(), stage=stage, optimizer={"type": "Adam", "params": {"lr": 0.1}})
     steps(engine, rank, world, 2)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     records, sha = steps(engine, rank, world, 4), engine.params_sha256()
     engine.destroy()
     for kind in ("Adam", "AdamW"):
         engine = start(OneNumber(), stage=stage, optimizer={"type": kind, "params": {"lr": 0.1, "weight_decay": 0.0}})
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         assert (steps(engine, rank, world, 4), engine.params_sha256()) == (records, sha), kind
         engine.destroy()
     engine = start(OneNumber(), stage=stage, optimizer=SGD)
-    assert "has the state of torch.optim.adam" in said(engine.load_checkpoint, folder)
+    assert "has the state of torch.optim.adam" in said(engine.load_checkpoint, tmp_path)
     engine.destroy()
-
-
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)), 3])
-def test_a_rank_that_holds_nothing(ranks, tmp_path, stage):
-    """It cannot tell which optimizer it has, and does not keep the others waiting."""
-    ranks.run(one_number, tmp_path, stage, world_size=3)
 
 
 # ---- what the caller gives -------------------------------------------------------------------------------------------
@@ -240,12 +231,13 @@ class Sullen:
 
 
 def endless():
-    values: list[object] = []
+    values = []
     values.append(values)
     return values
 
 
-def client_states(rank, world, folder):
+@on_ranks()
+def test_client_state(rank, world, tmp_path):
     engine = engine_for(world, 1)
     bad = {
         "object": {"a": [1, {"b": Sullen()}]},
@@ -258,9 +250,9 @@ def client_states(rank, world, folder):
         "endless": {"e": endless()},
         "no mapping": [1, 2],
     }
-    messages = {name: said(engine.save_checkpoint, folder, client_state=state) for name, state in bad.items()}
+    messages = {name: said(engine.save_checkpoint, tmp_path, client_state=state) for name, state in bad.items()}
     process_group.barrier()
-    left = sorted(path.name for path in folder.iterdir())
+    left = sorted(path.name for path in tmp_path.iterdir())
     process_group.barrier()
     good = {
         "pair": (1, (2.5, "x")), 3: "int", "nan": float("nan"), "inf": [float("inf"), -float("inf")], "none": None,
@@ -269,78 +261,65 @@ def client_states(rank, world, folder):
         "numpy": np.float32(0.5), "bytes": b"\x00\xff", "set": {1, 2}, "$odd": {"$": 1}, "big": 2**80, "ü\ud800": "\n",
         "turned": torch.arange(6).reshape(2, 3).t(), (1, "a"): -0.0, "dtype": torch.float16, "nothing": {},
     }  # fmt: skip
-    engine.save_checkpoint(folder, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
-    _, back = engine.load_checkpoint(folder)
+    engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
+    _, back = engine.load_checkpoint(tmp_path)
     engine.destroy()
-    return messages, left, good, back
+    assert all(message is not None and message.startswith("nothing was saved. ") for message in messages.values())
+    assert "client_state['a'][1]['b'] is a tests.distributed.test_checkpoint_bad_input.Sullen" in messages["object"]
+    assert left == [".lock"]
+    assert list(back) == list(good), rank
+    for key in ("pair", 3, "inf", "none", "flag", "numpy flag", "numpy", "bytes", "set", "$odd", "big", "nothing"):
+        assert back[key] == good[key] and type(back[key]) is not np.float32, key
+    assert back["numpy flag"] is True
+    assert back["ü\ud800"] == "\n" and back["dtype"] is torch.float16
+    assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0"
+    for key in ("tensor", "scalar", "empty", "turned"):
+        assert torch.equal(back[key], good[key]) and back[key].dtype == good[key].dtype, key
+    assert np.array_equal(back["array"], good["array"]) and back["array"].dtype == np.int16
 
 
-def test_client_state(ranks, tmp_path):
-    for rank, (messages, left, good, back) in enumerate(ranks.run(client_states, tmp_path)):
-        assert all(message is not None and message.startswith("nothing was saved. ") for message in messages.values())
-        assert "client_state['a'][1]['b'] is a tests.distributed.test_checkpoint_bad_input.Sullen" in messages["object"]
-        assert left == [".lock"]
-        assert list(back) == list(good), rank
-        for key in ("pair", 3, "inf", "none", "flag", "numpy flag", "numpy", "bytes", "set", "$odd", "big", "nothing"):
-            assert back[key] == good[key] and type(back[key]) is not np.float32, key
-        assert back["numpy flag"] is True
-        assert back["ü\ud800"] == "\n" and back["dtype"] is torch.float16
-        assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0"
-        for key in ("tensor", "scalar", "empty", "turned"):
-            assert torch.equal(back[key], good[key]) and back[key].dtype == good[key].dtype, key
-        assert np.array_equal(back["array"], good["array"]) and back["array"].dtype == np.int16
-
-
-def disagreeing(rank, world, folder):
+@on_ranks()
+def test_ranks_that_disagree(rank, world, tmp_path):
     engine = engine_for(world, 1)
     found = [
-        said(engine.save_checkpoint, folder, tag=f"tag{rank}"),
-        said(engine.save_checkpoint, folder / str(rank), tag="tag"),
-        said(engine.save_checkpoint, folder, tag="a/b" if rank else "ab"),
-        said(engine.save_checkpoint, folder, tag="ends "),
-        said(engine.save_checkpoint, folder, tag="latest"),
-        said(engine.save_checkpoint, folder, keep_last=0),
-        said(engine.load_checkpoint, folder),
+        said(engine.save_checkpoint, tmp_path, tag=f"tag{rank}"),
+        said(engine.save_checkpoint, tmp_path / str(rank), tag="tag"),
+        said(engine.save_checkpoint, tmp_path, tag="a/b" if rank else "ab"),
+        said(engine.save_checkpoint, tmp_path, tag="ends "),
+        said(engine.save_checkpoint, tmp_path, tag="latest"),
+        said(engine.save_checkpoint, tmp_path, keep_last=0),
+        said(engine.load_checkpoint, tmp_path),
     ]
     process_group.barrier()
-    assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
     process_group.barrier()
-    engine.save_checkpoint(folder, tag="tag")
+    engine.save_checkpoint(tmp_path, tag="tag")
     engine.destroy()
-    return found
-
-
-def test_ranks_that_disagree(ranks, tmp_path):
-    for rank, found in enumerate(ranks.run(disagreeing, tmp_path)):
-        assert "save_checkpoint: this rank passes tag='tag1', but rank 0 'tag0'; pass the same" in found[0]
-        assert "this rank passes save_dir=" in found[1]
-        assert found[2].startswith("tag 'a/b' cannot" if rank else "rank 1: tag 'a/b' cannot")
-        assert "no white space at its ends" in found[3] and "'latest' is taken" in found[4]
-        assert "keep_last=0 must be at least 1" in found[5]
-        assert "holds no checkpoint" in found[6]
+    assert "save_checkpoint: this rank passes tag='tag1', but rank 0 'tag0'; pass the same" in found[0]
+    assert "this rank passes save_dir=" in found[1]
+    assert found[2].startswith("tag 'a/b' cannot" if rank else "rank 1: tag 'a/b' cannot")
+    assert "no white space at its ends" in found[3] and "'latest' is taken" in found[4]
+    assert "keep_last=0 must be at least 1" in found[5]
+    assert "holds no checkpoint" in found[6]
 
 
 # ---- disks that cannot be read ---------------------------------------------------------------------------------------
 
 
-def unreadable(rank, world, folder):
+@on_ranks()
+def test_a_disk_that_fails_while_it_is_read(rank, world, saved):
     """A disk fails on rank 1 in the middle of a load."""
     engine = engine_for(world, 2)
     real = reader.os.preadv
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(reader.os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        message = said(engine.load_checkpoint, folder)
+        message = said(engine.load_checkpoint, saved)
     assert reader.os.preadv is real
     with pytest.raises(CheckpointError, match="mixture of two states"):
         steps(engine, rank, world, 1)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(saved)
     found = fingerprints(engine)
     engine.destroy()
-    return message, found
-
-
-def test_a_disk_that_fails_while_it_is_read(ranks, saved):
-    for message, found in ranks.run(unreadable, saved):
-        assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message
-        assert found
+    assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message
+    assert found

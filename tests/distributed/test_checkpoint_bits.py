@@ -1,7 +1,5 @@
 """Resume to the bit, and every crossing of stages and numbers of ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import tarfile

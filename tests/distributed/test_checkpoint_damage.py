@@ -1,7 +1,5 @@
 """Damaged checkpoints: refused on every rank with the file's name, never loaded, and a whole one loads afterwards."""
 
-from __future__ import annotations
-
 import shutil
 import zlib
 from random import Random

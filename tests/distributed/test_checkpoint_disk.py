@@ -1,7 +1,5 @@
 """Disks that are full or closed, writers that meet, tags that are saved twice: nothing that was saved is lost."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -28,6 +26,7 @@ from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from deepzero.offload.arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_checkpoint_bad_input import said
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,95 +53,84 @@ def full_after(space, patch):
     patch.setattr(shard_file, "put", scarce)
 
 
-def fill_up(rank, world, folder, stage, victim, asynchronous):
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("victim", [0, 1])
+@on_ranks()
+def test_the_disk_is_full_in_the_middle_of_a_save(rank, world, tmp_path, victim, asynchronous):
+    stage = 2
     engine = engine_for(world, stage)
     steps(engine, rank, world, 1)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     kept = fingerprints(engine)
     steps(engine, rank, world, 2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
             full_after(5000, patch)
-        message = said(engine.save_checkpoint, folder, asynchronous=asynchronous)
+        message = said(engine.save_checkpoint, tmp_path, asynchronous=asynchronous)
         assert (message is None) == asynchronous
         message = message or said(engine.wait_for_checkpoint)
     assert said(engine.wait_for_checkpoint) is None, "it is said once"
-    left = names(folder)
-    engine.load_checkpoint(folder)
+    left = names(tmp_path)
+    engine.load_checkpoint(tmp_path)
     assert (engine.global_steps, fingerprints(engine)) == (1, kept)
     steps(engine, rank, world, 2)
-    engine.save_checkpoint(folder, asynchronous=asynchronous)
+    engine.save_checkpoint(tmp_path, asynchronous=asynchronous)
     engine.wait_for_checkpoint()
-    assert names(folder) == [".lock", "global_step1", "global_step2", "latest"]
-    engine.load_checkpoint(folder)
+    assert names(tmp_path) == [".lock", "global_step1", "global_step2", "latest"]
+    engine.load_checkpoint(tmp_path)
     engine.destroy()
-    return message, left
+    assert f"checkpoint {tmp_path}/global_step2 was not saved: rank {victim}: " in message
+    assert f"rank-0000{victim}-of-00002.safetensors: No space left on device" in message
+    assert message.endswith("What was saved before is untouched")
+    assert left == [".lock", "global_step1", "latest"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_the_disk_is_full_in_the_middle_of_a_save(ranks, tmp_path, victim, asynchronous):
-    for message, left in ranks.run(fill_up, tmp_path, 2, victim, asynchronous):
-        assert f"checkpoint {tmp_path}/global_step2 was not saved: rank {victim}: " in message
-        assert f"rank-0000{victim}-of-00002.safetensors: No space left on device" in message
-        assert message.endswith("What was saved before is untouched")
-        assert left == [".lock", "global_step1", "latest"]
-
-
-def fail_while_the_other_writes(rank, world, folder):
+@on_ranks()
+def test_a_save_that_fails_while_the_other_rank_writes(rank, world, tmp_path):
     """Rank 0 removes what there is, and rank 1 has made its file just then: the folder is not empty, and stays."""
     engine = engine_for(world, 2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             full_after(5000, patch)
             patch.setattr(async_save.shutil, "rmtree", lambda *args, **kwargs: None)
-        message = said(engine.save_checkpoint, folder)
-        left = names(folder)
+        message = said(engine.save_checkpoint, tmp_path)
+        left = names(tmp_path)
     engine.destroy()
-    return message, left
+    assert "rank 0: " in message
+    assert left == [".lock"]
 
 
-def test_a_save_that_fails_while_the_other_rank_writes(ranks, tmp_path):
-    for message, left in ranks.run(fail_while_the_other_writes, tmp_path):
-        assert "rank 0: " in message
-        assert left == [".lock"]
-
-
-def fail_to_commit(rank, world, folder):
+@on_ranks()
+def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_path):
     """The shards are there, and the manifest cannot be written."""
     engine = engine_for(world, 1)
-    engine.save_checkpoint(folder, tag="first")
+    engine.save_checkpoint(tmp_path, tag="first")
     with pytest.MonkeyPatch.context() as patch:
 
         def refuse(path, content):
             raise OSError(errno.EIO, "Input/output error", str(path))
 
         patch.setattr(folders, "write_whole", refuse)
-        message = said(engine.save_checkpoint, folder, tag="second")
-    left = names(folder)
+        message = said(engine.save_checkpoint, tmp_path, tag="second")
+    left = names(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(folders, "prune", lambda *args: (_ for _ in ()).throw(OSError(errno.EACCES, "no", "old")))
-        engine.save_checkpoint(folder, tag="third", keep_last=1)
-    assert folders.latest_tag(folder) == "third", "complete, whatever became of the old ones"
+        engine.save_checkpoint(tmp_path, tag="third", keep_last=1)
+    assert folders.latest_tag(tmp_path) == "third", "complete, whatever became of the old ones"
     process_group.barrier()
     if rank == 0:
-        (folder / "latest").write_bytes(b"\xff")
-    engine.save_checkpoint(folder, tag="third", save_latest=False, keep_last=1)
+        (tmp_path / "latest").write_bytes(b"\xff")
+    engine.save_checkpoint(tmp_path, tag="third", save_latest=False, keep_last=1)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(1000))
-        too_full = said(engine.save_checkpoint, folder, tag="fourth")
-    assert names(folder) == [".lock", "first", "latest", "third"]
+        too_full = said(engine.save_checkpoint, tmp_path, tag="fourth")
+    assert names(tmp_path) == [".lock", "first", "latest", "third"]
     engine.destroy()
-    return message, left, too_full
-
-
-def test_a_commit_that_fails_and_a_disk_too_full_beforehand(ranks, tmp_path):
-    for message, left, too_full in ranks.run(fail_to_commit, tmp_path):
-        assert "manifest.json: Input/output error" in message
-        assert left == [".lock", "first", "latest"]
-        assert too_full.startswith(f"{tmp_path}: a checkpoint needs 0.000 GB and the disk has 0.000 GB left; make room")
+    assert "manifest.json: Input/output error" in message
+    assert left == [".lock", "first", "latest"]
+    assert too_full.startswith(f"{tmp_path}: a checkpoint needs 0.000 GB and the disk has 0.000 GB left; make room")
 
 
 def no_memory(rank, world, folder, victim):
@@ -228,26 +216,23 @@ def test_another_run_writes_to_the_folder(ranks, tmp_path):
         assert other.stdout.read() == "", "the worker has ended by itself"
 
 
-def save_tags_again(rank, world, folder):
+@on_ranks()
+def test_the_same_tag_again(rank, world, tmp_path):
     engine = engine_for(world, 2)
     for until in (1, 2, 3):
         steps(engine, rank, world, until)
-        engine.save_checkpoint(folder, tag="same")
-        assert names(folder) == [".lock", "latest", "same"]
-        assert folders.read_manifest(folder / "same").counters["global_steps"] == until
+        engine.save_checkpoint(tmp_path, tag="same")
+        assert names(tmp_path) == [".lock", "latest", "same"]
+        assert folders.read_manifest(tmp_path / "same").counters["global_steps"] == until
     process_group.barrier()
     if rank == 0:  # as a kill between the two renames leaves it
-        (folder / "same").rename(folder / ".replaced-0123456789ab-same")
+        (tmp_path / "same").rename(tmp_path / ".replaced-0123456789ab-same")
     process_group.barrier()
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 3
-    engine.save_checkpoint(folder, tag="other", save_latest=False)
-    assert names(folder) == [".lock", "latest", "other", "same"]
+    engine.save_checkpoint(tmp_path, tag="other", save_latest=False)
+    assert names(tmp_path) == [".lock", "latest", "other", "same"]
     engine.destroy()
-
-
-def test_the_same_tag_again(ranks, tmp_path):
-    ranks.run(save_tags_again, tmp_path)
 
 
 def prune_tags(rank, world, folder):
@@ -360,52 +345,47 @@ def test_what_is_no_checkpoint_is_not_replaced(ranks, tmp_path):
     assert (tmp_path / "plots" / "loss.png").read_text() == (tmp_path / "notes").read_text() == "mine"
 
 
-def other_arguments(rank, world, folder):
+@on_ranks()
+def test_ranks_that_pass_other_arguments(rank, world, tmp_path):
     engine = engine_for(world, 1)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     found = [
-        said(engine.save_checkpoint, folder, exclude_frozen_parameters=rank == 1),
-        said(engine.load_checkpoint, folder, load_optimizer_states=rank == 0),
-        said(engine.load_checkpoint, folder if rank == 0 else folder / "elsewhere"),
+        said(engine.save_checkpoint, tmp_path, exclude_frozen_parameters=rank == 1),
+        said(engine.load_checkpoint, tmp_path, load_optimizer_states=rank == 0),
+        said(engine.load_checkpoint, tmp_path if rank == 0 else tmp_path / "elsewhere"),
     ]
     engine.destroy()
-    return found
+    saved, loaded, elsewhere = found
+    assert "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False" in saved
+    assert "load_checkpoint: this rank passes load_optimizer_states=False, but rank 0 True" in loaded
+    assert "load_checkpoint: this rank passes load_dir=" in elsewhere
 
 
-def test_ranks_that_pass_other_arguments(ranks, tmp_path):
-    for saved, loaded, elsewhere in ranks.run(other_arguments, tmp_path):
-        assert "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False" in saved
-        assert "load_checkpoint: this rank passes load_optimizer_states=False, but rank 0 True" in loaded
-        assert "load_checkpoint: this rank passes load_dir=" in elsewhere
-
-
-def leave_surplus(rank, world, folder):
+@on_ranks()
+def test_what_kills_have_left_is_removed_after_the_next_save(rank, world, tmp_path):
     """Kills between a commit and the removal of old checkpoints leave one more each; the next save takes them along."""
     engine = engine_for(world, 2)
     steps(engine, rank, world, 1)
     for number in range(1, 6):
-        engine.save_checkpoint(folder, tag=f"step_{number}")
+        engine.save_checkpoint(tmp_path, tag=f"step_{number}")
     seen = []
     commit = folders.commit
 
     def counting(*arguments):
-        seen.append(len(folders.complete_tags(folder)))
+        seen.append(len(folders.complete_tags(tmp_path)))
         commit(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folders, "commit", counting)
-        engine.save_checkpoint(folder, tag="step_6", keep_last=2)
+        engine.save_checkpoint(tmp_path, tag="step_6", keep_last=2)
     assert seen == ([5] if rank == 0 else [])
     engine.barrier()
-    assert folders.complete_tags(folder) == ["step_5", "step_6"]
+    assert folders.complete_tags(tmp_path) == ["step_5", "step_6"]
     engine.destroy()
 
 
-def test_what_kills_have_left_is_removed_after_the_next_save(ranks, tmp_path):
-    ranks.run(leave_surplus, tmp_path, world_size=2)
-
-
-def want_more(rank, world, folder):
+@on_ranks()
+def test_a_disk_that_wants_the_page_cache(rank, world, tmp_path):
     """A disk that refuses what goes past the page cache, after it has taken a part of it."""
     engine = engine_for(world, 2)
     steps(engine, rank, world, 1)
@@ -420,17 +400,13 @@ def want_more(rank, world, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_file, "put", particular)
-        engine.save_checkpoint(folder, asynchronous=True)
+        engine.save_checkpoint(tmp_path, asynchronous=True)
         engine.wait_for_checkpoint()
     kept = fingerprints(engine)
     steps(engine, rank, world, 2)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert refused and fingerprints(engine) == kept
     engine.destroy()
-
-
-def test_a_disk_that_wants_the_page_cache(ranks, tmp_path):
-    ranks.run(want_more, tmp_path, world_size=2)
 
 
 def slow(engine, rank, victim, folder, asynchronous, tag):
@@ -443,29 +419,29 @@ def slow(engine, rank, victim, folder, asynchronous, tag):
         return said(engine.wait_for_checkpoint)
 
 
-def save_slowly(rank, world, folder):
+@on_ranks()
+def test_a_flush_that_takes_longer_than_a_collective_may(rank, world, tmp_path):
+    """On either rank, waited for or not: the checkpoint is whole, and the one before is removed after that."""
     engine = engine_for(world, 2, comm={"timeout_seconds": 0.03})
     cases = [(victim, behind) for victim in (0, 1) for behind in (False, True)]
     for number, (victim, behind) in enumerate(cases):
         steps(engine, rank, world, number + 1)
-        assert slow(engine, rank, victim, folder, behind, f"step_{number}") is None
-        assert names(folder) == [".lock", "latest", f"step_{number}"]
+        assert slow(engine, rank, victim, tmp_path, behind, f"step_{number}") is None
+        assert names(tmp_path) == [".lock", "latest", f"step_{number}"]
     kept = fingerprints(engine)
     steps(engine, rank, world, 9)
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert fingerprints(engine) == kept
     engine.destroy()
 
 
-def test_a_flush_that_takes_longer_than_a_collective_may(ranks, tmp_path):
-    """On either rank, waited for or not: the checkpoint is whole, and the one before is removed after that."""
-    ranks.run(save_slowly, tmp_path)
-
-
-def save_to_a_disk_that_hangs(rank, world, folder, victim):
-    """Its flush returns after the save was given up, and not before."""
+@on_ranks()
+def test_a_disk_that_hangs(rank, world, tmp_path):
+    """The other rank gives up after comm.save_timeout_seconds, and the checkpoint before is what it was."""
+    # Its flush returns after the save was given up, and not before.
+    victim = 1
     engine = engine_for(world, 2, comm={"save_timeout_seconds": 0.3})
-    engine.save_checkpoint(folder, tag="step_1")
+    engine.save_checkpoint(tmp_path, tag="step_1")
     flush, given_up = os.fsync, threading.Event()
 
     def hang(handle):
@@ -475,22 +451,16 @@ def save_to_a_disk_that_hangs(rank, world, folder, victim):
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
             patch.setattr(os, "fsync", hang)
-        engine.save_checkpoint(folder, tag="step_2", asynchronous=True, keep_last=1)
+        engine.save_checkpoint(tmp_path, tag="step_2", asynchronous=True, keep_last=1)
         message = None if rank == victim else said(engine.wait_for_checkpoint)
         process_group.barrier()
         given_up.set()
         message = said(engine.wait_for_checkpoint) if rank == victim else message
-    left = names(folder)
-    engine.load_checkpoint(folder)
+    left = names(tmp_path)
+    engine.load_checkpoint(tmp_path)
     engine.destroy()
-    return message, left
-
-
-def test_a_disk_that_hangs(ranks, tmp_path):
-    """The other rank gives up after comm.save_timeout_seconds, and the checkpoint before is what it was."""
-    for message, left in ranks.run(save_to_a_disk_that_hangs, tmp_path, 1):
-        assert "rank 1's disk has taken nothing for 0.3 s (comm.save_timeout_seconds)" in message
-        assert left == [".lock", "latest", "step_1"]
+    assert "rank 1's disk has taken nothing for 0.3 s (comm.save_timeout_seconds)" in message
+    assert left == [".lock", "latest", "step_1"]
 
 
 def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
@@ -511,8 +481,10 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
     assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}
 
 
-def write_in_steps(rank, world, folder):
+@on_ranks()
+def test_no_flush_has_much_to_write(rank, world, tmp_path):
     """How much each flush had to write, and what was told to the others after it."""
+    folder = tmp_path / "checkpoints"
     engine = engine_for(world, 2)
     told, sizes, flush, put, alive = [], [0], os.fsync, shard_file.put, async_save._Job._alive
     with pytest.MonkeyPatch.context() as patch:
@@ -529,13 +501,8 @@ def write_in_steps(rank, world, folder):
     engine.load_checkpoint(folder, tag="behind=False")
     engine.load_checkpoint(folder, tag="behind=True")
     engine.destroy()
-    return sizes, told
-
-
-def test_no_flush_has_much_to_write(ranks, tmp_path):
-    for sizes, told in ranks.run(write_in_steps, tmp_path / "checkpoints"):
-        assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
-        assert {8192, 16384} <= set(told)
+    assert sum(sizes) > 20_000 and max(sizes) <= 8192 + 2 * 4096
+    assert {8192, 16384} <= set(told)
 
 
 def test_a_copy_locks_no_more_than_it_needs(monkeypatch):

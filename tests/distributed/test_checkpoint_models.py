@@ -1,11 +1,7 @@
 """Models, optimizers and schedules of all kinds, resumed to the bit: in a new engine, and in one that went further."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ from torch import nn
 
 import deepzero
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_checkpoint_bad_input import said
 from tests.distributed.training import (
     LENGTH,
@@ -164,19 +161,19 @@ def resume(rank, world, folder, what, stage):
     return at_three[2]
 
 
-def some(cases: Iterable[Any], first: int) -> list[Any]:
+def some(cases, first):
     """The first ones in every run of the tests, the others in the exhaustive one."""
     return [
         pytest.param(case, marks=[] if place < first else [pytest.mark.exhaustive]) for place, case in enumerate(cases)
     ]
 
 
-@pytest.mark.parametrize("what", some([*OPTIMIZERS, *GROUPS], 4))
+@pytest.mark.parametrize("what", some([*OPTIMIZERS, *GROUPS], 3))
 def test_optimizers(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 2)
 
 
-@pytest.mark.parametrize("what", ["Rprop", "ASGD", "SGD, dampening"])
+@pytest.mark.parametrize("what", some(["ASGD", "Rprop", "SGD, dampening"], 1))
 def test_state_that_the_first_step_makes_in_stage_0(ranks, tmp_path, what):
     """A new engine has no state yet, and each rank reads a part of what all have to hold whole."""
     ranks.run(resume, tmp_path, what, 0)
@@ -199,7 +196,7 @@ def test_statistics_that_are_each_ranks_own(ranks, tmp_path, stage):
     assert buffers[0] != buffers[1]
 
 
-@pytest.mark.parametrize("what", ["init", "no group", "groups", "SGD, dampening", "ASGD"])
+@pytest.mark.parametrize("what", some(["init", "groups", "ASGD", "no group", "SGD, dampening"], 3))
 def test_partitioned_parameters(ranks, tmp_path, what):
     ranks.run(resume, tmp_path, what, 3)
 
@@ -207,36 +204,33 @@ def test_partitioned_parameters(ranks, tmp_path, what):
 # ---- parts of a checkpoint -------------------------------------------------------------------------------------------
 
 
-def without_frozen(rank, world, folder, stage):
+@pytest.mark.parametrize("stage", some([0, 3, 1, 2], 2))
+@on_ranks()
+def test_frozen_parameters_left_out(rank, world, tmp_path, stage):
     engine = build("special", stage)
     go(engine, rank, world, 2)
-    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     saved = fingerprints(engine)
     engine.destroy()
     engine = build("special", stage)
-    strictly = said(engine.load_checkpoint, folder)
-    engine.load_checkpoint(folder, load_module_strict=False)
+    strictly = said(engine.load_checkpoint, tmp_path)
+    engine.load_checkpoint(tmp_path, load_module_strict=False)
     assert fingerprints(engine) == saved
     go(engine, rank, world, 3)
     engine.destroy()
-    return strictly
+    assert "3 missing there (blocks.0.1.bias, frozen.bias, frozen.weight)" in strictly
 
 
-@pytest.mark.parametrize("stage", some([0, 3, 1, 2], 2))
-def test_frozen_parameters_left_out(ranks, tmp_path, stage):
-    for strictly in ranks.run(without_frozen, tmp_path, stage):
-        assert "3 missing there (blocks.0.1.bias, frozen.bias, frozen.weight)" in strictly
-
-
-def module_only(rank, world, folder):
+@on_ranks()
+def test_the_module_only_and_another_schedule(rank, world, tmp_path):
     engine = engine_for(world, 2)
     steps(engine, rank, world, 3)
-    engine.save_checkpoint(folder, client_state={"x": 1})
+    engine.save_checkpoint(tmp_path, client_state={"x": 1})
     saved, sha = fingerprints(engine), engine.params_sha256()
     engine.destroy()
     engine = engine_for(world, 1)
     fresh, rate = fingerprints(engine), engine.get_lr()
-    engine.load_checkpoint(folder, load_module_only=True)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
     found = fingerprints(engine)
     assert engine.params_sha256() == sha
     assert {key: value for key, value in found.items() if key.endswith("/master")} == {
@@ -244,27 +238,22 @@ def module_only(rank, world, folder):
     }
     assert all(found[key] == fresh[key] for key in found if not key.endswith("/master"))
     assert (engine.global_steps, engine.get_lr()) == (0, rate)
-    engine.load_checkpoint(folder, load_lr_scheduler_states=False)
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     assert engine.global_steps == 3 and engine.lr_scheduler.state_dict() != {}
     engine.destroy()
     engine = start(make_model(), stage=2, scheduler={"type": "constant"})
     engine.destroy()
     other = build("LambdaLR", 2)
-    message = said(other.load_checkpoint, folder)
-    other.load_checkpoint(folder, load_lr_scheduler_states=False)
+    message = said(other.load_checkpoint, tmp_path)
+    other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     other.destroy()
-    return message
-
-
-def test_the_module_only_and_another_schedule(ranks, tmp_path):
-    for message in ranks.run(module_only, tmp_path):
-        assert "has the state of schedule deepzero.runtime." in message
-        assert "this run's is torch.optim.lr_scheduler.LambdaLR; load_lr_scheduler_states=False" in message
+    assert "has the state of schedule deepzero.runtime." in message
+    assert "this run's is torch.optim.lr_scheduler.LambdaLR; load_lr_scheduler_states=False" in message
 
 
 @contextlib.contextmanager
 def logged():
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -295,35 +284,33 @@ def test_a_save_between_two_micro_batches(ranks, tmp_path, stage):
     assert second == []
 
 
-def compiled(rank, world, folder, backend):
+@pytest.mark.slow
+@on_ranks()
+def test_compiled_models(rank, world, tmp_path):
+    """What torch.compile puts into names is not in a checkpoint."""
+    backend = "eager"
     plain = engine_for(world, 2)
     expected = steps(plain, rank, world, 4)
     plain.destroy()
     engine = engine_for(world, 2, model=torch.compile(make_model(), backend=backend))
     assert [r[1] for r in steps(engine, rank, world, 2)] == pytest.approx([r[1] for r in expected[:2]], abs=1e-5)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     saved = fingerprints(engine)
     engine.destroy()
     torch._dynamo.reset()
     plain = engine_for(world, 3)
-    plain.load_checkpoint(folder)
+    plain.load_checkpoint(tmp_path)
     assert fingerprints(plain) == saved
     steps(plain, rank, world, 3)
-    plain.save_checkpoint(folder)
+    plain.save_checkpoint(tmp_path)
     saved = fingerprints(plain)
     plain.destroy()
     engine = engine_for(world, 2, model=torch.compile(make_model(), backend=backend))
-    engine.load_checkpoint(folder)
+    engine.load_checkpoint(tmp_path)
     assert fingerprints(engine) == saved
     steps(engine, rank, world, 4)
     engine.destroy()
     torch._dynamo.reset()
-
-
-@pytest.mark.slow
-def test_compiled_models(ranks, tmp_path):
-    """What torch.compile puts into names is not in a checkpoint."""
-    ranks.run(compiled, tmp_path, "eager")
 
 
 # ---- optimizers and models that a checkpoint cannot hold, or is not of -----------------------------------------------
@@ -355,25 +342,21 @@ KEEPING = {
 }
 
 
-def with_optimizer(rank, world, folder, what):
+@pytest.mark.parametrize("what", KEEPING)
+@on_ranks()
+def test_state_that_could_not_be_loaded_is_not_saved(rank, world, tmp_path, what):
     torch.manual_seed(0)
     model, settings = TinyModel(), config(stage=2, bucket=900)
     del settings["optimizer"]
     engine = deepzero.initialize(model=model, optimizer=KEEPING[what][0](model.parameters()), config=settings)[0]
     go(engine, rank, world, 2)
-    message = said(engine.save_checkpoint, folder)
+    message = said(engine.save_checkpoint, tmp_path)
     if message is None:
         before = everything(engine)
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(tmp_path)
         assert everything(engine) == before
     engine.destroy()
-    return message
-
-
-@pytest.mark.parametrize("what", KEEPING)
-def test_state_that_could_not_be_loaded_is_not_saved(ranks, tmp_path, what):
-    for message in ranks.run(with_optimizer, tmp_path, what):
-        assert message is None if KEEPING[what][1] is None else KEEPING[what][1] in message
+    assert message is None if KEEPING[what][1] is None else KEEPING[what][1] in message
 
 
 class Pair(TinyModel):
@@ -386,7 +369,8 @@ class Pair(TinyModel):
             self.other.weight = self.one.weight
 
 
-def not_of_this_run(rank, world, folder):
+@on_ranks()
+def test_what_is_not_of_this_run(rank, world, tmp_path):
     def grouped(turned):
         model, settings = TinyModel(), config(stage=1, bucket=900)
         first, *rest = model.parameters()
@@ -403,18 +387,13 @@ def not_of_this_run(rank, world, folder):
     found = {}
     for what, (saving, loading) in pairs.items():
         engine = saving()
-        engine.save_checkpoint(folder / what)
+        engine.save_checkpoint(tmp_path / what)
         engine.destroy()
         engine = loading()
-        found[what] = said(engine.load_checkpoint, folder / what)
+        found[what] = said(engine.load_checkpoint, tmp_path / what)
         engine.destroy()
-    return found
-
-
-def test_what_is_not_of_this_run(ranks, tmp_path):
-    for found in ranks.run(not_of_this_run, tmp_path):
-        assert "it would get another group's settings" in found["groups"]
-        assert "'one.weight' and 'other.weight' are two parameters there and one (tied) here" in found["tied"].replace(
-            "'other.weight' and 'one.weight'", "'one.weight' and 'other.weight'"
-        )
-        assert "this run's optimizer is torch.optim.nadam.NAdam" in found["NAdam"]
+    assert "it would get another group's settings" in found["groups"]
+    assert "'one.weight' and 'other.weight' are two parameters there and one (tied) here" in found["tied"].replace(
+        "'other.weight' and 'one.weight'", "'one.weight' and 'other.weight'"
+    )
+    assert "this run's optimizer is torch.optim.nadam.NAdam" in found["NAdam"]

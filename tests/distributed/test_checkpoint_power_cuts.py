@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,9 @@ from deepzero.comm import process_group
 from deepzero.monitor.metrics_file import MetricsFile, kept_metrics, write_summary
 from deepzero.training.resume import find_start
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
-from tests.distributed.power import Recorder, Tree, idle_flushes, key, lay, losses, read
+from tests.distributed.power import Recorder, idle_flushes, key, lay, losses, read
 
-SAVES: tuple[tuple[int, str, dict[str, Any]], ...] = (
+SAVES = (
     (1, "step_1", {}),
     (2, "step_2", {"asynchronous": True}),
     (3, "step_3", {"keep_last": 2}),
@@ -81,15 +80,15 @@ class Found:
 class Reader:
     """Looks at disks, at equal ones once."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.place, self._number = place, itertools.count()
-        self._known: dict[Any, Any] = {}
-        self._steps: dict[Any, int] = {}
-        self.disks: dict[int, Path] = {}
+        self._known = {}
+        self._steps = {}
+        self.disks = {}
         """A disk for each step that is loaded from some."""
         (place / "store").mkdir()
 
-    def look(self, tree: Tree) -> Any:
+    def look(self, tree):
         """A :class:`Found`, or what is broken, in words."""
         state = key(tree)
         if state not in self._known:
@@ -102,7 +101,7 @@ class Reader:
                 self._known[state] = f"broken: {type(error).__name__}: {error}"
         return self._known[state]
 
-    def _found(self, path: Path, folder: Path) -> Found:
+    def _found(self, path, folder):
         if not folder.is_dir():
             return Found(0, 0, 0)
         for tag in folders.complete_tags(folder):
@@ -119,7 +118,7 @@ class Reader:
         assert named in (0, begins)
         return Found(begins, named, best)
 
-    def _step(self, path: Path) -> int:
+    def _step(self, path):
         files = frozenset((file.name, file.stat().st_ino) for file in path.iterdir())
         if files not in self._steps:
             report = verify(path)
@@ -128,12 +127,12 @@ class Reader:
         return self._steps[files]
 
 
-def ignored(name: str) -> bool:
+def ignored(name):
     """Nobody reads it; it is removed, whatever it is."""
     return name.startswith((folders.SAVING, folders.DELETING)) or name.endswith((".tmp", ".lock"))
 
 
-def lost(told: Any, found: Any) -> bool:
+def lost(told, found):
     told = told or {"latest": 0, "best": 0}
     return isinstance(found, str) or found.latest < told["latest"] or found.best < told["best"]
 
@@ -215,7 +214,7 @@ def write_model(folder, number, max_bytes):
         writer.write((plan, 0, torch.full((100,), float(number))) for plan in writer.order)
 
 
-def find_model(tree: Tree) -> Any:
+def find_model(tree):
     """The number of the model that a reader opens; 0: it finds none."""
     files = tree.get("new", {}).get("model", {})
     single, index = files.get("model.safetensors"), files.get("model.safetensors.index.json")

@@ -1,7 +1,5 @@
 """How much of a checkpoint is read: over all ranks about once, whatever the layout it was saved in."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest

@@ -1,7 +1,5 @@
 """Promise 2: counted bytes equal the closed forms, for communication exactly and for memory within a percent."""
 
-from __future__ import annotations
-
 import pytest
 from torch import nn
 

@@ -1,7 +1,5 @@
 """The one-step delayed update, against a plain loop that is late in the same way; and who must wait for it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.ops import CPUAdam
 from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_offload import CPU_ADAM, go, settings
 from tests.distributed.training import make_batch, make_model, my_micro_batches
 
@@ -133,7 +132,10 @@ def test_half_of_it(ranks):
     assert all(found == results[0][0] for per_rank in results for found in per_rank)
 
 
-def saves(rank, world, folder):
+@on_ranks()
+def test_checkpoint(rank, world, tmp_path):
+    """Saving finishes the update, so a checkpoint is one state; who goes on from it takes the same course."""
+    folder = str(tmp_path)
     straight, _ = made(late(2))
     losses = go(straight, rank, world, 0, 5)
     straight.save_checkpoint(folder)
@@ -150,13 +152,11 @@ def saves(rank, world, folder):
         again.destroy()
 
 
-def test_checkpoint(ranks, tmp_path):
-    """Saving finishes the update, so a checkpoint is one state; who goes on from it takes the same course."""
-    ranks.run(saves, str(tmp_path), world_size=2)
-
-
-def measured(rank, world, case):
-    """What the step on the host moved, how long that took, and more than that; and how many elements it is for."""
+@on_ranks()
+def test_what_a_late_step_moved_is_measured(rank, world):
+    """Master and two moments read and written, a gradient read, the new parameter written, by one update each."""
+    # What the step on the host moved, how long that took, and more than that; and how many elements it is for.
+    case = late(2)
     began = time.perf_counter()
     engine, _ = made(case)
     go(engine, rank, world, 0, AFTER + 2)
@@ -165,18 +165,29 @@ def measured(rank, world, case):
     meter = engine.zero.offload.meter
     legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
     engine.destroy()
-    return legs, time.perf_counter() - began, numel
+    seconds = time.perf_counter() - began
+    for leg in legs:
+        assert leg.bytes == (2 * 3 * 4 + 4 + 2) * numel
+        assert 0 < leg.seconds < seconds and 0 <= leg.waited_seconds < seconds
 
 
-def test_what_a_late_step_moved_is_measured(ranks):
-    """Master and two moments read and written, a gradient read, the new parameter written, by one update each."""
-    for legs, seconds, numel in ranks.run(measured, late(2), world_size=2):
-        for leg in legs:
-            assert leg.bytes == (2 * 3 * 4 + 4 + 2) * numel
-            assert 0 < leg.seconds < seconds and 0 <= leg.waited_seconds < seconds
+@on_ranks()
+def test_steps_agree_by_their_one_message(rank, world):
+    engine, model = made(late(2))
+    go(engine, rank, world, 0, 4)
+    with mock.patch.object(process_group, "all_gather_object", side_effect=AssertionError("a collective more")):
+        go(engine, rank, world, 4, 6)
+    go(engine, rank, world, 6, 7)
+    if rank == 1:
+        with torch.no_grad():
+            model.norm.weight.add_(1)
+    with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "parameter 'norm.weight' was written"):
+        go(engine, rank, world, 7, 8)
+    engine.destroy()
 
 
-def looks_and_writes(rank, world):
+@on_ranks()
+def test_readers_and_writers(rank, world):
     engine, model = made(late(2))
     go(engine, rank, world, 0, 4)
     param = model.norm.weight
@@ -206,29 +217,8 @@ def looks_and_writes(rank, world):
     engine.destroy()
 
 
-def steps_without_a_word(rank, world):
-    engine, model = made(late(2))
-    go(engine, rank, world, 0, 4)
-    with mock.patch.object(process_group, "all_gather_object", side_effect=AssertionError("a collective more")):
-        go(engine, rank, world, 4, 6)
-    go(engine, rank, world, 6, 7)
-    if rank == 1:
-        with torch.no_grad():
-            model.norm.weight.add_(1)
-    with pytest.raises(RuntimeError, match=("rank 1: " if rank == 0 else "^") + "parameter 'norm.weight' was written"):
-        go(engine, rank, world, 7, 8)
-    engine.destroy()
-
-
-def test_steps_agree_by_their_one_message(ranks):
-    ranks.run(steps_without_a_word, world_size=2)
-
-
-def test_readers_and_writers(ranks):
-    ranks.run(looks_and_writes, world_size=2)
-
-
-def misused(rank, world):
+@on_ranks()
+def test_other_optimizers_are_refused(rank, world):
     model = make_model()
     case = late(2)
     del case["optimizer"]
@@ -237,12 +227,11 @@ def misused(rank, world):
     assert CPU_ADAM["type"] == "CPUAdam"
 
 
-def test_other_optimizers_are_refused(ranks):
-    ranks.run(misused, world_size=2)
-
-
-def in_the_middle(rank, world, stage):
-    """Two micro-batches; the update is finished between the first one's backward pass and the second."""
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks()
+def test_finished_in_the_middle(rank, world, stage):
+    """Between two passes it is new values; a graph over the old ones is refused, not mixed."""
+    # Two micro-batches; the update is finished between the first one's backward pass and the second.
     engine, _ = made(late(stage, gradient_accumulation_steps=2, after=0))
     go(engine, rank, world, 0, 2)
     micro = my_micro_batches(2, rank, world, engine.batch.micro_batch, 2)
@@ -260,13 +249,8 @@ def in_the_middle(rank, world, stage):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_finished_in_the_middle(ranks, stage):
-    """Between two passes it is new values; a graph over the old ones is refused, not mixed."""
-    ranks.run(in_the_middle, stage, world_size=2)
-
-
-def skips(rank, world):
+@on_ranks()
+def test_a_skipped_step_sends_what_is_ready(rank, world):
     engine, model = made(late(2, after=0, precision="fp16", fp16={"initial_scale_power": 4}))
     go(engine, rank, world, 0, 2)
     before = model.norm.weight.detach().clone()
@@ -277,11 +261,8 @@ def skips(rank, world):
     assert not engine.zero.sharded_step.update_pending
 
 
-def test_a_skipped_step_sends_what_is_ready(ranks):
-    ranks.run(skips, world_size=2)
-
-
-def goes_on_after_nan(rank, world):
+@on_ranks()
+def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
     engine, _ = made(late(2, after=0))
     go(engine, rank, world, 0, 2)
     ids, labels = my_micro_batches(2, rank, world, engine.batch.micro_batch, 1)[0]
@@ -301,11 +282,14 @@ def goes_on_after_nan(rank, world):
     engine.destroy()
 
 
-def test_after_a_refused_step_gradients_are_those_of_the_step(ranks):
-    ranks.run(goes_on_after_nan, world_size=2)
+def refuse(*_, **__):
+    raise MemoryError("no memory")
 
 
-def fails(rank, world, folder):
+@on_ranks()
+def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
+    """All ranks raise, whatever asks; nothing half old is saved; loading begins anew."""
+    folder = str(tmp_path)
     engine, _ = made(late(2, after=0))
     engine.save_checkpoint(folder)
     go(engine, rank, world, 0, 1)
@@ -323,15 +307,6 @@ def fails(rank, world, folder):
     engine.load_checkpoint(folder)
     go(engine, rank, world, 0, 3)
     engine.destroy()
-
-
-def refuse(*_, **__):
-    raise MemoryError("no memory")
-
-
-def test_an_update_that_fails_is_not_forgotten(ranks, tmp_path):
-    """All ranks raise, whatever asks; nothing half old is saved; loading begins anew."""
-    ranks.run(fails, str(tmp_path), world_size=2)
 
 
 @pytest.mark.slow
@@ -352,13 +327,10 @@ def test_a_program_may_end_before_its_update(tmp_path):
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
 
 
-def leaves_the_flat_buffer(rank, world):
+@on_ranks()
+def test_the_checks_of_a_step_are_made(rank, world):
     engine, model = made(late(2, after=0))
     go(engine, rank, world, 0, 2)
     model.norm.weight.data = model.norm.weight.data.clone()
     with pytest.raises(RuntimeError, match="has left ZeRO's flat buffer"):
         go(engine, rank, world, 2, 3)
-
-
-def test_the_checks_of_a_step_are_made(ranks):
-    ranks.run(leaves_the_flat_buffer, world_size=2)

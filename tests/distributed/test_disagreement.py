@@ -1,13 +1,12 @@
 """Ranks that disagree, and models and optimizers that cannot be partitioned: said by name, on all ranks, no hang."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, start
 
 
@@ -29,15 +28,12 @@ def one_rank_differs(rank, world, what):
     return f"{type(error.value).__name__}: {error.value}"
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("optimizer", "optimizer class: SGD on rank 0, AdamW on rank 1"),
-        ("lr", "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
-        ("groups", "optimizer group 0 params"),
-        ("buffer", "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
-    ],
-)
+@pytest.mark.parametrize(("what", "words"), [
+    ("optimizer", "optimizer class: SGD on rank 0, AdamW on rank 1"),
+    ("lr", "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 1"),
+    ("groups", "optimizer group 0 params"),
+    ("buffer", "buffer 0: extra (4,) torch.float32 on rank 0, extra (5,)"),
+])  # fmt: skip
 def test_one_rank_differs(ranks, what, words):
     assert all(words in message for message in ranks.run(one_rank_differs, what, world_size=2))
 
@@ -51,13 +47,14 @@ def test_one_rank_cannot_start(ranks):
 class SharedMemory(nn.Module):
     """Two parameter objects in one storage."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.ones(4))
         self.b = nn.Parameter(self.a.data)
 
 
-def refused(rank, world):
+@on_ranks()
+def test_refused_by_name(rank, world):
     for model, words in (
         (SharedMemory(), "share memory"),
         (nn.Linear(2, 2, dtype=torch.float64), "float64"),
@@ -74,10 +71,6 @@ def refused(rank, world):
     engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
     with pytest.raises(RuntimeError, match="add_param_group"):
         engine.step()
-
-
-def test_refused_by_name(ranks):
-    ranks.run(refused, world_size=2)
 
 
 class Several(TinyModel):

@@ -4,8 +4,6 @@ A group whose waits were broken is of no use any more, so these tests run on ran
 of their own for each call, with the default time-out of ten minutes: whoever hangs, hangs.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -14,27 +12,21 @@ import torch.distributed as dist
 from torch import nn
 
 import deepzero
-from deepzero.comm import desync_watchdog, process_group
+from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.desync_watchdog import (
-    CollectiveRecord,
-    DepartedRank,
-    FlightRecorder,
-    RankDivergenceError,
-    RankLeftError,
-    State,
-    Watchdog,
-)
-from deepzero.comm.flight_recorder import RankStore
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
+from deepzero.health import desync_watchdog
+from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
 QUICK_SECONDS = 0.5
 
 
-def waiting_state(launches: list[str], waits_for: int, beat: int = 1) -> State:
+def waiting_state(launches, waits_for, beat=1):
     """A rank that has launched ``launches`` and waits for the one with this number."""
     trail = FlightRecorder()
     for where in launches:
@@ -80,7 +72,7 @@ def test_tags_differ():
     assert CollectiveRecord(1, 0, "gather", "").text() == "collective 1, gather"
 
 
-def look(dog: Watchdog) -> bool:
+def look(dog):
     """One round of the thread, without the thread."""
     assert dog.trail.waiting is not None
     return dog._look(dog.trail.waiting)
@@ -134,14 +126,14 @@ def test_who_goes_on_is_left_alone():
         dog.leave("is done")
 
 
-def join(seconds: float = QUICK_SECONDS) -> Communicator:
+def join(seconds=QUICK_SECONDS):
     """A process group of this call's own, and a watchdog that is quicker than the default."""
     desync_watchdog.DIVERGENCE_SECONDS = seconds
     process_group.init_distributed(backend="gloo")
     return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), process_group.rank()))
 
 
-def one_exchange(comm: Communicator, where: str, elements: int = 5) -> list[float]:
+def one_exchange(comm, where, elements=5):
     """Send the rank's number to everyone."""
     send = [torch.full((elements,), float(comm.rank))] * comm.world_size
     recv = [torch.full((elements,), -1.0) for _ in range(comm.world_size)]
@@ -256,39 +248,38 @@ def test_a_rank_that_leaves_is_named(ranks):
     assert "waiting for collective 2, parameters.all_gather of the second" in text
 
 
-def leave_by_the_back_door(rank, world):
+@on_ranks(process_group=False)
+def test_the_thread_ends_with_its_group(rank, world):
     """Destroying the group without a word ends the thread too, and the next group starts afresh."""
     first = join()._watch
     # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
     store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    second = desync_watchdog.current()
+    second = flight_recorder.observer()
     process_group.barrier()
     first._thread.join(5)
     alive = first._thread.is_alive(), second._thread.is_alive()
     process_group.shutdown()
     second._thread.join(5)
-    return first is not second, *alive, second._thread.is_alive()
-
-
-def test_the_thread_ends_with_its_group(ranks):
-    assert ranks.run(leave_by_the_back_door, world_size=2, process_group=False) == [(True, False, True, False)] * 2
+    assert (first is not second, *alive, second._thread.is_alive()) == (True, False, True, False)
 
 
 class Branching(nn.Module):
     """Takes another way on another rank."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.left, self.right = (nn.Linear(16, 16, bias=False) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+    def forward(self, x, way):
         """Left or right."""
         return ((self.right if way else self.left)(self.first(x))).sum()
 
 
-def branch(rank, world):
+@on_ranks(process_group=False)
+def test_stage_3_names_the_modules(rank, world):
+    """Each message has both ranks' modules, and what to do about experts."""
     join()
     settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
     engine, *_ = deepzero.initialize(model=Branching(), config=settings)
@@ -298,15 +289,10 @@ def branch(rank, world):
     with pytest.raises(RankDivergenceError) as error:
         engine.backward(engine(torch.ones(2, 16), rank))
     process_group.shutdown()
-    return str(error.value), time.monotonic() - started
-
-
-def test_stage_3_names_the_modules(ranks):
-    """Each message has both ranks' modules, and what to do about experts."""
-    for text, seconds in ranks.run(branch, world_size=2, process_group=False):
-        assert (
-            "in reduction of the bucket of right.weight" in text
-            and "in forward of right" in text
-            and "set_z3_leaf_modules" in text
-        )
-        assert seconds < 15
+    text, seconds = str(error.value), time.monotonic() - started
+    assert (
+        "in reduction of the bucket of right.weight" in text
+        and "in forward of right" in text
+        and "set_z3_leaf_modules" in text
+    )
+    assert seconds < 15

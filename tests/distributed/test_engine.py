@@ -1,7 +1,5 @@
 """What an engine meets in real models and real accidents."""
 
-from __future__ import annotations
-
 import logging
 import math
 
@@ -11,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     LENGTH,
     SGD,
@@ -27,7 +26,9 @@ from tests.distributed.training import (
 # ---- fp16 ------------------------------------------------------------------------------------------------------------
 
 
-def overflow(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_fp16_overflow_on_one_rank_skips_on_all(rank, world, stage):
     engine = start(make_model(), stage=stage, precision="fp16", fp16={"initial_scale_power": 8, "hysteresis": 1})
     records, hashes = [], []
     for step in range(6):
@@ -37,17 +38,12 @@ def overflow(rank, world, stage):
         engine.step()
         records.append(engine.last_step)
         hashes.append(engine.params_sha256())
-    return records, hashes, engine.skipped_steps, engine.global_steps, engine.loss_scale
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_fp16_overflow_on_one_rank_skips_on_all(ranks, stage):
-    for records, hashes, skipped, steps, scale in ranks.run(overflow, stage, world_size=2):
-        assert [r.skipped for r in records] == [False, False, True, False, False, False]
-        assert [r.loss_scale for r in records] == [256, 256, 256, 128, 128, 128] and scale == 128
-        assert hashes[2] == hashes[1] and len(set(hashes)) == 5
-        assert (skipped, steps) == (1, 6)
-        assert records[2].grad_norm == math.inf and all(math.isfinite(r.grad_norm) for r in records if not r.skipped)
+    skipped, steps, scale = engine.skipped_steps, engine.global_steps, engine.loss_scale
+    assert [r.skipped for r in records] == [False, False, True, False, False, False]
+    assert [r.loss_scale for r in records] == [256, 256, 256, 128, 128, 128] and scale == 128
+    assert hashes[2] == hashes[1] and len(set(hashes)) == 5
+    assert (skipped, steps) == (1, 6)
+    assert records[2].grad_norm == math.inf and all(math.isfinite(r.grad_norm) for r in records if not r.skipped)
 
 
 def fp16_backward(rank, world, how):
@@ -75,7 +71,10 @@ def test_fp16_three_ways_to_call_backward(ranks):
 # ---- what is not finite ----------------------------------------------------------------------------------------------
 
 
-def not_finite(rank, world, stage, precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_nan_gradient_stops_and_names_the_parameter(rank, world, stage, precision):
     engine = start(make_model(), stage=stage, precision=precision, bucket=800)
     one_step(engine, rank, world)
     before = engine.params_sha256()
@@ -88,15 +87,9 @@ def not_finite(rank, world, stage, precision):
     engine.backward(loss)
     with pytest.raises(deepzero.NonFiniteError) as error:
         engine.step()
-    return str(error.value), engine.params_sha256() == before
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_nan_gradient_stops_and_names_the_parameter(ranks, stage, precision):
-    for message, untouched in ranks.run(not_finite, stage, precision, world_size=2):
-        assert message.startswith("step 2: the gradient of blocks.1.1.weight is not finite")
-        assert untouched
+    message, untouched = str(error.value), engine.params_sha256() == before
+    assert message.startswith("step 2: the gradient of blocks.1.1.weight is not finite")
+    assert untouched
 
 
 # ---- parameters that are special -------------------------------------------------------------------------------------
@@ -105,7 +98,7 @@ def test_nan_gradient_stops_and_names_the_parameter(ranks, stage, precision):
 class Odd(nn.Module):
     """Frozen, unused, scalar and tied weights, a buffer, a weight used on rank 0 alone, nested outputs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tiny = TinyModel()
         self.frozen = nn.Linear(VOCAB, 3)
@@ -125,7 +118,7 @@ class Odd(nn.Module):
 
 def odd_model(rank, world, stage):
     torch.manual_seed(0)
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -160,7 +153,7 @@ def test_frozen_unused_scalar_tied_and_used_on_one_rank(ranks):
 class Chosen(nn.Module):
     """Six weights, of which the caller names those that are used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(6))
 
@@ -170,7 +163,7 @@ class Chosen(nn.Module):
 
 
 def several_unused(rank, world, stage):
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -231,7 +224,7 @@ def test_more_ranks_than_elements(ranks, stage):
 class Checkpointed(TinyModel):
     """The blocks recomputed in the backward pass; one weight is used inside and outside a checkpointed block."""
 
-    def __init__(self, reentrant: bool | None) -> None:
+    def __init__(self, reentrant):
         super().__init__()
         self.reentrant = reentrant
 
@@ -291,7 +284,9 @@ def test_two_backward_passes_before_a_step(ranks, stage):
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
 
 
-def evaluation_and_dropped_gradients(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_evaluation_and_zero_grad_in_between(rank, world, stage):
     """no_grad evaluation between micro-batches changes nothing; zero_grad drops what was accumulated."""
     hashes = []
     for disturb in (False, True):
@@ -310,19 +305,14 @@ def evaluation_and_dropped_gradients(rank, world, stage):
                         assert math.isfinite(engine(*make_batch(99, 3)).item())
                     engine.train()
         hashes.append((engine.params_sha256(), engine.last_step, engine.micro_steps, engine.global_steps))
-    return hashes
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_evaluation_and_zero_grad_in_between(ranks, stage):
-    for calm, disturbed in ranks.run(evaluation_and_dropped_gradients, stage, world_size=2):
-        assert calm == disturbed and calm[2:] == (6, 3)
+    calm, disturbed = hashes
+    assert calm == disturbed and calm[2:] == (6, 3)
 
 
 class Breaks(nn.Module):
     """Raises in its backward pass when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(LENGTH, LENGTH), nn.Linear(LENGTH, LENGTH)
         self.broken = False

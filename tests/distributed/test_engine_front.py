@@ -1,7 +1,5 @@
 """The engine's front door, and what happens to those who misuse it."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -15,12 +13,14 @@ from torch import nn
 
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, one_step, start
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 
 
-def direct_optimizer_step(rank, world):
+@on_ranks()
+def test_misuse(rank, world):
     engine = start(make_model(), stage=2)
     engine.backward(engine(*make_batch(0, 2)))
     with pytest.raises(RuntimeError, match=r"engine\.step"):
@@ -32,11 +32,9 @@ def direct_optimizer_step(rank, world):
     engine.step()
 
 
-def test_misuse(ranks):
-    ranks.run(direct_optimizer_step, world_size=2)
-
-
-def steps_without_backward(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_a_step_without_any_backward_pass_is_refused(rank, world, stage):
     engine = start(make_model(), stage=stage, gradient_accumulation_steps=2)
     batch = make_batch(0, 2)
     before = engine.params_sha256()
@@ -51,12 +49,7 @@ def steps_without_backward(rank, world, stage):
         engine.step()
     engine.backward(engine(*batch))
     engine.step()
-    return engine.micro_steps, engine.global_steps
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_step_without_any_backward_pass_is_refused(ranks, stage):
-    assert ranks.run(steps_without_backward, stage, world_size=2) == [(3, 1)] * 2
+    assert (engine.micro_steps, engine.global_steps) == (3, 1)
 
 
 def facts(rank, world):
@@ -78,7 +71,7 @@ def test_what_others_ask(ranks):
 
 
 def given_twice(rank, world):
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
@@ -100,7 +93,10 @@ def test_what_the_script_passes_wins_over_the_config(ranks):
     assert ranks.run(given_twice, world_size=2) == [said, []]
 
 
-def writes_between_steps(rank, world, stage, precision):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_loading_weights_reaches_the_masters(rank, world, stage, precision):
     engine = start(make_model(), stage=stage, precision=precision, bucket=800, optimizer=SGD)
     one_step(engine, rank, world)
     same = {name: value.clone() for name, value in engine.module_state_dict().items()}
@@ -114,32 +110,11 @@ def writes_between_steps(rank, world, stage, precision):
     other = {name: value * 3 for name, value in same.items()}
     engine.load_module_state_dict(other)
     one_step(engine, rank, world, step=2)
-    return all(torch.equal(engine.module_state_dict()[name], value) for name, value in other.items())
+    assert all((torch.equal(engine.module_state_dict()[name], value) for name, value in other.items()))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_loading_weights_reaches_the_masters(ranks, stage, precision):
-    assert ranks.run(writes_between_steps, stage, precision, world_size=2) == [True, True]
-
-
-def taken_away(rank, world):
-    model = make_model()
-    engine = start(model, stage=2, precision="bf16")
-    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
-        start(model, stage=2, precision="bf16")
-    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
-    if rank == 0:
-        model.norm.weight.data = model.norm.weight.data.float()
-    said = r"'norm.weight' has left ZeRO's flat buffer: it is now torch\.float32"
-    with pytest.raises(RuntimeError, match=said if rank == 0 else f"rank 0: parameter {said}"):
-        engine.step()
-    engine.destroy()
-    model.float()
-    one_step(start(model, stage=1), rank, world)
-
-
-def breaks_off(rank, world):
+@on_ranks()
+def test_a_model_that_building_broke_off_with_is_refused(rank, world):
     """Out of memory on all ranks, in the middle of building: the model is lost, and is said to be; a new one trains."""
     for stage in (0, 2, 3):
         zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}  # the frozen weight stays whole
@@ -155,12 +130,21 @@ def breaks_off(rank, world):
         one_step(start(make_model(), stage=stage), rank, world)
 
 
-def test_a_model_that_building_broke_off_with_is_refused(ranks):
-    ranks.run(breaks_off, world_size=2)
-
-
-def test_model_moved_or_wrapped_twice(ranks):
-    ranks.run(taken_away, world_size=2)
+@on_ranks()
+def test_model_moved_or_wrapped_twice(rank, world):
+    model = make_model()
+    engine = start(model, stage=2, precision="bf16")
+    with pytest.raises(deepzero.ConfigError, match="belongs to another engine"):
+        start(model, stage=2, precision="bf16")
+    engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
+    if rank == 0:
+        model.norm.weight.data = model.norm.weight.data.float()
+    said = r"'norm.weight' has left ZeRO's flat buffer: it is now torch\.float32"
+    with pytest.raises(RuntimeError, match=said if rank == 0 else f"rank 0: parameter {said}"):
+        engine.step()
+    engine.destroy()
+    model.float()
+    one_step(start(model, stage=1), rank, world)
 
 
 MOVES = {
@@ -202,7 +186,8 @@ def test_to_half_and_their_like_are_refused_in_all_stages(ranks):
     assert all(messages == found[0][0] and len(messages) == 15 for results in found for messages in results)
 
 
-def no_folder(rank, world):
+@on_ranks()
+def test_a_checkpoint_without_a_folder(rank, world):
     """An empty name on one rank is refused on all; nothing is written into the current folder."""
     engine = start(make_model(), stage=1)
     before = sorted(Path().iterdir())
@@ -210,11 +195,7 @@ def no_folder(rank, world):
         for folder in ("", " "):
             with pytest.raises(deepzero.CheckpointError, match=rf"{call.__name__}\('{folder}'\): no folder is named"):
                 call(folder if rank == 1 else "somewhere")
-    return sorted(Path().iterdir()) == before
-
-
-def test_a_checkpoint_without_a_folder(ranks):
-    assert all(ranks.run(no_folder, world_size=2))
+    assert sorted(Path().iterdir()) == before
 
 
 def progress(rank, world):
@@ -247,11 +228,7 @@ def different(rank, world, what):
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [
-        ("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"),
-        ("shape", "(38, 24)"),
-        ("frozen", "trained=False"),
-    ],
+    [("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"), ("shape", "(38, 24)"), ("frozen", "trained=False")],
 )
 def test_ranks_that_differ_all_raise(ranks, what, words):
     messages = ranks.run(different, what, world_size=3)
@@ -268,16 +245,13 @@ def test_rank_0s_values_win(ranks):
     assert len(set(ranks.run(different_values, world_size=3))) == 1
 
 
-def not_elementwise(rank, world):
+@on_ranks()
+def test_optimizers_that_do_not_fit(rank, world):
     model = make_model()
     with pytest.raises(deepzero.ConfigError, match="elementwise"):
         deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
     with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
         deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
-
-
-def test_optimizers_that_do_not_fit(ranks):
-    ranks.run(not_elementwise, world_size=2)
 
 
 # ---- front door ------------------------------------------------------------------------------------------------------
@@ -298,10 +272,7 @@ def front_door(rank, world):
     settings = config(stage=2, precision="bf16", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
     del settings["optimizer"]
     engine, optimizer, loader, scheduler = deepzero.initialize(
-        model=model,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5),
-        training_data=Numbers(),
-        config=settings,
+        model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.5), training_data=Numbers(), config=settings
     )
     assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler and len(loader) == 12 // world // 2
     seen = []

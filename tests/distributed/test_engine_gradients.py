@@ -1,7 +1,5 @@
 """What a program may do with gradients between two steps: nothing of a step is lost, or counted twice."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -11,6 +9,7 @@ from torch import nn
 import deepzero
 from deepzero import zero
 from deepzero.utils import safe_get_full_grad
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Moe, batch
 from tests.distributed.training import SGD, config, make_batch, make_model, my_micro_batches, one_step, start
 
@@ -27,7 +26,18 @@ def clear(engine):
         owner.zero_grad(set_to_none=False)
 
 
-def cleared(rank, world, stage, settings):
+@pytest.mark.parametrize(("stage", "settings"), [
+    (0, {}),
+    (1, {}),
+    (1, {"overlap": True, "precision": "bf16"}),
+    (1, {"zero": HOST, "precision": "bf16"}),
+    (2, {}),
+    (2, {"zero": HOST}),
+    (3, {"zero": WHOLE}),
+    (3, {"zero": {**WHOLE, **HOST}, "precision": "bf16"}),
+])  # fmt: skip
+@on_ranks()
+def test_zero_grad_is_harmless_at_any_time(rank, world, stage, settings):
     """Two steps of two micro-batches, with ``zero_grad`` in every place where a program may have it."""
     found = []
     for maybe in (lambda engine: None, clear):
@@ -44,28 +54,13 @@ def cleared(rank, world, stage, settings):
             norms.append((engine.last_step.loss, engine.last_step.grad_norm))
         found.append((norms, engine.params_sha256()))
         engine.destroy()
-    return found
+    never, always = found
+    assert never == always
 
 
-@pytest.mark.parametrize(
-    ("stage", "settings"),
-    [
-        (0, {}),
-        (1, {}),
-        (1, {"overlap": True, "precision": "bf16"}),
-        (1, {"zero": HOST, "precision": "bf16"}),
-        (2, {}),
-        (2, {"zero": HOST}),
-        (3, {"zero": WHOLE}),
-        (3, {"zero": {**WHOLE, **HOST}, "precision": "bf16"}),
-    ],
-)
-def test_zero_grad_is_harmless_at_any_time(ranks, stage, settings):
-    for never, always in ranks.run(cleared, stage, settings, world_size=2):
-        assert never == always
-
-
-def dropped(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_discarded_gradients_leave_nothing(rank, world, stage):
     """``discard_gradients`` in the middle of a step: it begins again with its first micro-batch."""
     results = []
     for disturb in (False, True):
@@ -82,15 +77,12 @@ def dropped(rank, world, stage):
                 engine.step()
         one_step(engine, rank, world)
         results.append((engine.last_step, engine.micro_steps, engine.params_sha256()))
-    return results[0] == results[1] and results[0][1] == 3
+    assert results[0] == results[1] and results[0][1] == 3
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_discarded_gradients_leave_nothing(ranks, stage):
-    assert all(ranks.run(dropped, stage, world_size=2))
-
-
-def assigned(rank, world, stage):
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_gradient_that_is_assigned_by_hand_is_refused(rank, world, stage):
     engine = start(make_model(), stage=stage, optimizer=SGD)
     before = engine.params_sha256()
     engine.backward(engine(*my_micro_batches(0, rank, world, 2, 1)[0]))
@@ -101,12 +93,7 @@ def assigned(rank, world, stage):
     engine.zero_grad()
     unchanged = engine.params_sha256() == before
     one_step(engine, rank, world)
-    return unchanged
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_gradient_that_is_assigned_by_hand_is_refused(ranks, stage):
-    assert all(ranks.run(assigned, stage, world_size=2))
+    assert unchanged
 
 
 class SparseTwice(nn.Module):
@@ -153,7 +140,11 @@ class Energy(nn.Module):
         return self.second(torch.tanh(self.first(x))).mean()
 
 
-def saliency(rank, world, stage, precision):
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
+)
+@on_ranks()
+def test_autograd_grad_is_no_backward_pass(rank, world, stage, precision):
     """Derivatives by the input, by a parameter, in training and in evaluation: no backward pass of training's."""
     results = []
     for disturb in (False, True):
@@ -188,18 +179,12 @@ def saliency(rank, world, stage, precision):
             engine.backward(loss) if scaled is None else scaled.backward()
             engine.step()
         results.append((engine.last_step, engine.micro_steps, engine.params_sha256()))
-    return results
+    calm, disturbed = results
+    assert calm == disturbed
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "fp32"), (2, "fp16"), (3, "fp32"), (3, "fp16")]
-)
-def test_autograd_grad_is_no_backward_pass(ranks, stage, precision):
-    for calm, disturbed in ranks.run(saliency, stage, precision, world_size=2):
-        assert calm == disturbed
-
-
-def saliency_of_experts(rank, world):
+@on_ranks()
+def test_autograd_grad_through_experts(rank, world):
     """Through leaf modules of stage 3, which count themselves as complete by a gradient of their input."""
     results = []
     for disturb in (False, True):
@@ -219,11 +204,7 @@ def saliency_of_experts(rank, world):
                 torch.autograd.grad(engine(probe, choice), probe)
             engine.step()
         results.append((engine.last_step, engine.params_sha256()))
-    return results[0] == results[1]
-
-
-def test_autograd_grad_through_experts(ranks):
-    assert all(ranks.run(saliency_of_experts, world_size=2))
+    assert results[0] == results[1]
 
 
 def penalty(rank, world, stage):
@@ -283,21 +264,19 @@ def test_a_nan_loss_is_no_overflow_for_ever(ranks, stage, scale):
         assert "those of step 6" in text
 
 
-def always_overflows(rank, world):
+@on_ranks()
+def test_gradients_that_overflow_at_the_smallest_scale_raise(rank, world):
     settings = {"initial_scale_power": 2, "hysteresis": 1}
     engine = start(make_model(), stage=2, precision="fp16", fp16=settings)
     engine.module.norm.weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(RuntimeError, match="although the loss scale is at its minimum, 1, after 3 optimizer steps"):
         for step in range(9):
             one_step(engine, rank, world, step)
-    return engine.skipped_steps
+    assert engine.skipped_steps == 2
 
 
-def test_gradients_that_overflow_at_the_smallest_scale_raise(ranks):
-    assert ranks.run(always_overflows, world_size=2) == [2, 2]
-
-
-def plain_settings(rank, world):
+@on_ranks(1)
+def test_what_cannot_be_scaled_or_left_unsynchronized(rank, world):
     engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=3))
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match=r"engine.scale needs a scalar loss that requires grad, got shape \(3,\)"):
@@ -306,11 +285,6 @@ def plain_settings(rank, world):
         engine.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"zero.stage=3 is there to avoid"), engine.no_sync():
         pass
-    return True
-
-
-def test_what_cannot_be_scaled_or_left_unsynchronized(ranks):
-    assert ranks.run(plain_settings, world_size=1) == [True]
 
 
 class OneGradient(nn.Module):

@@ -1,7 +1,5 @@
 """The error meter: what it reads, when it reads, and what happens to a bucket that loses too much."""
 
-from __future__ import annotations
-
 import logging
 import math
 

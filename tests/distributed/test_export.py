@@ -1,7 +1,5 @@
 """One whole model out of a checkpoint or of an engine: values, files, names, failures."""
 
-from __future__ import annotations
-
 import errno
 import json
 import re
@@ -28,7 +26,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 class Buffered(nn.Module):
     """A tied model with frozen and odd parameters and buffers of several dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tiny = TinyModel()
         self.scale = nn.Parameter(torch.tensor(1.5))
@@ -151,7 +149,7 @@ def test_pieces_and_memory(ranks, tmp_path, monkeypatch):
 class Wide(nn.Module):
     """One parameter of 32 MiB in fp32."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(40, 1 << 17)
         self.head = nn.Linear(1 << 17, 1)
@@ -197,7 +195,7 @@ def test_the_reader_of_the_book(ranks, tmp_path):
 class Wrapper(nn.Module):
     """What puts a prefix before every name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = make_model()
 
@@ -382,7 +380,7 @@ def hf_model(kind):
 class Wrapped(nn.Module):
     """As ``model=hf`` wraps it."""
 
-    def __init__(self, kind) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.model = hf_model(kind)
 

@@ -5,31 +5,22 @@ A failure names its kind and its seed. To run one again, alone::
     DEEPZERO_FUZZ=stage3:17 pytest tests/distributed/test_fuzz_models.py -k again
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 
-from tests.distributed.random_models import (
-    Recipe,
-    lower_settings,
-    plain_settings,
-    recipe_of,
-    third_settings,
-    trained,
-)
+from tests.distributed.random_models import lower_settings, plain_settings, recipe_of, third_settings, trained
 
 IN_ONE_CALL = 20
 
 
-def stage3(recipe: Recipe, rank: int) -> list[list[list]]:
+def stage3(recipe, rank):
     """Stage 3 in some way against stage 2."""
     found = trained(recipe, third_settings(recipe), rank, init=recipe.choose.random() < 0.5)
     return [[trained(recipe, plain_settings(recipe, 2), rank), found]]
 
 
-def stages(recipe: Recipe, rank: int) -> list[list[list]]:
+def stages(recipe, rank):
     """Stages 0, 1 and 2; where a step adds up several gradients of a weight, in two families (``docs/step.md``)."""
     recipe.optimizer = recipe.choose.choice([recipe.optimizer, "CPUAdam"])
     again = any(part.how == "reentrant" for part in recipe.parts)
@@ -41,13 +32,13 @@ def stages(recipe: Recipe, rank: int) -> list[list[list]]:
     return [[trained(recipe, settings, rank) for settings in family] for family in families]
 
 
-def offload(recipe: Recipe, rank: int) -> list[list[list]]:
+def offload(recipe, rank):
     """Offloaded stage 3 against stage 3."""
     found = trained(recipe, third_settings(recipe, offload=True), rank, init=recipe.choose.random() < 0.5)
     return [[trained(recipe, plain_settings(recipe, 3), rank), found]]
 
 
-def hpz(recipe: Recipe, rank: int) -> list[list[list]]:
+def hpz(recipe, rank):
     """Secondary partitions, on two pretended nodes, against stage 3."""
     kind = recipe.choose.choice(["zero_hpz_partition_size", "mics_shard_size"])
     # Of what MiCS publishes every step, nothing is in host memory.
@@ -60,7 +51,7 @@ def hpz(recipe: Recipe, rank: int) -> list[list[list]]:
 KINDS = {"stage3": stage3, "stages": stages, "offload": offload, "hpz": hpz}
 
 
-def compared(rank: int, world: int, kind: str, seeds: list[int]) -> list[str]:
+def compared(rank, world, kind, seeds):
     """The models that differ."""
     different = []
     for seed in seeds:
@@ -76,8 +67,8 @@ def compared(rank: int, world: int, kind: str, seeds: list[int]) -> list[str]:
     return different
 
 
-def fuzz(ranks, kind: str, seeds: range, world: int = 2) -> None:
-    different: list[str] = []
+def fuzz(ranks, kind, seeds, world=2):
+    different = []
     for first in range(0, len(seeds), IN_ONE_CALL):
         some = list(seeds[first : first + IN_ONE_CALL])
         for per_rank in ranks.run(compared, kind, some, world_size=world, timeout=400):
@@ -85,33 +76,28 @@ def fuzz(ranks, kind: str, seeds: range, world: int = 2) -> None:
     assert not different, "\n".join(different)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("stage3", 24), ("stages", 4), ("offload", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("stage3", 8), ("stages", 3), ("offload", 3)])
 def test_some_random_models(ranks, kind, count):
     fuzz(ranks, kind, range(count))
 
 
 @pytest.mark.slow
 def test_some_random_models_on_two_nodes(ranks):
-    fuzz(ranks, "hpz", range(4), world=4)
+    fuzz(ranks, "hpz", range(2), world=4)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hundred", range(10))
 def test_a_thousand_random_models(ranks, hundred):
-    fuzz(
-        ranks,
-        "stage3",
-        range(1000 + 100 * hundred, 1100 + 100 * hundred),
-        world=(2, 2, 2, 2, 1, 2, 2, 2, 3, 2)[hundred],
-    )
+    fuzz(ranks, "stage3", range(100 * hundred, 100 * hundred + 100), world={4: 1, 8: 3}.get(hundred, 2))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "count", "world"), [("stages", 200, 2), ("offload", 200, 2), ("hpz", 100, 4)])
 def test_more_random_models(ranks, kind, count, world):
-    fuzz(ranks, kind, range(1000, 1000 + count), world=world)
+    fuzz(ranks, kind, range(count), world=world)
 
 
 @pytest.mark.skipif("DEEPZERO_FUZZ" not in os.environ, reason="runs one model again: DEEPZERO_FUZZ=kind:seed")

@@ -1,7 +1,5 @@
 """Every layer's gradient norm: those of plain torch, at every stage, and together the global norm."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Activation checkpoints in host memory: the bits of a run without, and every byte that moves is known beforehand."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 
@@ -22,6 +20,7 @@ from deepzero.offload.activations import (
     Saved,
 )
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_bits import KINDS
 from tests.distributed.training import LENGTH, VOCAB, WIDTH, config, my_micro_batches
 
@@ -82,7 +81,9 @@ def test_one_rank(ranks, kind):
     assert len({str(result) for result, _ in results}) == 1
 
 
-def both(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks()
+def test_states_away_between_the_passes(rank, world, stage):
     """Model states go and come between the passes of a step whose activations are in host memory."""
     results = []
     for away in (False, True):
@@ -97,16 +98,14 @@ def both(rank, world, stage):
             engine.backward(loss)
             engine.step()
         results.append(engine.params_sha256())
-    return results
+    without, away = results
+    assert without == away
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_states_away_between_the_passes(ranks, stage):
-    for without, away in ranks.run(both, stage, world_size=2):
-        assert without == away
-
-
-def counted(rank, world, stage, reentrant):
+@on_ranks()
+def test_counted_bytes(rank, world, stage, reentrant):
     """Two inputs of blocks, and nothing else that is as large."""
     torch.manual_seed(0)
     block_input = 2 * LENGTH * WIDTH * 4
@@ -123,20 +122,15 @@ def counted(rank, world, stage, reentrant):
     outside = 2 * tokens * WIDTH * 4 + tokens * VOCAB * 4
     sent, back = engine.ledger.last_step[ACTIVATIONS_TO_HOST], engine.ledger.last_step[ACTIVATIONS_TO_DEVICE]
     report = engine.report()
-    return sent.bytes, back.bytes, 2 * block_input + outside, held, report
+    sent, back, expected = sent.bytes, back.bytes, 2 * block_input + outside
+    assert sent == back == expected
+    assert set(held) == {sent}, "buffers are used again"
+    assert report["memory"][HOST_ACTIVATIONS]["measured"] == sent
+    assert report["communication"][ACTIVATIONS_TO_HOST]["predicted"] is None
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_counted_bytes(ranks, stage, reentrant):
-    for sent, back, expected, held, report in ranks.run(counted, stage, reentrant, world_size=2):
-        assert sent == back == expected
-        assert set(held) == {sent}, "buffers are used again"
-        assert report["memory"][HOST_ACTIVATIONS]["measured"] == sent
-        assert report["communication"][ACTIVATIONS_TO_HOST]["predicted"] is None
-
-
-def weights_stay(rank, world):
+@on_ranks()
+def test_weights_of_stage_3_are_not_copied(rank, world):
     """Stage 3: weights are fetched again, not copied; what is on the host is activations."""
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(3, True))
@@ -146,24 +140,17 @@ def weights_stay(rank, world):
     parked = [p.nbytes // 4 for p in engine.activations._parked.values()]
     engine.backward(loss)
     engine.step()
-    return numels.isdisjoint(parked), len(parked)
+    apart, count = numels.isdisjoint(parked), len(parked)
+    assert apart and count > 5
 
 
-def test_weights_of_stage_3_are_not_copied(ranks):
-    for apart, count in ranks.run(weights_stay, world_size=2):
-        assert apart and count > 5
-
-
-def evaluated(rank, world):
+@on_ranks()
+def test_evaluation_keeps_nothing(rank, world):
     engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(2, True))
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     with torch.no_grad():
         engine(ids, labels)
-    return engine.ledger.held_now()[HOST_ACTIVATIONS]
-
-
-def test_evaluation_keeps_nothing(ranks):
-    assert ranks.run(evaluated, world_size=2) == [0, 0]
+    assert engine.ledger.held_now()[HOST_ACTIVATIONS] == 0
 
 
 # ---- the hooks by themselves, without ranks --------------------------------------------------------------------------

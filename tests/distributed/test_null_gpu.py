@@ -1,7 +1,5 @@
 """The code for a GPU, on one that is not there: what it would refuse, and what could be read too early, raises."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 

@@ -1,13 +1,12 @@
 """Buffers and frozen parameters of dtypes that no backend sends: every rank starts with rank 0's values, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
 import deepzero
 from deepzero.config.strict import ConfigError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config
 
 NAMES = [
@@ -65,12 +64,9 @@ def test_odd_dtypes(ranks, stage):
         assert first[f"frozen_{name}"][1] == filled(getattr(torch, name), 0).view(torch.uint8).tolist()
 
 
-def sparse(rank, world):
+@on_ranks()
+def test_a_sparse_buffer(rank, world):
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(4).to_sparse())
     with pytest.raises(ConfigError, match=r"buffer 'graph' is torch.sparse_coo"):
         deepzero.initialize(model=model, config=config(stage=2))
-
-
-def test_a_sparse_buffer(ranks):
-    ranks.run(sparse, world_size=2)

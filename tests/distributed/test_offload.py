@@ -1,6 +1,6 @@
 """Offloading changes where things are, and nothing else: bits, counted bytes, order, checkpoints, misuse."""
 
-from __future__ import annotations
+import itertools
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from deepzero.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_model, my_micro_batches, train
 
-STEPS = 6
+STEPS = 4
 CPU_ADAM = {"type": "CPUAdam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 PSI = sum(p.numel() for p in make_model().parameters())
 
@@ -30,11 +31,8 @@ def zero(stage, ratio=None, param=False, **more):
         block["offload_optimizer"] = {"device": "cpu", "ratio": ratio, **more}
     if param:
         block["offload_param"] = {
-            "device": "cpu",
-            "pin_memory": True,
-            "buffer_count": 5,
-            **({} if param is True else param),
-        }
+            "device": "cpu", "pin_memory": True, "buffer_count": 5, **({} if param is True else param),
+        }  # fmt: skip
     return block
 
 
@@ -71,32 +69,30 @@ def check_account(report, label, elsewhere=("gathered", "activations")):
             assert entry["measured"] == pytest.approx(entry["predicted"], rel=0.01), (label, category)
 
 
+def marked(stage, world, accumulation):
+    """One of each stage often, in all of what there is."""
+    some = {(2, 2, 3): [], (3, 2, 1): [pytest.mark.slow], (1, 2, 1): [pytest.mark.slow]}
+    return some.get((stage, world, accumulation), [pytest.mark.exhaustive])
+
+
 @pytest.mark.parametrize(
-    ("stage", "world"),
-    [
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        (2, 2),
-        pytest.param(3, 2, marks=pytest.mark.slow),
-        pytest.param(1, 4, marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, marks=pytest.mark.exhaustive),
-        pytest.param(3, 4, marks=pytest.mark.exhaustive),
-    ],
+    ("stage", "world", "accumulation"),
+    [pytest.param(*case, marks=marked(*case)) for case in itertools.product((1, 2, 3), (2, 4), (1, 3))],
 )
-def test_same_bits(ranks, stage, world):
+def test_same_bits(ranks, stage, world, accumulation):
     """Ratios, accumulation, chaos; the same Adam kernel with and without offload."""
-    for accumulation in (1, 3):
-        more = {"precision": "bf16", "gradient_accumulation_steps": accumulation}
-        cases = [settings(stage, **more)]
-        cases += [settings(stage, ratio, **more) for ratio in (0.0, 0.5)]
-        cases += [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 3)]
-        cases += [settings(stage, 0.5, chaos=4, **more)]
-        if stage == 3:
-            cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 5)]
-            cases += [settings(3, 0.5, param={"max_in_cpu": 900}, chaos=6, **more)]
-        results = ranks.run(many, cases, world_size=world, timeout=110)
-        same_everywhere(results)
-        for number, (_, report) in enumerate(results[0]):
-            check_account(report, (accumulation, number))
+    more = {"precision": "bf16", "gradient_accumulation_steps": accumulation}
+    cases = [settings(stage, **more)]
+    cases += [settings(stage, ratio, **more) for ratio in (0.0, 0.5)]
+    cases += [settings(stage, 1.0, chaos=seed, **more) for seed in (None, 3)]
+    cases += [settings(stage, 0.5, chaos=4, **more)]
+    if stage == 3:
+        cases += [settings(3, 1.0, param=True, chaos=seed, **more) for seed in (None, 5)]
+        cases += [settings(3, 0.5, param={"max_in_cpu": 900}, chaos=6, **more)]
+    results = ranks.run(many, cases, world_size=world, timeout=110)
+    same_everywhere(results)
+    for number, (_, report) in enumerate(results[0]):
+        check_account(report, number)
 
 
 @pytest.mark.slow
@@ -118,7 +114,7 @@ def test_same_bits_in_fp32_and_fp16(ranks, stage):
         if stage == 3:
             cases += [settings(3, ratio, param={"max_in_cpu": 900}, chaos=8, **more) for ratio in (0.5, 1.0)]
             cases += [settings(3, 1.0, param=True, chaos=9, **more)]
-        results = ranks.run(many, cases, 12, world_size=2, timeout=110)
+        results = ranks.run(many, cases, 8, world_size=2, timeout=110)
         reference = results[0][0][0]
         for per_rank in results:
             assert all(bits == reference for bits, _ in per_rank), more
@@ -126,7 +122,10 @@ def test_same_bits_in_fp32_and_fp16(ranks, stage):
             check_account(report, (more["precision"], number))
 
 
-def by_name(rank, world, name):
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@on_ranks()
+def test_any_elementwise_optimizer(rank, world, name):
+    """An optimizer object of torch's steps in host memory as it would on the device."""
     found = []
     for ratio in (None, 0.5, 1.0):
         model = make_model()
@@ -138,14 +137,7 @@ def by_name(rank, world, name):
         go(engine, rank, world, 0, 4)
         found.append((engine.last_step.loss, engine.params_sha256()))
         engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-def test_any_elementwise_optimizer(ranks, name):
-    """An optimizer object of torch's steps in host memory as it would on the device."""
-    for found in ranks.run(by_name, name, world_size=2):
-        assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] == found[2]
 
 
 def go(engine, rank, world, first, last):

@@ -1,7 +1,5 @@
 """``zero.Init`` and offload together: nothing is ever whole, and CPUAdam knows its masters before it has them."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

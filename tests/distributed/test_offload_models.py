@@ -1,7 +1,5 @@
 """Offload for models and optimizers of other kinds: frozen weights, one rank, state made late, exceptions half-way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``offload_states`` and ``reload_states``: the device's memory is given back, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from enum import Enum
@@ -13,6 +11,7 @@ from torch import nn
 import deepzero
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -162,7 +161,10 @@ def test_in_the_middle_of_accumulation(ranks, stage, precision):
     check_same(ranks.run(accumulations, stage, precision, world_size=2))
 
 
-def refusals(rank, world, stage, precision, folder):
+@pytest.mark.parametrize(("stage", "precision"), ALL)
+@on_ranks()
+def test_what_is_away_is_missed(rank, world, tmp_path, stage, precision):
+    folder = str(tmp_path / "saved")
     engine = start(stage, precision)
     one_step(engine, rank, world, 0)
     loss = engine(*batch(rank, world))
@@ -222,12 +224,22 @@ def refusals(rank, world, stage, precision, folder):
         engine.offload_states()
 
 
-@pytest.mark.parametrize(("stage", "precision"), ALL)
-def test_what_is_away_is_missed(ranks, tmp_path, stage, precision):
-    ranks.run(refusals, stage, precision, str(tmp_path / "saved"), world_size=2)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks()
+def test_a_parameter_without_elements(rank, world, stage):
+    """A parameter that has none: it lies nowhere, and does not leave with the others."""
+    model = make_model()
+    model.empty = nn.Parameter(torch.empty(0))
+    engine, *_ = deepzero.initialize(model=model, config=config(stage=stage, precision="fp32", bucket=1500))
+    one_step(engine, rank, world)
+    engine.offload_states()
+    engine.reload_states()
+    one_step(engine, rank, world, step=1)
+    assert engine.global_steps == 2
 
 
-def arguments(rank, world):
+@on_ranks()
+def test_arguments(rank, world):
     engine = start(3, "bf16")
     with pytest.raises(ValueError, match="optim_states, hp_params, lp_params, lp_grads, contiguous_grad_buffer"):
         engine.offload_states(include=["optimizer"])
@@ -254,37 +266,13 @@ def arguments(rank, world):
         pass
 
 
-def without_elements(rank, world, stage):
-    """A parameter that has none: it lies nowhere, and does not leave with the others."""
-    model = make_model()
-    model.empty = nn.Parameter(torch.empty(0))
-    engine, *_ = deepzero.initialize(model=model, config=config(stage=stage, precision="fp32", bucket=1500))
-    one_step(engine, rank, world)
-    engine.offload_states()
-    engine.reload_states()
-    one_step(engine, rank, world, step=1)
-    return engine.global_steps
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_parameter_without_elements(ranks, stage):
-    assert ranks.run(without_elements, stage, world_size=2) == [2, 2]
-
-
-def test_arguments(ranks):
-    ranks.run(arguments, world_size=2)
-
-
-def own_masters(rank, world):
+@on_ranks()
+def test_own_masters(rank, world):
     """fp32 parameters are their own masters: whichever is named, both are away."""
     engine = start(2, "fp32")
     engine.offload_states(include=["hp_params"])
     assert engine.offloader.away == {"hp_params", "lp_params"}
     engine.reload_states()
-
-
-def test_own_masters(ranks):
-    ranks.run(own_masters, world_size=2)
 
 
 class Adapter(nn.Module):
@@ -300,7 +288,9 @@ class Adapter(nn.Module):
         return (self.adapter(self.base(x)) + self.other).square().mean()
 
 
-def frozen(rank, world, stage):
+@on_ranks()
+def test_frozen_parameters(rank, world):
+    stage = 2
     shared = nn.Parameter(torch.ones(8))
     engine, *_ = deepzero.initialize(model=Adapter(shared), config=config(stage=stage))
     before = engine.module.base.weight.clone()
@@ -311,11 +301,9 @@ def frozen(rank, world, stage):
     assert torch.equal(engine.module.base.weight, before)
 
 
-def test_frozen_parameters(ranks):
-    ranks.run(frozen, 2, world_size=2)
-
-
-def counted(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks()
+def test_the_ledger_shows_it(rank, world, stage):
     engine = start(stage, "bf16")
     one_step(engine, rank, world)
     ledger = engine.ledger
@@ -341,11 +329,6 @@ def counted(rank, world, stage):
             assert group._places == [param.data_ptr() for param in group.params]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_ledger_shows_it(ranks, stage):
-    ranks.run(counted, stage, world_size=2)
-
-
 def dropped(rank, world, stage, away):
     """Gradients may be dropped while they are away."""
     engine = start(stage, "bf16", gradient_accumulation_steps=2)
@@ -369,7 +352,8 @@ def test_zero_grad_while_away(ranks, stage):
     check_same(ranks.run(both_dropped, stage, world_size=2))
 
 
-def too_large(rank, world):
+@on_ranks()
+def test_a_host_without_room(rank, world):
     engine = start(2, "bf16")
     one_step(engine, rank, world)
     from deepzero.offload import offload_states
@@ -382,7 +366,3 @@ def too_large(rank, world):
     finally:
         offload_states.available_host_bytes = genuine
     one_step(engine, rank, world)
-
-
-def test_a_host_without_room(ranks):
-    ranks.run(too_large, world_size=2)

@@ -1,7 +1,5 @@
 """The order of a step, read from the ledger: the numbers of DESIGN's path of a step, asserted."""
 
-from __future__ import annotations
-
 import pytest
 
 import deepzero
@@ -57,7 +55,7 @@ def test_stage_0_reduces_and_gathers_gradients(ranks):
 
 
 def check_tail(log, after):
-    """3 boundary → 4 agree, step → 5 publish, each once, everything waited for before the next."""
+    """4 boundary → 5 agree, step → 6 publish, each once, everything waited for before the next."""
     boundary, agree = positions(log, "boundary")[0], positions(log, "launch", AGREE)[0]
     step, publish = positions(log, "step")[0], positions(log, "publish")[0]
     gathers = positions(log, "launch", GATHER)

@@ -1,13 +1,12 @@
 """deepzero against plain torch: the same bits on one rank, the same numbers on several."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches
 
 OPTIMIZERS = {
@@ -24,8 +23,25 @@ def build(name, params):
     return getattr(torch.optim, name.split()[0])(params, **OPTIMIZERS[name])
 
 
-def one_rank_bits(rank, world, name, stage, bucket):
+def moment(engine, optimizer, param, state):
+    """One parameter's optimizer state, put together from the masters of its buckets."""
+    for group in engine.zero.groups:
+        for slot, candidate in zip(group.layout.slots, group.params, strict=True):
+            if candidate is param:
+                whole = torch.zeros(group.layout.padded_numel)
+                for fragment, master in zip(group.fragments, group.masters, strict=True):
+                    start = fragment.slot.offset + fragment.start
+                    whole[start : start + fragment.numel] = optimizer.state[master][state]
+                return whole[slot.offset : slot.end]
+    raise AssertionError("parameter in no group")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1)
+def test_one_rank_is_the_plain_loop(rank, world, name, stage):
     """20 steps beside a plain loop; every parameter and every moment compared after each. Returns steps compared."""
+    bucket = 1500
     plain = make_model()
     reference = build(name, plain.parameters())
     model = make_model()
@@ -47,26 +63,6 @@ def one_rank_bits(rank, world, name, stage, bucket):
             for state, value in reference.state[theirs].items():
                 if torch.is_tensor(value) and value.shape == theirs.shape:
                     assert torch.equal(moment(engine, optimizer, ours[key], state), value.flatten()), (step, key, state)
-    return step + 1
-
-
-def moment(engine, optimizer, param, state):
-    """One parameter's optimizer state, put together from the masters of its buckets."""
-    for group in engine.zero.groups:
-        for slot, candidate in zip(group.layout.slots, group.params, strict=True):
-            if candidate is param:
-                whole = torch.zeros(group.layout.padded_numel)
-                for fragment, master in zip(group.fragments, group.masters, strict=True):
-                    start = fragment.slot.offset + fragment.start
-                    whole[start : start + fragment.numel] = optimizer.state[master][state]
-                return whole[slot.offset : slot.end]
-    raise AssertionError("parameter in no group")
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_rank_is_the_plain_loop(ranks, name, stage):
-    assert ranks.run(one_rank_bits, name, stage, 1500, world_size=1) == [20]
 
 
 def gradients(rank, world, stage, micro, accumulation):

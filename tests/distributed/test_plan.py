@@ -1,9 +1,5 @@
 """The plan cannot lie: what a rehearsal says is what ranks do, event by event and byte by byte."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -19,7 +15,7 @@ MODEL = ModelConfig(n_layer=3, n_embd=64, n_head=2, block_size=32, vocab_size=12
 MICRO_BATCH = 2
 
 
-def settings(**zero: Any) -> dict[str, Any]:
+def settings(**zero):
     """Accumulation 2, small buckets, so that there is something to plan."""
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -30,22 +26,22 @@ def settings(**zero: Any) -> dict[str, Any]:
     }
 
 
-def program(config: dict[str, Any], model: ModelConfig = MODEL) -> TrainStep:
+def program(config, model=MODEL):
     """The same model and settings, to be rehearsed."""
 
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    def batch():
         ids = torch.zeros(MICRO_BATCH, model.block_size, dtype=torch.long, device="meta")
         return ids, ids
 
     return TrainStep(lambda: GPT(model), batch, load_engine_config(config))
 
 
-def what_happened(events: list[Any]) -> list[tuple[Any, ...]]:
+def what_happened(events):
     """All but the error meter's reading every so many steps, which a rehearsal, without values, does not take."""
     return [(e.what, e.kind, e.where, e.sent) for e in events if e.kind != METER]
 
 
-def run_for_real(config: dict[str, Any], steps: int, model: ModelConfig = MODEL, plan: Any = None) -> Any:
+def run_for_real(config, steps, model=MODEL, plan=None):
     """The engine after ``steps``, and the events of each."""
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=GPT(model), config=config)
@@ -63,7 +59,7 @@ def run_for_real(config: dict[str, Any], steps: int, model: ModelConfig = MODEL,
     return engine, seen
 
 
-def plan_and_run(rank: int, world_size: int, config: dict[str, Any], model: ModelConfig) -> list[str]:
+def plan_and_run(rank, world_size, config, model):
     """What is wrong on this rank; nothing, if all is well."""
     planned = dry_run(program(config, model), ClusterShape(world_size, world_size, "cpu"), rank)
     engine, (first, *later) = run_for_real(config, 3, model)
@@ -99,18 +95,18 @@ CASES = {
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
-def test_the_plan_is_what_is_executed(ranks: Any, case: str, world_size: int) -> None:
+def test_the_plan_is_what_is_executed(ranks, case, world_size):
     found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=world_size)
     assert found == [[]] * world_size
 
 
 @pytest.mark.parametrize("case", ["stage 3, all in few bits", "stage 3, offload"])
-def test_the_plan_with_other_features(ranks: Any, case: str) -> None:
+def test_the_plan_with_other_features(ranks, case):
     found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=2)
     assert found == [[]] * 2
 
 
-def follow_from_the_first_step(rank: int, world_size: int, config: dict[str, Any]) -> tuple[bool, bool, int]:
+def follow_from_the_first_step(rank, world_size, config):
     """Whether the first step went by a plan that was never recorded here, and ended with the same bits."""
     planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
     recorded, _ = run_for_real(config, 2)
@@ -129,12 +125,12 @@ def follow_from_the_first_step(rank: int, world_size: int, config: dict[str, Any
     )
 
 
-def test_a_plan_is_followed_from_the_first_step(ranks: Any) -> None:
+def test_a_plan_is_followed_from_the_first_step(ranks):
     found = ranks.run(follow_from_the_first_step, settings(**CASES["stage 3"]), world_size=2)
     assert found == [(True, True, 0)] * 2
 
 
-def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
+def refuse(rank, world_size, config):
     zero, said = config["zero_optimization"], []
     for planned_with, run_with in (
         ({"reduce_bucket_size": 9_000}, config),
@@ -152,7 +148,7 @@ def refuse(rank: int, world_size: int, config: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_a_plan_for_others_is_refused(ranks: Any) -> None:
+def test_a_plan_for_others_is_refused(ranks):
     other_buckets, other_limits, stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
     assert "rehearse with the same model, settings and number of ranks" in other_buckets
     assert "the plan keeps to FetchLimits(prefetch_numel=1000," in other_limits

@@ -1,9 +1,5 @@
 """What a rehearsal says that a rank will hold is what a real rank holds: by category exactly, and at the peak."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,9 +8,10 @@ from deepzero.models.gpt import GPT
 from deepzero.planning.calibrate import fit_line, probe
 from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.planning.op_cost import WorkMeter
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_plan import CASES, MICRO_BATCH, MODEL, program, settings
 
-MORE: dict[str, dict[str, Any]] = {
+MORE = {
     **CASES,
     "stage 0": {"stage": 0},
     "stage 1, offload": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -26,7 +23,7 @@ SLACK = 0.001
 """Of the peak. Seen: 1.4 kB of 3 to 5 MB, small temporaries that the two take in another way."""
 
 
-def held(rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> list[str]:
+def held(rank, world_size, cases):
     """The cases in which a rank holds something else than its rehearsal."""
     problems = []
     for case, zero in cases.items():
@@ -50,11 +47,11 @@ def held(rank: int, world_size: int, cases: dict[str, dict[str, Any]]) -> list[s
     return problems
 
 
-def some(*names: str) -> dict[str, dict[str, Any]]:
+def some(*names):
     return {name: MORE[name] for name in names}
 
 
-def test_held_by_category_at_three_ranks(ranks: Any) -> None:
+def test_held_by_category_at_three_ranks(ranks):
     cases = some("stage 0", "stage 1, offload", "stage 3, qwZ", "stage 2, qgZ")
     assert ranks.run(held, cases, world_size=3) == [[]] * 3
 
@@ -62,12 +59,15 @@ def test_held_by_category_at_three_ranks(ranks: Any) -> None:
 @pytest.mark.parametrize(
     "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
 )
-def test_held_by_category_in_every_case(ranks: Any, world_size: int) -> None:
+def test_held_by_category_in_every_case(ranks, world_size):
     assert ranks.run(held, MORE, world_size=world_size) == [[]] * world_size
 
 
-def peaks(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[int, int]:
+@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
+@on_ranks()
+def test_the_peak_with_activations_and_temporaries(rank, world_size, case):
     """The most that is alive in a step, rehearsed and real, counted by the same meter."""
+    zero = MORE[case]
     config = settings(**zero)
     planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
     with WorkMeter("cpu") as meter:
@@ -79,21 +79,16 @@ def peaks(rank: int, world_size: int, zero: dict[str, Any]) -> tuple[int, int]:
                 engine.backward(engine(ids, ids))
                 engine.step()
     engine.destroy()
-    return planned.peak_bytes, meter.peak_bytes
+    rehearsed, real = planned.peak_bytes, meter.peak_bytes
+    assert real > 500_000
+    assert rehearsed == pytest.approx(real, rel=SLACK)
 
 
-@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
-def test_the_peak_with_activations_and_temporaries(ranks: Any, case: str) -> None:
-    for rehearsed, real in ranks.run(peaks, MORE[case], world_size=2):
-        assert real > 500_000
-        assert rehearsed == pytest.approx(real, rel=SLACK)
-
-
-def measure(rank: int, world_size: int) -> Any:
+def measure(rank, world_size):
     return probe(torch.float32, sizes=(1 << 10, 1 << 16, 1 << 18))
 
 
-def test_ranks_probe_one_cluster(ranks: Any) -> None:
+def test_ranks_probe_one_cluster(ranks):
     first, second = ranks.run(measure, world_size=2)
     assert first == second and first.name == "probed"
     assert (first.ranks_per_node, first.device_type) == (2, "cpu")
@@ -102,7 +97,7 @@ def test_ranks_probe_one_cluster(ranks: Any) -> None:
     assert 1e6 < first.inside_bandwidth < 1e12 and 1e-8 < first.op_overhead < 1e-1
 
 
-def test_a_line_through_noise() -> None:
+def test_a_line_through_noise():
     assert fit_line([(1e3, 2e-3), (1e6, 3e-3), (4e6, 6e-3)])[0] == pytest.approx(2e-3, rel=0.01)
     latency, bandwidth = fit_line([(1e3, 5e-3), (1e6, 4e-3)])  # falling: the largest message decides
     assert bandwidth == pytest.approx(1e6 / 4e-3) and latency >= 0

@@ -1,7 +1,5 @@
 """The pool of ranks itself: answers, errors, death, silence, leaks, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -24,18 +22,18 @@ ROOT = Path(__file__).parents[2]
 class Odd(Exception):
     """An exception that does not survive pickling."""
 
-    def __init__(self, a: int, b: int) -> None:
+    def __init__(self, a, b):
         super().__init__(f"{a} and {b}")
 
 
-def sum_of_ranks(rank: int, world_size: int, start: torch.Tensor) -> tuple[int, list[float]]:
+def sum_of_ranks(rank, world_size, start):
     """A collective over the pool's default group."""
     x = start + rank
     dist.all_reduce(x)
     return rank, x.tolist()
 
 
-def surroundings(rank: int, world_size: int) -> dict[str, object]:
+def surroundings(rank, world_size):
     """What a test may rely on."""
     return {
         "pid": os.getpid(),
@@ -47,7 +45,7 @@ def surroundings(rank: int, world_size: int) -> dict[str, object]:
     }
 
 
-def leave_environment(rank: int, world_size: int, folder: str) -> None:
+def leave_environment(rank, world_size, folder):
     """Leaves harmless traces that the pool undoes."""
     dist.new_group([0, 1])
     os.environ["LEFT_BEHIND"] = "yes"
@@ -55,68 +53,68 @@ def leave_environment(rank: int, world_size: int, folder: str) -> None:
     torch.manual_seed(99)
 
 
-def raise_on(rank: int, world_size: int, bad: int) -> None:
+def raise_on(rank, world_size, bad):
     """One rank raises while the others wait for it."""
     if rank == bad:
         raise KeyError(f"rank {rank} has no such key")
     dist.barrier()
 
 
-def die_on(rank: int, world_size: int, bad: int) -> None:
+def die_on(rank, world_size, bad):
     """One rank is killed while the others wait for it."""
     if rank == bad:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-def stay_silent(rank: int, world_size: int) -> None:
+def stay_silent(rank, world_size):
     """Rank 0 never answers."""
     if rank == 0:
         time.sleep(3600)
 
 
-def warn(rank: int, world_size: int) -> None:
+def warn(rank, world_size):
     """A warning is an error on a rank too."""
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
-def raise_unpicklable(rank: int, world_size: int) -> None:
+def raise_unpicklable(rank, world_size):
     """An exception that cannot travel."""
     raise Odd(3, 4)
 
 
-def assert_false(rank: int, world_size: int) -> None:
+def assert_false(rank, world_size):
     """A bare assert, whose values the traceback must show."""
     seventeen = 17
     assert seventeen == 18
 
 
-def skip(rank: int, world_size: int) -> None:
+def skip(rank, world_size):
     """A rank may skip the test."""
     pytest.skip("not today")
 
 
-def change_dtype(rank: int, world_size: int) -> None:
+def change_dtype(rank, world_size):
     """Leaves a state that would change the next test."""
     torch.set_default_dtype(torch.float64)
 
 
-def destroy_group(rank: int, world_size: int) -> None:
+def destroy_group(rank, world_size):
     """Takes the pool's process group away."""
     dist.destroy_process_group()
 
 
-def fail_in_destructor(rank: int, world_size: int) -> None:
+def fail_in_destructor(rank, world_size):
     """Python only prints such an error."""
 
     class Bad:
-        def __del__(self) -> None:
+        def __del__(self):
             raise ValueError("in the background")
 
     Bad()
 
 
-def own_group(rank: int, world_size: int) -> float:
+def own_group(rank, world_size):
     """Initialises and destroys a process group, as a test of initialisation does."""
     process_group.init_distributed(backend="gloo")
     x = torch.ones(1)
@@ -126,13 +124,13 @@ def own_group(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_answers_in_rank_order(ranks: RankPool, world_size: int) -> None:
+def test_answers_in_rank_order(ranks, world_size):
     total = world_size * 10.0 + sum(range(world_size))
     answers = ranks.run(sum_of_ranks, torch.full((2,), 10.0), world_size=world_size)
     assert answers == [(r, [total, total]) for r in range(world_size)]
 
 
-def test_ranks_are_reused_and_start_from_the_same_state(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_are_reused_and_start_from_the_same_state(ranks, tmp_path):
     first = ranks.run(surroundings)
     ranks.run(leave_environment, str(tmp_path))
     again = ranks.run(surroundings)
@@ -145,7 +143,7 @@ def test_ranks_are_reused_and_start_from_the_same_state(ranks: RankPool, tmp_pat
         assert answer["group"] == (rank, 2)
 
 
-def test_exception_has_its_type_and_traceback(ranks: RankPool) -> None:
+def test_exception_has_its_type_and_traceback(ranks):
     began = time.monotonic()
     with pytest.raises(KeyError, match="rank 1 has no such key") as caught:
         ranks.run(raise_on, 1)
@@ -155,7 +153,7 @@ def test_exception_has_its_type_and_traceback(ranks: RankPool) -> None:
     assert ranks.run(surroundings)[1]["group"] == (1, 2), "new ranks answer"
 
 
-def test_dead_rank_is_reported_at_once(ranks: RankPool) -> None:
+def test_dead_rank_is_reported_at_once(ranks):
     ranks.run(surroundings)
     began = time.monotonic()
     with pytest.raises(RankDied, match="rank 0 of 2 died in die_on: signal SIGKILL"):
@@ -163,7 +161,7 @@ def test_dead_rank_is_reported_at_once(ranks: RankPool) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_rank_that_died_between_calls_is_reported(ranks: RankPool) -> None:
+def test_rank_that_died_between_calls_is_reported(ranks):
     os.kill(ranks.run(surroundings)[1]["pid"], signal.SIGKILL)
     time.sleep(0.2)
     with pytest.raises(RankDied, match="rank 1 of 2"):
@@ -171,61 +169,58 @@ def test_rank_that_died_between_calls_is_reported(ranks: RankPool) -> None:
     assert len(ranks.run(surroundings)) == 2
 
 
-def test_silence_shows_the_stack(ranks: RankPool) -> None:
+def test_silence_shows_the_stack(ranks):
     with pytest.raises(RankTimeout, match=r"no answer within 0.5 s") as caught:
         ranks.run(stay_silent, world_size=1, timeout=0.5)
     assert "stay_silent" in str(caught.value).split("is here")[1]
 
 
-def test_warnings_are_errors(ranks: RankPool) -> None:
+def test_warnings_are_errors(ranks):
     with pytest.raises(UserWarning, match="careful"):
         ranks.run(warn, world_size=1)
 
 
-def test_exception_that_does_not_pickle(ranks: RankPool) -> None:
+def test_exception_that_does_not_pickle(ranks):
     with pytest.raises(RankError, match="Odd: 3 and 4"):
         ranks.run(raise_unpicklable, world_size=1)
 
 
-def test_assert_shows_values(ranks: RankPool) -> None:
+def test_assert_shows_values(ranks):
     with pytest.raises(AssertionError) as caught:
         ranks.run(assert_false, world_size=1)
     assert "seventeen = 17" in str(caught.value.__cause__)
 
 
-def test_skip_travels(ranks: RankPool) -> None:
+def test_skip_travels(ranks):
     with pytest.raises(pytest.skip.Exception, match="not today"):
         ranks.run(skip, world_size=1)
 
 
-@pytest.mark.parametrize(
-    ("fn", "what"),
-    [
-        (change_dtype, "get_default_dtype"),
-        pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
-        pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
-    ],
-)
-def test_leaks_are_refused(ranks: RankPool, fn: object, what: str) -> None:
+@pytest.mark.parametrize(("fn", "what"), [
+    (change_dtype, "get_default_dtype"),
+    pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
+    pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_leaks_are_refused(ranks, fn, what):
     with pytest.raises(LeakedState, match=what):
-        ranks.run(fn, world_size=1)  # type: ignore[arg-type]
+        ranks.run(fn, world_size=1)
     assert ranks.run(own_group, world_size=1, process_group=False) == [1.0]
 
 
-def test_ranks_without_process_group_may_make_their_own(ranks: RankPool) -> None:
+def test_ranks_without_process_group_may_make_their_own(ranks):
     assert ranks.run(surroundings, process_group=False)[0]["group"] is None
     assert ranks.run(own_group, process_group=False) == [2.0, 2.0]
     assert ranks.run(own_group, process_group=False) == [2.0, 2.0], "the second rendezvous meets at a fresh store"
 
 
-def test_what_cannot_work_is_refused(ranks: RankPool) -> None:
+def test_what_cannot_work_is_refused(ranks):
     with pytest.raises(ValueError, match="world_size=7"):
         ranks.run(surroundings, world_size=7)
     with pytest.raises(ValueError, match="module level"):
         ranks.run(lambda rank, world_size: None)
 
 
-def test_close_leaves_no_process() -> None:
+def test_close_leaves_no_process():
     pool = RankPool()
     pool.run(surroundings, world_size=2)
     pids = pool.pids()
@@ -236,12 +231,9 @@ def test_close_leaves_no_process() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [
-        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
-    ],
+    [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), pytest.param(signal.SIGKILL, marks=pytest.mark.slow)],
 )
-def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> None:
+def test_ranks_end_with_their_session(end, tmp_path):
     program = tmp_path / "session.py"
     program.write_text(
         textwrap.dedent(
@@ -274,7 +266,7 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
     finally:
         session.kill()
         session.wait(60)
-        session.stdout.close()  # type: ignore[union-attr]
+        session.stdout.close()
     assert len(pids) == 2
     deadline = time.monotonic() + 10
     while any(_running(pid) for pid in pids) and time.monotonic() < deadline:
@@ -282,7 +274,7 @@ def test_ranks_end_with_their_session(end: signal.Signals, tmp_path: Path) -> No
     assert not any(_running(pid) for pid in pids)
 
 
-def _running(pid: int) -> bool:
+def _running(pid):
     """Alive, and not a zombie that waits for an init process to reap it."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()

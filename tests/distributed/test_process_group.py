@@ -1,31 +1,27 @@
 """How ranks meet, who can hear them, and what they believe."""
 
-from __future__ import annotations
-
 import os
 import pickle
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import desync_watchdog, groups, process_group, rendezvous
+from deepzero.comm import flight_recorder, loopback, process_group, rendezvous, topology
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.config.engine import ChaosConfig
 from tests import doors
-from tests.distributed.pool import RankPool
+from tests.distributed.pool import on_ranks
 from tests.e2e.test_launch import free_port
 
 CPU = torch.device("cpu")
 
 
-def test_what_a_stranger_could_do_to_a_store(tmp_path: Path) -> None:
+def test_what_a_stranger_could_do_to_a_store(tmp_path):
     """This is why ranks meet at none that is reached through a port; and the other tests' stranger is a real one."""
     store = rendezvous.host_store(0, timedelta(seconds=5))
     assert doors.beyond(doors.listening([os.getpid()])) == []
@@ -34,7 +30,7 @@ def test_what_a_stranger_could_do_to_a_store(tmp_path: Path) -> None:
     assert (tmp_path / "evidence").exists()
 
 
-def send_as_a_stranger(payload: torch.Tensor, call: str) -> None:
+def send_as_a_stranger(payload, call):
     """What rank 0 sends in ``call``, without a seal."""
     if call == "broadcast_object":
         dist.broadcast(torch.tensor([payload.numel()]), src=0)
@@ -50,9 +46,9 @@ def send_as_a_stranger(payload: torch.Tensor, call: str) -> None:
         dist.all_gather([torch.empty_like(padded) for _ in range(2)], padded)
 
 
-def told_by_a_stranger(rank: int, world_size: int, folder: str) -> list[str]:
+def told_by_a_stranger(rank, world_size, folder):
     """Rank 0 sends what no rank would: a pickle without a seal, in the place of each kind of small talk."""
-    talk: list[Callable[[], Any]] = [
+    talk = [
         lambda: process_group.broadcast_object("x"),
         lambda: process_group.all_gather_object("x"),
         lambda: process_group.gather_object("x", dst=1),
@@ -67,12 +63,12 @@ def told_by_a_stranger(rank: int, world_size: int, folder: str) -> list[str]:
                 said.append(str(error))
         else:
             # The stranger's calls are counted as a rank's: the pool's ranks go on to other tests.
-            with desync_watchdog.current().blocking(listen.__code__.co_names[-1]):
+            with flight_recorder.observer().blocking(listen.__code__.co_names[-1]):
                 send_as_a_stranger(payload, listen.__code__.co_names[-1])
     return said
 
 
-def test_what_no_rank_has_sent_is_not_unpickled(ranks: RankPool, tmp_path: Path) -> None:
+def test_what_no_rank_has_sent_is_not_unpickled(ranks, tmp_path):
     evidence = tmp_path / "evidence"
     said = ranks.run(told_by_a_stranger, str(evidence))[1]
     assert len(said) == 3
@@ -80,20 +76,20 @@ def test_what_no_rank_has_sent_is_not_unpickled(ranks: RankPool, tmp_path: Path)
     assert not evidence.exists()
 
 
-def timeouts(rank: int, world_size: int) -> tuple[timedelta, timedelta]:
+def timeouts(rank, world_size):
     """Of the whole world and of a part of it."""
-    part = groups.make_group([(0,), (1,)], rank, with_handle=True).handle
-    groups.forget()
-    return tuple(group._get_backend(CPU).options._timeout for group in (dist.group.WORLD, part))  # type: ignore
+    part = topology.make_group([(0,), (1,)], rank, with_handle=True).handle
+    topology.forget()
+    return tuple(group._get_backend(CPU).options._timeout for group in (dist.group.WORLD, part))
 
 
-def test_a_part_of_the_world_has_its_timeout(ranks: RankPool) -> None:
+def test_a_part_of_the_world_has_its_timeout(ranks):
     assert ranks.run(timeouts) == [(timedelta(seconds=120),) * 2] * 2
 
 
-def twice_at_a_port(rank: int, world_size: int, port: int) -> tuple[Any, set[tuple[str, int]]]:
+def twice_at_a_port(rank, world_size, port):
     """Join by the variables that a foreign launcher sets, leave, and join again."""
-    for name in (rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
+    for name in (loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
         os.environ.pop(name)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="none")
     heard, found = [], set()
@@ -106,7 +102,7 @@ def twice_at_a_port(rank: int, world_size: int, port: int) -> tuple[Any, set[tup
     return heard, found
 
 
-def test_ranks_of_a_foreign_launcher_on_one_machine(ranks: RankPool) -> None:
+def test_ranks_of_a_foreign_launcher_on_one_machine(ranks):
     port = free_port()
     (heard, first), (_, second) = ranks.run(twice_at_a_port, port, process_group=False)
     assert heard == [[0, 1]] * 2
@@ -114,9 +110,9 @@ def test_ranks_of_a_foreign_launcher_on_one_machine(ranks: RankPool) -> None:
     assert doors.beyond(first | second) == []
 
 
-def alone(rank: int, world_size: int) -> set[tuple[str, int]]:
+def alone(rank, world_size):
     """A world of one, without any launcher."""
-    for name in ("RANK", "WORLD_SIZE", rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
+    for name in ("RANK", "WORLD_SIZE", loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
         os.environ.pop(name)
     process_group.init_distributed(backend="gloo")
     found = doors.listening([os.getpid()])
@@ -124,20 +120,18 @@ def alone(rank: int, world_size: int) -> set[tuple[str, int]]:
     return found
 
 
-def test_a_world_of_one(ranks: RankPool) -> None:
+def test_a_world_of_one(ranks):
     found = ranks.run(alone, world_size=1, process_group=False)[0]
     assert len(found) == 1, "gloo's"
     assert doors.beyond(found) == []
 
 
-def broadcasts(rank: int, world_size: int) -> list[tuple[str, str]]:
+@on_ranks()
+def test_a_broadcast_is_one_collective(rank, world_size):
     """The collectives of a communicator's broadcast, and what is waited for meanwhile."""
-    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), desync_watchdog.current().trail
+    comm, trail = Communicator(CPU, Ledger(), Chaos(ChaosConfig(), rank)), flight_recorder.observer().trail
     before, waiting = trail.sequence, []
-    with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):  # type: ignore
+    with mock.patch.object(dist, "broadcast", lambda *_, **__: waiting.append(trail.waiting.kind)):
         comm.broadcast("setup.broadcast", torch.zeros(3))
-    return [(launch.kind, *waiting) for launch in trail.recent if launch.sequence > before]
-
-
-def test_a_broadcast_is_one_collective(ranks: RankPool) -> None:
-    assert ranks.run(broadcasts) == [[("setup.broadcast", "setup.broadcast")]] * 2
+    kinds = [launch.kind for launch in trail.recent if launch.sequence > before]
+    assert kinds == waiting == ["setup.broadcast"]

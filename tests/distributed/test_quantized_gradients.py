@@ -1,13 +1,12 @@
 """qgZ in training: stages 1, 2 and 3 with accumulation, overlap, offload and chaos; what is counted; overflow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER
 from deepzero.runtime.engine import NonFiniteError
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, one_step, start, train
 
 SMALL = {"stage3_param_persistence_threshold": 48}
@@ -128,7 +127,8 @@ def test_fp16_overflow_skips_the_step(ranks, stage):
     assert all(other[0] == skipped for other in others)
 
 
-def growing_scale(rank, world):
+@on_ranks()
+def test_what_is_kept_follows_the_loss_scale(rank, world):
     """What is kept, before and after each change of the loss scale."""
     zero = {"zero_quantized_gradients": True, "quantization": {"error_feedback": True, "block_size": 64}}
     fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
@@ -145,12 +145,7 @@ def growing_scale(rank, world):
     reducer.rescale = spy
     for step in range(5):
         one_step(engine, rank, world, step)
-    return seen
-
-
-def test_what_is_kept_follows_the_loss_scale(ranks):
-    for seen in ranks.run(growing_scale, world_size=2):
-        assert [factor for factor, *_ in seen].count(2.0) >= 1 and all(some and exact for _, some, exact in seen)
+    assert [factor for factor, *_ in seen].count(2.0) >= 1 and all(some and exact for _, some, exact in seen)
 
 
 def not_finite(rank, world):
@@ -178,7 +173,8 @@ def test_not_finite_on_one_rank_raises_on_all(ranks):
     assert ranks.run(not_finite, world_size=4) == [True] * 4
 
 
-def dropped(rank, world):
+@on_ranks(4)
+def test_dropped_gradients(rank, world):
     """zero_grad after every step leaves what was lost; zero_grad of gradients that have left takes it away."""
     settings = settings_of(2, feedback=True)
     zero = settings["zero_optimization"]
@@ -190,12 +186,8 @@ def dropped(rank, world):
     ids, labels = make_batch(1, 2)
     engine.backward(engine(ids, labels))
     engine.discard_gradients()
-    return lost, after, [float(t.float().norm()) for t in engine.zero.reducer.kept()]
-
-
-def test_dropped_gradients(ranks):
-    for lost, after, dropped_too in ranks.run(dropped, world_size=4):
-        assert lost == after and all(lost) and not any(dropped_too)
+    dropped_too = [float(t.float().norm()) for t in engine.zero.reducer.kept()]
+    assert lost == after and all(lost) and not any(dropped_too)
 
 
 def resumed(rank, world, stage, folder):
@@ -220,27 +212,29 @@ def test_resume_without_feedback_gives_the_same_bits(ranks, tmp_path, stage):
     assert len({text for pair in ranks.run(resumed, stage, str(tmp_path), world_size=4) for text in pair}) == 1
 
 
-def metered(rank, world):
+@on_ranks(4)
+def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(rank, world):
     """Two equal runs, one of them with the meter; and what is lost survives a phase without the device."""
     settings = settings_of(3, feedback=True)
     settings["zero_optimization"]["quantization"]["meter_every"] = 0  # switched here, not by the engine
     changes = {"zero": settings["zero_optimization"], "comm": settings["comm"], "precision": "bf16", "bucket": 2500}
     plain, watched = (start(make_model(), stage=3, **changes) for _ in range(2))
-    quantized_grads = watched._zero.quantized_grads
+    quantized_grads = watched.zero.quantized_grads
     for step in range(2):
         quantized_grads.metering = step == 1
         for engine in (plain, watched):
             one_step(engine, rank, world, step)
-    lost = [t.clone() for t in watched._zero.reducer.kept()]
+    lost = [t.clone() for t in watched.zero.reducer.kept()]
     watched.offload_states()
     watched.reload_states()
-    same = all(torch.equal(a, b) for a, b in zip(lost, watched._zero.reducer.kept(), strict=True))
-    buckets = {(g, i.index) for g, group in enumerate(watched._zero.groups) for i in group.layout.buckets}
+    same = all(torch.equal(a, b) for a, b in zip(lost, watched.zero.reducer.kept(), strict=True))
+    buckets = {(g, i.index) for g, group in enumerate(watched.zero.groups) for i in group.layout.buckets}
     exact = {key for key in buckets if not quantized_grads.takes(key)}
-    return plain.params_sha256() == watched.params_sha256(), same, buckets - exact, exact, quantized_grads.measured
-
-
-def test_the_meter_changes_nothing_and_what_is_lost_survives_offload_states(ranks):
-    for same_bits, kept, quantized, exact, measured in ranks.run(metered, world_size=4):
-        assert same_bits and kept and exact and set(measured) == quantized
-        assert all(0 < noise < signal / 4 for signal, noise in measured.values() if signal)
+    same_bits, kept, quantized, measured = (
+        plain.params_sha256() == watched.params_sha256(),
+        same,
+        buckets - exact,
+        quantized_grads.measured,
+    )
+    assert same_bits and kept and exact and set(measured) == quantized
+    assert all(0 < noise < signal / 4 for signal, noise in measured.values() if signal)

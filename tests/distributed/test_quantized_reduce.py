@@ -1,7 +1,5 @@
 """qgZ's reduction alone: the sums of the plain definition to the bit, on any nodes; what it sends; error feedback."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest
@@ -9,11 +7,11 @@ import torch
 
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.groups import Nodes
 from deepzero.comm.ledger import Ledger, Traffic
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE, QuantizedReduce
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER, BucketReducer, sum_in_rank_order
+from deepzero.comm.topology import Nodes
 from deepzero.config.engine import ChaosConfig
 from deepzero.layout import plan_layout
 from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes

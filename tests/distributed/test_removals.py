@@ -1,7 +1,5 @@
 """Every wait, every gate and every poison is needed: without any one of them, something raises or differs."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from unittest import mock

@@ -1,7 +1,5 @@
 """The ring: the worked example of the sources at every iteration, uneven cuts, all dtypes, real collectives, bytes."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -14,26 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepzero.comm import ring
-from deepzero.comm.ring import Hop, Phase
-from tests.distributed.pool import RankPool
+from deepzero.comm.ring import Phase
+from tests.distributed.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
 
 # The tables of sources/000…: per iteration what GPU 0..3 sends (chunk, values), and what the receiver then holds.
 REDUCE_SCATTER = [
-    (
-        [(0, [1.0, 2.0]), (1, [4.0, 5.0]), (2, [5.5, 6.5]), (3, [8.5, 9.5])],
-        [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])],
-    ),
-    (
-        [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])],
-        [(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])],
-    ),
-    (
-        [(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])],
-        [(1, [15.0, 19.0]), (2, [23.0, 27.0]), (3, [31.0, 35.0]), (0, [7.0, 11.0])],
-    ),
-]
+    ([(0, [1.0, 2.0]), (1, [4.0, 5.0]), (2, [5.5, 6.5]), (3, [8.5, 9.5])], [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1,
+     [7.5, 9.5]), (2, [12.0, 14.0])]),
+    ([(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])], [(2, [17.0, 20.0]), (3, [23.5, 26.5]),
+     (0, [4.5, 7.5]), (1, [12.0, 15.0])]),
+    ([(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])], [(1, [15.0, 19.0]), (2, [23.0, 27.0]),
+     (3, [31.0, 35.0]), (0, [7.0, 11.0])]),
+]  # fmt: skip
 SUMS = [[7.0, 11.0], [15.0, 19.0], [23.0, 27.0], [31.0, 35.0]]
 ALL_GATHER = [
     ([1, 2, 3, 0], [{0, 1}, {1, 2}, {2, 3}, {0, 3}]),
@@ -47,7 +39,7 @@ SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 33, 1000)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def assert_tables(hops: list[Hop]) -> None:
+def assert_tables(hops):
     """The hops are those of the sources, number by number."""
     assert len(hops) == 2 * 3 * 4
     by_place = {(h.phase, h.iteration, h.rank): h for h in hops}
@@ -67,21 +59,21 @@ def assert_tables(hops: list[Hop]) -> None:
             assert known[rank] == holds[rank]
 
 
-def numbers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def numbers(rank, numel, dtype):
     """Gradients of a rank, different on every rank and the same in every process."""
     generator = torch.Generator().manual_seed(1000 * numel + rank)
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def example(rank: int, world_size: int) -> tuple[list[Hop], list[float]]:
+def example(rank, world_size):
     """The sources' example on real ranks."""
-    hops: list[Hop] = []
+    hops = []
     tensor = ring.gradients(rank)
     ring.all_reduce(tensor, watch=hops.append)
     return hops, tensor.tolist()
 
 
-def compare_with_real_collectives(rank: int, world_size: int) -> int:
+def compare_with_real_collectives(rank, world_size):
     """Ring and backend side by side, for all sizes and dtypes; returns the number of comparisons."""
     compared = 0
     for dtype in DTYPES:
@@ -115,7 +107,7 @@ def compare_with_real_collectives(rank: int, world_size: int) -> int:
     return compared
 
 
-def same_bits_as_simulation(rank: int, world_size: int) -> list[list[float]]:
+def same_bits_as_simulation(rank, world_size):
     """What every rank ends with, for the test to compare with the simulation."""
     results = []
     for dtype in DTYPES:
@@ -126,12 +118,12 @@ def same_bits_as_simulation(rank: int, world_size: int) -> list[list[float]]:
     return results
 
 
-def bytes_on_the_wire(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> tuple[int, int]:
+def bytes_on_the_wire(rank, world_size, numel, dtype):
     """Bytes and messages that this rank hands to the backend in one all-reduce, counted at the backend's door."""
-    sent: list[int] = []
+    sent = []
     real = dist.batch_isend_irecv
 
-    def counting(messages: list[dist.P2POp]) -> list[dist.Work]:
+    def counting(messages):
         for message in messages:
             if message.op is dist.isend:
                 assert message.peer == (rank + 1) % world_size
@@ -146,15 +138,62 @@ def bytes_on_the_wire(rank: int, world_size: int, numel: int, dtype: torch.dtype
     return sum(sent), len(sent)
 
 
-def many_elements(rank: int, world_size: int) -> float:
+def test_the_sources_example_on_four_ranks(ranks):
+    answers = ranks.run(example, world_size=4)
+    assert_tables([hop for hops, _ in answers for hop in hops])
+    assert [result for _, result in answers] == [AVERAGE] * 4
+
+
+def test_the_sources_example_simulated():
+    tensors = [ring.gradients(rank) for rank in range(4)]
+    assert_tables(ring.simulate(tensors))
+    assert [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equal_to_the_real_collectives(ranks, world_size):
+    answers = ranks.run(compare_with_real_collectives, world_size=world_size)
+    assert answers == [len(SIZES) * len(DTYPES)] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_same_bits_as_the_simulation_and_on_every_rank(ranks, world_size):
+    answers = ranks.run(same_bits_as_simulation, world_size=world_size)
+    expected = []
+    for dtype in DTYPES:
+        for numel in SIZES:
+            tensors = [numbers(rank, numel, dtype) for rank in range(world_size)]
+            ring.simulate(tensors)
+            expected.append(tensors[0].tolist())
+    assert answers == [expected] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "numel", "dtype"), [(2, 10, torch.float32), (4, 8, torch.bfloat16)])
+def test_volume_is_twice_the_share_of_the_others(ranks, world_size, numel, dtype):
+    expected = 2 * (world_size - 1) * numel // world_size * dtype.itemsize
+    answers = ranks.run(bytes_on_the_wire, numel, dtype, world_size=world_size)
+    assert answers == [(expected, 2 * (world_size - 1))] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "numel"), [(1, 5), (3, 10), (4, 3), (4, 1), (3, 0)])
+def test_volume_when_chunks_are_uneven_or_empty(ranks, world_size, numel):
+    answers = ranks.run(bytes_on_the_wire, numel, torch.float64, world_size=world_size)
+    assert [sent for sent, _ in answers] == [8 * ring.elements_sent(numel, world_size, r) for r in range(world_size)]
+    assert sum(sent for sent, _ in answers) == 8 * 2 * (world_size - 1) * numel, "over all ranks nothing is lost"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks(None)
+def test_large_chunks_do_not_deadlock(rank, world_size):
     """Chunks far larger than a socket's buffer: ranks that only sent at first would wait for each other for ever."""
     tensor = torch.full((6_000_001,), float(rank))
     ring.all_reduce(tensor)
     assert bool((tensor == tensor[0]).all())
-    return tensor[0].item()
+    assert tensor[0].item() == (world_size - 1) / 2
 
 
-def shapes(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_shapes_and_refusals(rank, world_size):
     """Any contiguous shape, parameters included, in place; what cannot work is refused before anything is sent."""
     parameter = torch.nn.Parameter(torch.full((3, 5), float(rank)))
     ring.all_reduce(parameter)
@@ -169,62 +208,7 @@ def shapes(rank: int, world_size: int) -> None:
         ring.all_reduce(torch.ones(4, 3).t())
 
 
-def test_the_sources_example_on_four_ranks(ranks: RankPool) -> None:
-    answers = ranks.run(example, world_size=4)
-    assert_tables([hop for hops, _ in answers for hop in hops])
-    assert [result for _, result in answers] == [AVERAGE] * 4
-
-
-def test_the_sources_example_simulated() -> None:
-    tensors = [ring.gradients(rank) for rank in range(4)]
-    assert_tables(ring.simulate(tensors))
-    assert [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_the_real_collectives(ranks: RankPool, world_size: int) -> None:
-    answers = ranks.run(compare_with_real_collectives, world_size=world_size)
-    assert answers == [len(SIZES) * len(DTYPES)] * world_size
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_same_bits_as_the_simulation_and_on_every_rank(ranks: RankPool, world_size: int) -> None:
-    answers = ranks.run(same_bits_as_simulation, world_size=world_size)
-    expected = []
-    for dtype in DTYPES:
-        for numel in SIZES:
-            tensors = [numbers(rank, numel, dtype) for rank in range(world_size)]
-            ring.simulate(tensors)
-            expected.append(tensors[0].tolist())
-    assert answers == [expected] * world_size
-
-
-@pytest.mark.parametrize(("world_size", "numel", "dtype"), [(2, 10, torch.float32), (4, 8, torch.bfloat16)])
-def test_volume_is_twice_the_share_of_the_others(
-    ranks: RankPool, world_size: int, numel: int, dtype: torch.dtype
-) -> None:
-    expected = 2 * (world_size - 1) * numel // world_size * dtype.itemsize
-    answers = ranks.run(bytes_on_the_wire, numel, dtype, world_size=world_size)
-    assert answers == [(expected, 2 * (world_size - 1))] * world_size
-
-
-@pytest.mark.parametrize(("world_size", "numel"), [(1, 5), (3, 10), (4, 3), (4, 1), (3, 0)])
-def test_volume_when_chunks_are_uneven_or_empty(ranks: RankPool, world_size: int, numel: int) -> None:
-    answers = ranks.run(bytes_on_the_wire, numel, torch.float64, world_size=world_size)
-    assert [sent for sent, _ in answers] == [8 * ring.elements_sent(numel, world_size, r) for r in range(world_size)]
-    assert sum(sent for sent, _ in answers) == 8 * 2 * (world_size - 1) * numel, "over all ranks nothing is lost"
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_large_chunks_do_not_deadlock(ranks: RankPool, world_size: int) -> None:
-    assert ranks.run(many_elements, world_size=world_size) == [(world_size - 1) / 2] * world_size
-
-
-def test_shapes_and_refusals(ranks: RankPool) -> None:
-    ranks.run(shapes, world_size=3)
-
-
-def test_without_a_process_group() -> None:
+def test_without_a_process_group():
     tensor = torch.tensor([1.0, 2.0])
     assert ring.reduce_scatter(tensor).tolist() == [1.0, 2.0]
     ring.all_reduce(tensor)
@@ -233,7 +217,7 @@ def test_without_a_process_group() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(world_size=st.integers(1, 12), numel=st.integers(0, 40))
-def test_any_number_of_ranks_and_elements(world_size: int, numel: int) -> None:
+def test_any_number_of_ranks_and_elements(world_size, numel):
     tensors = [torch.arange(numel, dtype=torch.float64) * (rank + 1) for rank in range(world_size)]
     expected = torch.stack(tensors).sum(0)
     hops = ring.simulate(tensors, average=False)
@@ -246,14 +230,14 @@ def test_any_number_of_ranks_and_elements(world_size: int, numel: int) -> None:
             assert after.sent_chunk == before.received_chunk, "what arrives is passed on"
 
 
-def run_module(*arguments: str) -> tuple[int, str]:
+def run_module(*arguments):
     command = [sys.executable, "-W", "error", "-m", "deepzero.comm.ring", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive
-def test_module_prints_the_sources_example() -> None:
+def test_module_prints_the_sources_example():
     code, text = run_module()
     assert code == 0, text
     expected = []
@@ -276,7 +260,7 @@ def test_module_prints_the_sources_example() -> None:
     assert all(line.startswith("OK: ") for line in lines[start + len(expected) :])
 
 
-def table(known: list[set[int]]) -> list[str]:
+def table(known):
     """The sources' picture of which GPU has which finished chunk."""
     return [
         f"GPU {rank}: " + " | ".join(str(SUMS[c]) if c in has else "[?, ?]" for c in range(4))
@@ -285,17 +269,17 @@ def table(known: list[set[int]]) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_module_refuses_what_it_cannot_run() -> None:
+def test_module_refuses_what_it_cannot_run():
     code, text = run_module("--ranks", "99")
     assert code == 2
     assert "--ranks 99" in text
 
 
-def test_the_story_of_one_rank() -> None:
+def test_the_story_of_one_rank():
     assert list(ring.tell([], 1, 2)) == ["GPU 0: [1.0, 2.0]", "Average: [1.0, 2.0]", "", "GPU 0: [1.0, 2.0]"]
 
 
-def test_module_says_when_a_claim_fails() -> None:
+def test_module_says_when_a_claim_fails():
     tensors = [ring.gradients(rank) for rank in range(4)]
     hops = ring.simulate(tensors)
     good = list(ring.check(hops, [AVERAGE] * 4, AVERAGE, 8))

@@ -1,7 +1,5 @@
 """Promise 1 for stage 3: the bits of stage 2, whatever is prefetched, kept, persistent, checkpointed or late."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -10,9 +8,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, my_micro_batches
 
-STEPS = 20
+FEW, STEPS = 4, 20
 WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
@@ -72,11 +71,11 @@ def cases_of(precision):
     yield config(stage=3, precision=precision, bucket=1500, zero=WHOLE), "reentrant"
 
 
-SAMPLE = {(1, "fp32", 6), (2, "bf16", 6), (3, "fp32", 6)}
-SLOW = {(4, "bf16", 6)}
+SAMPLE = {(1, "fp32", FEW), (2, "bf16", FEW), (3, "fp32", FEW)}
+SLOW = {(4, "bf16", FEW)}
 ALL = [
     pytest.param(*kind, marks=[] if kind in SAMPLE else pytest.mark.slow if kind in SLOW else pytest.mark.exhaustive)
-    for kind in itertools.product((1, 2, 3, 4), ("fp32", "bf16"), (6, STEPS))
+    for kind in itertools.product((1, 2, 3, 4), ("fp32", "bf16"), (FEW, STEPS))
 ]
 
 
@@ -98,7 +97,7 @@ def test_accumulation(ranks):
             config(stage=3, precision="bf16", bucket=1500, overlap=True, gradient_accumulation_steps=3, zero=zero)
         )
     cases = [(one, kind) for one in settings for kind in ("plain", "reentrant")]
-    results = ranks.run(many, cases, 6, world_size=2)
+    results = ranks.run(many, cases, FEW, world_size=2)
     assert all(result == results[0][0] for per_rank in results for result in per_rank)
 
 
@@ -110,7 +109,8 @@ def test_fp16(ranks):
     assert results[0][0] == results[0][1] and float("inf") in results[0][0][1]
 
 
-def plain_loop(rank, world, steps):
+@on_ranks()
+def test_evaluation_in_the_middle_of_accumulation(rank, world):
     """Evaluation in the middle of accumulation, and a plain backward."""
     outcomes = []
     for stage in (2, 3):
@@ -118,7 +118,7 @@ def plain_loop(rank, world, steps):
         settings = config(stage=stage, precision="bf16", bucket=1500, gradient_accumulation_steps=2, zero=zero)
         engine, *_ = deepzero.initialize(model=make_model(), config=settings)
         seen = []
-        for step in range(steps):
+        for step in range(FEW):
             for ids, labels in my_micro_batches(step, rank, world, 2, 2):
                 loss = engine(ids, labels)
                 with torch.no_grad():
@@ -126,9 +126,5 @@ def plain_loop(rank, world, steps):
                 loss.backward()
                 engine.step()
         outcomes.append((seen, engine.params_sha256()))
-    return outcomes
-
-
-def test_evaluation_in_the_middle_of_accumulation(ranks):
-    for two, three in ranks.run(plain_loop, 6, world_size=2):
-        assert two == three
+    two, three = outcomes
+    assert two == three

@@ -3,8 +3,6 @@
 Needs the extra ``hf``. Mixtures of experts whose experts are modules of their own are declared leaves.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

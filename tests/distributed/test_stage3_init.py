@@ -1,7 +1,5 @@
 """``zero.Init``, existing and ``meta`` models, ``GatheredParameters``: what is whole when, and with which values."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -14,6 +12,7 @@ from torch import nn
 import deepzero
 from deepzero.runtime.zero import init_context
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -44,7 +43,10 @@ def values_of(model):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def built(rank, world, kind):
+@pytest.mark.parametrize("kind", ["plain", "post"])
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(None)
+def test_values_are_those_of_the_whole_model(rank, world, kind):
     classes = {"plain": TinyModel, "post": PostInit}
     torch.manual_seed(1)
     expected = values_of(classes[kind]())
@@ -55,13 +57,7 @@ def built(rank, world, kind):
     assert sum(p.ds_tensor.numel() for p in model.parameters()) < 0.8 * sum(p.numel() for p in model.parameters())
     got = values_of(model)
     assert got.keys() == expected.keys()
-    return all(torch.equal(got[name], expected[name]) for name in got)
-
-
-@pytest.mark.parametrize("kind", ["plain", "post"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_values_are_those_of_the_whole_model(ranks, world, kind):
-    assert all(ranks.run(built, kind, world_size=world))
+    assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
 def trained(rank, world, how, precision):
@@ -88,7 +84,8 @@ def test_same_bits_with_and_without(ranks, precision):
     assert all(result == results[0] for result in results)
 
 
-def from_meta(rank, world):
+@on_ranks()
+def test_from_meta(rank, world):
     torch.manual_seed(4)
     expected = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
     with torch.device("meta"):
@@ -102,14 +99,10 @@ def from_meta(rank, world):
     assert all(torch.equal(got[n], p) for n, p in expected.named_parameters())
     engine.backward(engine(torch.ones(2, 7)).sum())
     engine.step()
-    return True
 
 
-def test_from_meta(ranks):
-    assert all(ranks.run(from_meta, world_size=2))
-
-
-def meta_refused(rank, world):
+@on_ranks(1)
+def test_meta_without_values_is_refused(rank, world):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -125,11 +118,8 @@ def meta_refused(rank, world):
         start(model, stage=2)
 
 
-def test_meta_without_values_is_refused(ranks):
-    ranks.run(meta_refused, world_size=1)
-
-
-def leaves_torch_alone(rank, world):
+@on_ranks()
+def test_an_exception_leaves_torch_as_it_was(rank, world):
     linear, module = nn.Linear.__init__, nn.Module.__dict__.get("__init_subclass__")
     default = torch.get_default_dtype()
     with pytest.raises(ZeroDivisionError), Init(dtype=torch.bfloat16), Init():
@@ -154,11 +144,8 @@ def leaves_torch_alone(rank, world):
         Init(remote_device="nvme")
 
 
-def test_an_exception_leaves_torch_as_it_was(ranks):
-    ranks.run(leaves_torch_alone, world_size=2)
-
-
-def failing_write(rank, world):
+@on_ranks()
+def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
     """Nothing stays gathered after an operation that raises, though its traceback holds views."""
 
     def whole():
@@ -201,11 +188,6 @@ def failing_write(rank, world):
     with Init():
         layers.append(nn.Linear(6, 4))
     assert values_of(layers[-1])["weight"].shape == (4, 6)
-    return True
-
-
-def test_an_operation_that_raises_leaves_nothing_gathered(ranks):
-    assert all(ranks.run(failing_write, world_size=2))
 
 
 def for_another_stage(rank, world, stage):
@@ -235,7 +217,8 @@ def test_a_model_of_init_in_other_stages(ranks, stage):
     assert [len(lines) for lines in ranks.run(for_another_stage, stage, world_size=2)] == [1, 0]
 
 
-def skipped(rank, world):
+@on_ranks()
+def test_skip_init(rank, world):
     """``skip_init`` gives memory to a module that was made on ``meta``: it is cut then."""
     to_empty = nn.Module.to_empty
 
@@ -257,14 +240,11 @@ def skipped(rank, world):
     after = nn.utils.skip_init(nn.Linear, 6, 4)
     assert type(after.weight) is nn.Parameter
     values = values_of(layers[1])
-    return bool((values["weight"] == 2).all() and (values["bias"] == 1).all())
+    assert bool((values["weight"] == 2).all() and (values["bias"] == 1).all())
 
 
-def test_skip_init(ranks):
-    assert all(ranks.run(skipped, world_size=2))
-
-
-def whole_ones(rank, world):
+@on_ranks()
+def test_parameters_that_stay_whole(rank, world):
     """What DeepSpeed's scripts ask of a parameter is answered for those that stay whole, frozen ones too."""
     model = make_model()
     model.blocks[0][1].weight.requires_grad_(False)
@@ -283,11 +263,7 @@ def whole_ones(rank, world):
     assert state["head.weight"] is state["embed.weight"] and state["norm.bias"].shape == (24,)
     one_step(engine, rank, world)
     engine.destroy()
-    return all(type(param) is nn.Parameter for param in model.parameters())
-
-
-def test_parameters_that_stay_whole(ranks):
-    assert all(ranks.run(whole_ones, world_size=2))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 def odd_settings(rank, world):
@@ -346,7 +322,8 @@ def test_gathered_parameters_in_all_stages(ranks):
     assert results[0] == results[1] == results[2]
 
 
-def refused(rank, world):
+@on_ranks()
+def test_use_and_writes_without_gathering_are_refused(rank, world):
     engine = start(make_model(), stage=3, bucket=1500, zero=WHOLE)
     weight = engine.module.blocks[0][1].weight
     assert weight.shape == (37, 24) and weight.numel() == 37 * 24 and weight.dim() == 2 and len(weight) == 37
@@ -383,14 +360,10 @@ def refused(rank, world):
         weight.add_(1.0)
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
     one_step(engine, rank, world)
-    return True
 
 
-def test_use_and_writes_without_gathering_are_refused(ranks):
-    assert all(ranks.run(refused, world_size=2))
-
-
-def load_and_save(rank, world):
+@on_ranks()
+def test_loading_saving_and_destroying(rank, world):
     source = {name: value.clone() for name, value in make_model(9).state_dict().items()}
     hashes = []
     for stage in (2, 3):
@@ -409,9 +382,5 @@ def load_and_save(rank, world):
         assert not any(m._forward_pre_hooks for m in engine.module.modules())
         again = start(engine.module, stage=3, bucket=200, zero=WHOLE, precision="bf16")
         assert again.params_sha256() == hashes[-1]
-    return hashes
-
-
-def test_loading_saving_and_destroying(ranks):
-    for two, three in ranks.run(load_and_save, world_size=2):
-        assert two == three
+    two, three = hashes
+    assert two == three

@@ -1,7 +1,5 @@
 """A model of 1.5 billion parameters, built under ``zero.Init`` by 4 ranks: the peak of each stays near its share."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Stage 3's order of events, counted volume and held memory, read from the ledger."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

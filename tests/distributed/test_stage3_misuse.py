@@ -1,7 +1,5 @@
 """What users do to partitioned parameters that they should not, or that is rare: it works, or it raises and goes on."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 
@@ -12,11 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from deepzero import zero
-from deepzero.comm.desync_watchdog import RankLeftError
+from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
 from deepzero.runtime.zero import grad_accumulator
 from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
 from tests.distributed.training import config, start
 
@@ -353,7 +352,8 @@ def test_it(ranks, case):
     assert all(ranks.run(case, world_size=2))
 
 
-def experts_twice(rank, world):
+@on_ranks()
+def test_experts_in_two_forward_passes(rank, world):
     """Two forward passes before one backward pass: each rank's experts get their gradients at other moments."""
     outcomes = []
     for stage in (2, 3):
@@ -372,14 +372,11 @@ def experts_twice(rank, world):
             engine.step()
             seen.append(engine.last_step.grad_norm)
         outcomes.append(seen)
-    return outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1]
 
 
-def test_experts_in_two_forward_passes(ranks):
-    assert all(ranks.run(experts_twice, world_size=2))
-
-
-def everything_in_a_leaf(rank, world):
+@on_ranks()
+def test_everything_in_a_leaf(rank, world):
     """A leaf whose input needs no gradient: complete at the end of each backward pass."""
     outcomes = []
     for stage in (2, 3):
@@ -395,14 +392,11 @@ def everything_in_a_leaf(rank, world):
             engine.step()
             assert stage == 2 or not any(p.grad is not None for p in model.parameters())
         outcomes.append(engine.params_sha256())
-    return outcomes[0] == outcomes[1]
+    assert outcomes[0] == outcomes[1]
 
 
-def test_everything_in_a_leaf(ranks):
-    assert all(ranks.run(everything_in_a_leaf, world_size=2))
-
-
-def fp16_twice(rank, world):
+@on_ranks(1)
+def test_fp16_engine_after_engine(rank, world):
     """An engine after an engine: nothing of the first one's loss scale is left."""
     model = make("base")
     norms = []
@@ -414,8 +408,3 @@ def fp16_twice(rank, world):
         norms.append(engine.last_step.grad_norm)
         engine.destroy()
     assert norms[1] < 4 * norms[0], norms
-    return True
-
-
-def test_fp16_engine_after_engine(ranks):
-    assert all(ranks.run(fp16_twice, world_size=1))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import deepzero
 from deepzero import zero
 from deepzero.runtime.zero.module_hooks import is_compiled
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config
 
 WIDTH = 24
@@ -135,15 +136,9 @@ class OwnFunction(Base):
 
 
 MODELS = {
-    "base": Base,
-    "outside": OutsideItsModule,
-    "twice": CalledTwice,
-    "unused": Unused,
-    "lora": Lora,
-    "nested": Nested,
-    "library": Library,
-    "function": OwnFunction,
-}
+    "base": Base, "outside": OutsideItsModule, "twice": CalledTwice, "unused": Unused, "lora": Lora, "nested": Nested,
+    "library": Library, "function": OwnFunction,
+}  # fmt: skip
 
 
 def batch(step, rank):
@@ -283,7 +278,9 @@ class Moe(Base):
         return super().forward(x)
 
 
-def mixture(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(None)
+def test_leaf_modules_for_experts_without_tokens(rank, world):
     outcomes = []
     for stage in (2, 3):
         torch.manual_seed(0)
@@ -302,16 +299,12 @@ def mixture(rank, world):
             engine.step()
             seen.append((engine.last_step.loss, engine.last_step.grad_norm))
         outcomes.append((seen, engine.params_sha256()))
-    return outcomes
+    two, three = outcomes
+    assert two == three
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_leaf_modules_for_experts_without_tokens(ranks, world):
-    for two, three in ranks.run(mixture, world_size=world):
-        assert two == three
-
-
-def external(rank, world):
+@on_ranks(1)
+def test_registered_external_parameter(rank, world):
     """Registered parameters are fetched with the module that uses them; and not afterwards, when unregistered."""
     torch.manual_seed(0)
     model = OutsideItsModule()
@@ -327,14 +320,16 @@ def external(rank, world):
     zero.unregister_external_parameter(model, model.first.weight)
     with pytest.raises(ValueError, match="not registered"):
         zero.unregister_external_parameter(model, model.first.weight)
-    return first.kind
+    assert first.kind == "OutsideItsModule"
 
 
-def test_registered_external_parameter(ranks):
-    assert ranks.run(external, world_size=1) == ["OutsideItsModule"]
+@torch.no_grad()
+def _spoil(weight):
+    weight.add_(1.0)
 
 
-def refused(rank, world):
+@on_ranks()
+def test_what_cannot_be_done_is_refused(rank, world):
     engine, *_ = deepzero.initialize(model=make("base"), config=config(stage=3, bucket=700, zero=WHOLE))
     x = batch(0, rank)
     loss = engine(x)
@@ -356,19 +351,10 @@ def refused(rank, world):
         engine.module.norm.register_forward_hook(lambda module, *_: _spoil(module.weight))
         engine(x)
         engine.step()
-    return True
 
 
-@torch.no_grad()
-def _spoil(weight):
-    weight.add_(1.0)
-
-
-def test_what_cannot_be_done_is_refused(ranks):
-    assert all(ranks.run(refused, world_size=2))
-
-
-def generated(rank, world):
+@on_ranks()
+def test_generation_between_steps(rank, world):
     """A loop of forward passes without gradients, then training: two traces, neither disturbs the other."""
     engine, *_ = deepzero.initialize(model=make("twice"), config=config(stage=3, bucket=700, zero=WHOLE))
     x = batch(0, rank)
@@ -382,11 +368,6 @@ def generated(rank, world):
     coordinator = engine.stage.coordinator
     assert coordinator.training.dropped == coordinator.evaluation.dropped == 0
     assert coordinator.training.plan is not None and coordinator.evaluation.plan is not None
-    return True
-
-
-def test_generation_between_steps(ranks):
-    assert all(ranks.run(generated, world_size=2))
 
 
 class Changing(Base):
@@ -398,7 +379,8 @@ class Changing(Base):
         return super().forward(x)
 
 
-def changed(rank, world):
+@on_ranks()
+def test_another_order_is_recorded_anew(rank, world):
     torch.manual_seed(0)
     model = Changing()
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=700, zero=WHOLE))
@@ -410,8 +392,4 @@ def changed(rank, world):
     plan = coordinator.training.step_plan()
     completed = [key for use in plan.uses if use.backward for key in use.completes]
     assert sorted(completed) == sorted(plan.numel)  # each bucket's gradients, once
-    return coordinator.training.dropped, coordinator.training.plan is not None
-
-
-def test_another_order_is_recorded_anew(ranks, caplog):
-    assert ranks.run(changed, world_size=2) == [(1, True)] * 2
+    assert (coordinator.training.dropped, coordinator.training.plan is not None) == (1, True)

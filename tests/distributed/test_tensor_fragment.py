@@ -1,7 +1,5 @@
 """``deepzero.utils.safe_*``: a parameter's master, gradient and optimizer state, read and written in every stage."""
 
-from __future__ import annotations
-
 import functools
 import gc
 
@@ -13,6 +11,7 @@ import deepzero
 from deepzero import utils
 from deepzero.runtime.zero import fragments
 from deepzero.zero import GatheredParameters
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step, start
 
 STAGES = (0, 1, 2, 3)
@@ -261,7 +260,10 @@ def test_local_pieces_make_the_whole(ranks, stage):
             assert all(torch.equal(result[name][number][0], full) for result in results)
 
 
-def reductions(rank, world, reduce, precision):
+@pytest.mark.parametrize("reduce", ["exact", "native"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@on_ranks()
+def test_what_is_found_is_what_the_step_uses(rank, world, reduce, precision):
     """Between the last backward pass and the step: what is found is what a step with SGD then uses."""
     outcomes = []
     for stage in STAGES:
@@ -279,13 +281,7 @@ def reductions(rank, world, reduce, precision):
         assert engine.was_step_applied()
         after = [utils.safe_get_full_fp32_param(param) for param in params]
         outcomes.append(all(torch.equal(b - g, a) for b, g, a in zip(before, grads, after, strict=True)))
-    return outcomes
-
-
-@pytest.mark.parametrize("reduce", ["exact", "native"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_found_is_what_the_step_uses(ranks, reduce, precision):
-    assert ranks.run(reductions, reduce, precision, world_size=2) == [[True] * 4] * 2
+    assert outcomes == [True] * 4
 
 
 class HalfFrozen(nn.Module):
@@ -300,7 +296,9 @@ class HalfFrozen(nn.Module):
         return self.trained(self.frozen(x)).square().mean()
 
 
-def nothing_there(rank, world, stage):
+@pytest.mark.parametrize("stage", TWO_STAGES)
+@on_ranks()
+def test_nothing_there(rank, world, stage):
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     engine = start(HalfFrozen(), stage=stage, precision="bf16", zero=zero)
     frozen, trained, unused = (getattr(engine.module, n).weight for n in ("frozen", "trained", "unused"))
@@ -329,12 +327,6 @@ def nothing_there(rank, world, stage):
     engine.destroy()
     with pytest.raises(ValueError, match="is no parameter of an engine"):
         utils.safe_get_full_fp32_param(trained)
-    return True
-
-
-@pytest.mark.parametrize("stage", TWO_STAGES)
-def test_nothing_there(ranks, stage):
-    assert all(ranks.run(nothing_there, stage, world_size=2))
 
 
 def untimely(rank, world, stage):
@@ -385,7 +377,9 @@ def test_untimely(ranks, stage):
         assert result[2] == pytest.approx(reference[2], rel=1e-2)
 
 
-def kept_and_noticed(rank, world, stage):
+@pytest.mark.parametrize("stage", TWO_STAGES)
+@on_ranks()
+def test_masters_keep_every_bit(rank, world, stage):
     engine = build(stage, "bf16")
     param = engine.module.blocks[0][1].weight
     value = torch.full(param.shape, 1 + 1e-5)
@@ -414,15 +408,11 @@ def kept_and_noticed(rank, world, stage):
     utils.safe_set_full_fp32_param(param, value)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|has changed|changed"):
         engine.backward(loss)
-    return True
 
 
 @pytest.mark.parametrize("stage", TWO_STAGES)
-def test_masters_keep_every_bit(ranks, stage):
-    assert all(ranks.run(kept_and_noticed, stage, world_size=2))
-
-
-def counted(rank, world, stage):
+@on_ranks()
+def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stage):
     engine = build(stage, "bf16")
     one_step(engine, rank, world)
     expected = engine.ledger.last_step
@@ -436,15 +426,10 @@ def counted(rank, world, stage):
     records = len(fragments._ADDRESSES)
     engine.destroy()
     gc.collect()
-    return len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+    asked, gone = len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+    assert asked > 0 and gone
 
 
-@pytest.mark.parametrize("stage", TWO_STAGES)
-def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(ranks, stage):
-    for asked, gone in ranks.run(counted, stage, world_size=2):
-        assert asked > 0 and gone
-
-
-def test_names() -> None:
+def test_names():
     assert utils.set_z3_leaf_modules is deepzero.zero.set_z3_leaf_modules
     assert len(utils.__all__) == 15 and all(hasattr(utils, name) for name in utils.__all__)

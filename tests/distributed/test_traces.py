@@ -1,14 +1,11 @@
 """Traces of real runs: what is in them, in ZeRO's words; exposed communication counted twice; nothing when off."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 import re
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -21,6 +18,7 @@ from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
 from deepzero.profiling.trace_events import load_trace
 from deepzero.profiling.trace_summary import summarize
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import one_step, start
 
 WIDTH, ACTIVE = 256, 3
@@ -30,20 +28,20 @@ WHOLE = {"stage3_param_persistence_threshold": 0}
 class Layers(nn.Module):
     """Large enough that a step takes some milliseconds and its buckets are several."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(40, WIDTH)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, 40)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids, labels):
         x = self.embed(ids)
         for block in self.blocks:
             x = x + torch.tanh(block(x))
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
-def recorded(rank: int, world: int, folder: str, changes: dict[str, Any], **profiler: Any) -> list[dict[str, float]]:
+def recorded(rank, world, folder, changes, **profiler):
     """Steps under the profiler; the metrics of those that it records."""
     torch.manual_seed(0)
     engine = start(Layers(), bucket=WIDTH * WIDTH + WIDTH, overlap=True, **changes)
@@ -79,11 +77,11 @@ def run(request, ranks, tmp_path_factory):
     return request.param, paths, metrics
 
 
-def events_of(path: Path) -> list[dict[str, Any]]:
+def events_of(path):
     return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def raw_exposed_milliseconds(path: Path) -> list[float]:
+def raw_exposed_milliseconds(path):
     """Exposed communication of each step, from nothing but the raw events: a timeline of ticks, coloured in.
 
     The training thread's launches, waits and copies are where it stands still; the lanes, gloo's own events and the
@@ -149,7 +147,7 @@ def test_tensorboards_plugin_reads_it(run, tmp_path):
     assert not any(event.name.startswith("zero.in_flight") for event in read.events)
 
 
-def labels_of(path: Path) -> list[Label]:
+def labels_of(path):
     found = [event["name"] for event in events_of(path) if event["ph"] == "X" and event["name"].startswith("zero.")]
     labels = [Label.parse(name) for name in found]
     assert None not in labels
@@ -243,9 +241,9 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
 
 
 def ended_early(rank, world, folder):
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("deepzero").addHandler(handler)
     engine = start(Layers(), stage=2)
     with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), Path(folder), rank) as end_of_step:
@@ -262,39 +260,33 @@ def test_a_run_that_ends_before_the_first_recorded_step_says_so(ranks, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def silent(rank, world):
+@on_ranks()
+def test_off_nothing_is_made(rank, world):
     """A step with the profiler off, in which a range would raise."""
     engine = start(Layers(), stage=3, zero=WHOLE, bucket=WIDTH * WIDTH)
     original = torch.profiler.record_function
-    torch.profiler.record_function = None  # type: ignore[misc]
+    torch.profiler.record_function = None
     try:
         one_step(engine, rank, world)
     finally:
-        torch.profiler.record_function = original  # type: ignore[misc]
+        torch.profiler.record_function = original
     off = profiler_ranges.span("fetch", 1, "a") is profiler_ranges.span("wait") is profiler_ranges.standing_at("b")
     engine.destroy()
-    return off and profiler_ranges.recorder() is None
+    assert off and profiler_ranges.recorder() is None
 
 
-def test_off_nothing_is_made(ranks):
-    assert ranks.run(silent, world_size=2) == [True, True]
-
-
-def alone(rank, world):
+@on_ranks(1)
+def test_one_rank_sends_nothing(rank, world):
     engine = start(Layers(), stage=2)
     one_step(engine, rank, world)
-    return engine.step_metrics()
-
-
-def test_one_rank_sends_nothing(ranks):
-    assert ranks.run(alone, world_size=1) == [{}]
+    assert engine.step_metrics() == {}
 
 
 def heard(rank, world, folder, broken):
     """A recording in which something fails: the lines that are said, and the steps that were made."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logger, original = logging.getLogger("deepzero"), torch.profiler.profile.step
     logger.addHandler(handler)
     if broken:

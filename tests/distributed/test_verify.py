@@ -1,7 +1,5 @@
 """Every kind of damage to a checkpoint on disk is found, named, and none hides another."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -195,10 +193,7 @@ CHANGES = {
         "parameter 'tiny.norm.bias' has no values",
     ),
     "buffer": (lambda c: c["buffers"]["mean"].update(shape=[12]), "buffer of 'mean' has elements up to 13"),
-    "client": (
-        lambda c: c["client_state"]["seen"].update(shape=[6]),
-        "no shard has elements 5 to 6 of client of",
-    ),
+    "client": (lambda c: c["client_state"]["seen"].update(shape=[6]), "no shard has elements 5 to 6 of client of"),
     "ranks": (lambda c: c.update(world_size=3), "of 3 ranks"),
     "id": (lambda c: c.update(id="other"), "and the manifest of save 'other'"),
     "sha": (lambda c: c["files"][WHERE].update(sha256="0" * 64), "SHA-256 is not the manifest's"),

@@ -1,7 +1,5 @@
 """``load_module_only`` from plain safetensors: every stage, names, ties, buffers, dtypes, damage."""
 
-from __future__ import annotations
-
 import json
 import struct
 
@@ -11,6 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero.checkpoint.errors import CheckpointError
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_export import Buffered, buffered, same
 from tests.distributed.training import config, make_model, one_step, start
 
@@ -106,7 +105,7 @@ def test_two_values_of_a_tied_weight(ranks, tmp_path):
 class Wrapped(nn.Module):
     """Puts a prefix before every name."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.model = buffered()
 
@@ -163,14 +162,12 @@ def test_floats_for_integers(ranks, tmp_path):
     ranks.run(unfit, path, r"holds 'count' in F32, and here it is not floating", world_size=2)
 
 
-def everything(rank, world, path):
+@on_ranks()
+def test_without_load_module_only(rank, world, tmp_path):
+    path = write(tmp_path / "m", source())
     engine, *_ = deepzero.initialize(model=make_model(), config=config(stage=1))
     with pytest.raises(CheckpointError, match="holds plain safetensors: weights, without the state of an optimizer"):
         engine.load_checkpoint(path)
-
-
-def test_without_load_module_only(ranks, tmp_path):
-    ranks.run(everything, write(tmp_path / "m", source()), world_size=2)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -219,17 +216,14 @@ def test_damaged_headers(ranks, tmp_path, kind):
     ranks.run(unfit, tmp_path / "m", rf"model\.safetensors.*{text}", world_size=2)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "has no weight_map"),
-        ('{"weight_map": {"mean": 3}}', "has no weight_map"),
-        ('{"weight_map": {"mean": "../x.safetensors"}}', "no safetensors file of the same folder"),
-        ('{"weight_map": {"mean": "x.safetensors"}}', "is missing, and the index names it"),
-        ('{"weight_map": {"nose": "model-00001-of-00002.safetensors"}}', "does not hold 'nose'"),
-    ],
-)
+@pytest.mark.parametrize(("content", "text"), [
+    ("{", "is not JSON"),
+    ("[1]", "has no weight_map"),
+    ('{"weight_map": {"mean": 3}}', "has no weight_map"),
+    ('{"weight_map": {"mean": "../x.safetensors"}}', "no safetensors file of the same folder"),
+    ('{"weight_map": {"mean": "x.safetensors"}}', "is missing, and the index names it"),
+    ('{"weight_map": {"nose": "model-00001-of-00002.safetensors"}}', "does not hold 'nose'"),
+])  # fmt: skip
 def test_damaged_indices(ranks, tmp_path, content, text):
     (write(tmp_path / "m", source(), parts=2) / "model.safetensors.index.json").write_text(content)
     ranks.run(unfit, tmp_path / "m", text, world_size=2)

@@ -1,7 +1,5 @@
 """What qwZ, hpZ and MiCS send between nodes, and keep: closed forms, exactly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -32,12 +30,9 @@ def even_model():
 
 def traffic(rank, world, zero, per_node, accumulation):
     given = settings(
-        {**zero, "stage3_max_reuse_distance": 0},
-        per_node,
-        precision="bf16",
-        bucket=25000,
+        {**zero, "stage3_max_reuse_distance": 0}, per_node, precision="bf16", bucket=25000,
         gradient_accumulation_steps=accumulation,
-    )
+    )  # fmt: skip
     engine, *_ = deepzero.initialize(model=even_model(), config=given)
     for _ in range(3):
         for _ in range(accumulation):

@@ -1,7 +1,5 @@
 """qwZ, hpZ and qgZ together: what all of it sends, and that it goes with everything else that an engine does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -24,7 +22,7 @@ def settings(zero, **changes):
     return config(stage=3, zero=zero, comm={"ranks_per_node": 2}, **{"precision": "bf16", "bucket": 1500, **changes})
 
 
-def course(rank, world, given, folder=None, steps=6):
+def course(rank, world, given, folder=None, steps=4):
     """Losses, an evaluation after each step, and the parameters; saved and loaded in the middle with a folder."""
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=make_model(), config=given)
@@ -43,7 +41,7 @@ def course(rank, world, given, folder=None, steps=6):
     return seen, engine.params_sha256(), engine.report()
 
 
-def courses(rank, world, cases, folders, steps=6):
+def courses(rank, world, cases, folders, steps=4):
     return [course(rank, world, given, folder, steps) for given, folder in zip(cases, folders, strict=True)]
 
 

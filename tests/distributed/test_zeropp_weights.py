@@ -1,7 +1,5 @@
 """qwZ, hpZ and MiCS: how parameters are gathered changes neither bits (hpZ, MiCS) nor anything that is not stated."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -10,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, my_micro_batches, one_step, start
 
 WHOLE = {"stage3_param_persistence_threshold": 0}
@@ -142,7 +141,8 @@ def test_qwz_depends_on_nothing_but_the_values(ranks):
         assert reference[i] == pytest.approx(exact[i], rel=0.02)
 
 
-def only_frozen(rank, world):
+@on_ranks()
+def test_frozen_weights_alone(rank, world):
     """Frozen weights alone are quantised: the trained ones keep the bits they have without a frozen one's error."""
     zero = {**WHOLE, "zero_quantized_nontrainable_weights": True, "quantization": SHORT}
     torch.manual_seed(0)
@@ -151,12 +151,8 @@ def only_frozen(rank, world):
     one_step(engine, rank, world)
     with deepzero.zero.GatheredParameters(engine.module.embed.weight):
         kept = engine.module.embed.weight.detach().clone()
-    return quantised, torch.equal(kept, make_model().embed.weight.detach().bfloat16())
-
-
-def test_frozen_weights_alone(ranks):
-    for quantised, kept in ranks.run(only_frozen, world_size=2):
-        assert quantised == {True: False, False: True} and kept
+    kept = torch.equal(kept, make_model().embed.weight.detach().bfloat16())
+    assert quantised == {True: False, False: True} and kept
 
 
 class Looks(TinyModel):
@@ -169,7 +165,9 @@ class Looks(TinyModel):
         return super().forward(ids, labels)
 
 
-def exact_on_request(rank, world):
+@on_ranks()
+def test_gathered_parameters_are_exact(rank, world):
+    """Also inside a forward pass, which computes with quantised ones."""
     torch.manual_seed(0)
     model = Looks()
     values = model.head.weight.detach().bfloat16().float()
@@ -186,17 +184,12 @@ def exact_on_request(rank, world):
         engine(ids, labels)
     with deepzero.zero.GatheredParameters(model.head.weight):
         written = model.head.weight.detach().float().clone()
-    return torch.equal(inside, values) and not torch.equal(before, values), bool(
-        (written == torch.tensor(0.3).bfloat16().float()).all()
-    )
+    assert torch.equal(inside, values) and not torch.equal(before, values)
+    assert (written == torch.tensor(0.3).bfloat16().float()).all()
 
 
-def test_gathered_parameters_are_exact(ranks):
-    """Also inside a forward pass, which computes with quantised ones."""
-    assert ranks.run(exact_on_request, world_size=2) == [(True, True)] * 2
-
-
-def written_on_its_way(rank, world):
+@on_ranks()
+def test_a_write_is_later_than_what_is_on_its_way(rank, world):
     """What is seen of a write that comes while quantised values are on their way."""
     engine = start(make_model(), stage=3, zero={**QWZ, "quantization": SHORT})
     bucket = engine.stage.coordinator.buckets[0]
@@ -207,11 +200,7 @@ def written_on_its_way(rank, world):
     seen = param.detach().clone()
     bucket.release()
     engine.destroy()
-    return bool((seen == 0.3).all())
-
-
-def test_a_write_is_later_than_what_is_on_its_way(ranks):
-    assert ranks.run(written_on_its_way, world_size=2) == [True] * 2
+    assert (seen == 0.3).all()
 
 
 def test_two_ranks(ranks):
@@ -222,7 +211,8 @@ def test_two_ranks(ranks):
         assert [held > 0 for _, held in per_rank] == [False, True, True]
 
 
-def a_lost_write(rank, world):
+@on_ranks()
+def test_a_write_to_quantised_values_is_refused(rank, world):
     engine = start(make_model(), stage=3, precision="bf16", zero={**QWZ, "quantization": SHORT})
     model = engine.module
 
@@ -238,12 +228,11 @@ def a_lost_write(rank, world):
     handle.remove()
 
 
-def test_a_write_to_quantised_values_is_refused(ranks):
-    ranks.run(a_lost_write, world_size=2)
-
-
-def goes_on(rank, world, folder, zero):
+@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+@on_ranks(4)
+def test_checkpoint_in_the_middle(rank, world, tmp_path, zero):
     """Saved and loaded: the same bits as without; hpZ's second partition is not taken for the new values'."""
+    folder = str(tmp_path)
     straight, _ = bits(rank, world, settings(zero, precision="bf16"), "frozen", 6)
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
@@ -257,15 +246,11 @@ def goes_on(rank, world, folder, zero):
     for step in range(3, 6):
         one_step(engine, rank, world, step)
         seen += [engine.last_step.loss, engine.last_step.grad_norm, engine.params_sha256()]
-    return seen == straight[9:]
+    assert seen == straight[9:]
 
 
-@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
-def test_checkpoint_in_the_middle(ranks, tmp_path, zero):
-    assert ranks.run(goes_on, str(tmp_path), zero, world_size=4) == [True] * 4
-
-
-def away_and_back(rank, world):
+@on_ranks(4)
+def test_states_that_leave_between_phases(rank, world):
     engine = start(make_model(), stage=3, precision="bf16", zero={**MICS, **QWZ, "quantization": SHORT})
     twin = start(make_model(), stage=3, precision="bf16", zero={**MICS, **QWZ, "quantization": SHORT})
     for step in range(3):
@@ -274,11 +259,7 @@ def away_and_back(rank, world):
         engine.offload_states()
         assert sum(t.nbytes for t in engine.zero.partitioning.secondaries() if t.untyped_storage().nbytes()) == 0
         engine.reload_states()
-    return engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
-
-
-def test_states_that_leave_between_phases(ranks):
-    assert ranks.run(away_and_back, world_size=4) == [True] * 4
+    assert engine.params_sha256() == twin.params_sha256() and engine.last_step == twin.last_step
 
 
 def refused(rank, world, cases):
@@ -329,17 +310,16 @@ def looking(rank, world, limits):
 
 def test_a_look_at_the_very_values_leaves_no_trace(ranks):
     """Whether a bucket was released between the look and its next use depends on limits, and must not be seen."""
-    limits = [
-        {},
-        {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
-        {"stage3_max_live_parameters": 1},
-    ]
+    limits = [{}, {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}, {"stage3_max_live_parameters": 1}]
     results = [ranks.run(looking, given, world_size=2) for given in limits]
     assert results[1] == results[0] and results[2] == results[0]
 
 
-def between_of_evaluations(rank, world, zero):
-    """Bytes between nodes of each of three evaluations after a step, and of the step after them."""
+@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpz", "mics"])
+@on_ranks(4)
+def test_evaluations_stay_inside_the_node(rank, world, zero):
+    """hpZ: but for the first after a step. The next step sends what it would have sent without them."""
+    # Bytes between nodes of each of three evaluations after a step, and of the step after them.
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
     for step in range(3):
@@ -353,19 +333,17 @@ def between_of_evaluations(rank, world, zero):
         sent.append(aside - before)
         before = aside
     one_step(engine, rank, world, 3)
-    return sent, engine.report()["communication"]
+    account = engine.report()["communication"]
+    assert (sent[0] > 0) is ("zero_hpz_partition_size" in zero) and sent[1:] == [0, 0]
+    for kind, counts in account.items():
+        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
 
 
-@pytest.mark.parametrize("zero", [HPZ, MICS], ids=["hpz", "mics"])
-def test_evaluations_stay_inside_the_node(ranks, zero):
-    """hpZ: but for the first after a step. The next step sends what it would have sent without them."""
-    for sent, account in ranks.run(between_of_evaluations, zero, world_size=4):
-        assert (sent[0] > 0) is (zero is HPZ) and sent[1:] == [0, 0]
-        for kind, counts in account.items():
-            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
-
-
-def after_a_load(rank, world, folder, zero):
+@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
+@on_ranks(4)
+def test_the_account_after_a_load(rank, world, tmp_path, zero):
+    """Frozen parameters and MiCS: what is kept is renewed by the load. Nothing is kept after the engine's end."""
+    folder = str(tmp_path)
     engine, *_ = deepzero.initialize(model=frozen_embedding(), config=settings(zero, precision="bf16"))
     for step in range(2):
         one_step(engine, rank, world, step)
@@ -377,16 +355,10 @@ def after_a_load(rank, world, folder, zero):
     account = engine.report()["communication"]
     assert all(bucket.gather._buffer.numel() == 0 for bucket in engine.stage.coordinator.buckets)  # given back
     engine.destroy()
-    return account, held, len(secondaries())
-
-
-@pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
-def test_the_account_after_a_load(ranks, tmp_path, zero):
-    """Frozen parameters and MiCS: what is kept is renewed by the load. Nothing is kept after the engine's end."""
-    for account, held, left in ranks.run(after_a_load, str(tmp_path), zero, world_size=4):
-        for kind, counts in account.items():
-            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
-        assert held > 0 and left == 0
+    left = len(secondaries())
+    for kind, counts in account.items():
+        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    assert held > 0 and left == 0
 
 
 def uneven(rank, world, local, zero):

@@ -22,7 +22,8 @@ import torch  # noqa: E402
 
 from deepzero.checkpoint import async_save, shard_file  # noqa: E402
 from deepzero.checkpoint import checkpoint_dir as folders  # noqa: E402
-from deepzero.comm import hang_report, process_group  # noqa: E402
+from deepzero.comm import process_group  # noqa: E402
+from deepzero.health import hang_report  # noqa: E402
 from tests.distributed.training import make_model, my_micro_batches, start  # noqa: E402
 
 DONE, WRONG, FAILED = 0, 3, 4
@@ -107,10 +108,7 @@ def born(job: dict[str, Any], rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job["world"]),
-        DEEPZERO_LAUNCH_FOLDER=job["meeting"],
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), DEEPZERO_LAUNCH_FOLDER=job["meeting"]
     )
     status = FAILED
     try:

@@ -9,30 +9,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
+import runpy
 import signal
 import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from tests import doors
+from tests.distributed.pool import ready_to_fork
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "train.py")
 TIMEOUT_SECONDS = 90.0
 MARK = "DEEPZERO_TEST_MARK"
 
-TINY = (
-    "experiment=smoke",
-    "model.n_layer=1",
-    "model.block_size=16",
-    "train.sample_tokens=8",
-    "data=text",
-)
+TINY = ("experiment=smoke", "model.n_layer=1", "model.block_size=16", "train.sample_tokens=8", "data=text")
 """A model of 22,000 parameters; the caller gives data.path."""
 
 
@@ -56,15 +55,9 @@ class Command:
         for name in ("PYTHONPATH", "WANDB_MODE", "WANDB_API_KEY"):
             env.pop(name, None)  # train.py has to find its package by itself, and nobody is logged in
         self.process = subprocess.Popen(
-            last_of_each_key(arguments),
-            cwd=cwd,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            last_of_each_key(arguments), cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=stdout,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
         self.started = time.monotonic()
 
     def wait(self, timeout: float = TIMEOUT_SECONDS) -> Done:
@@ -128,12 +121,57 @@ def started(arguments: list[str], cwd: Path, stdout: int = subprocess.PIPE, **en
         command.process.communicate()
 
 
-def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
-    """``python train.py OVERRIDES``; warnings are errors, in the launching process and in the ranks."""
-    with started([sys.executable, TRAIN, *overrides], cwd, PYTHONWARNINGS="error", **environment) as command:
+def finished(arguments: list[str], cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
+    """A command, waited for; it has left no process."""
+    with started(arguments, cwd, **environment) as command:
         done = command.wait(timeout)
         assert command.processes() == {}
     return done
+
+
+def train(*overrides: str, cwd: Path, timeout: float = TIMEOUT_SECONDS, **environment: str) -> Done:
+    """``python train.py OVERRIDES``; warnings are errors, in the launching process and in the ranks."""
+    return finished([sys.executable, TRAIN, *overrides], cwd, timeout, PYTHONWARNINGS="error", **environment)
+
+
+def refused(*words: str, cwd: Path, file_bytes: int | None = None, **environment: str) -> Done:
+    """As :func:`train`, for commands that start no rank: in a copy of a process that has imported torch already.
+
+    Args:
+        words: the command line.
+        cwd: its folder.
+        file_bytes: no file may grow above this, as on a full disk.
+        environment: further variables.
+    """
+    context, began = ready_to_fork(), time.monotonic()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    arguments = last_of_each_key([TRAIN, *words])
+    process = context.Process(target=_train, args=(arguments, cwd, environment, file_bytes, *(w for _, w in pipes)))
+    process.start()
+    texts = []
+    for reader, writer in pipes:
+        writer.close()
+        with open(os.dup(reader.fileno()), encoding="utf-8") as file:
+            texts.append(file.read())
+        reader.close()
+    process.join(TIMEOUT_SECONDS)
+    assert process.exitcode is not None
+    return Done(process.exitcode, texts[0], texts[1], time.monotonic() - began)
+
+
+def _train(
+    arguments: list[str], cwd: Path, environment: dict[str, str], file_bytes: int | None, *pipes: Connection
+) -> None:
+    for number, pipe in enumerate(pipes, start=1):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv, sys.path = arguments, [str(ROOT), *sys.path]
+    warnings.simplefilter("error")
+    runpy.run_path(TRAIN, run_name="__main__")
 
 
 def entries(run_dir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -1,11 +1,6 @@
 """A run goes on with another number of ranks, by hand or because a host is gone, and the global batch stays."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,16 +10,12 @@ from tests.e2e.test_lost_ranks import SOON
 from tests.e2e.test_resume import far_enough
 
 COMMON = [
-    "train.eval_every=0",
-    "train.sample_tokens=0",
-    "scheduler=constant",
-    "zero.stage=2",
-    "train.log_every=50",
+    "train.eval_every=0", "train.sample_tokens=0", "scheduler=constant", "zero.stage=2", "train.log_every=50",
     "hydra.run.dir=run",
-]
+]  # fmt: skip
 
 
-def same_steps(one: Path, other: Path, steps: int) -> None:
+def same_steps(one, other, steps):
     """Losses and norms agree up to the rounding of another order of sums."""
     first, second = (runs.entries(run_dir)[0] for run_dir in (one, other))
     assert [e["step"] for e in first] == [e["step"] for e in second] == list(range(1, steps + 1))
@@ -33,7 +24,7 @@ def same_steps(one: Path, other: Path, steps: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_four_ranks_then_three_then_two_then_one(tiny: list[str], tmp_path: Path) -> None:
+def test_four_ranks_then_three_then_two_then_one(tiny, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
@@ -47,7 +38,7 @@ def test_four_ranks_then_three_then_two_then_one(tiny: list[str], tmp_path: Path
     same_steps(whole / "run", parts / "run", 12)
 
 
-def agent(port: int, hosts_store: bool, arguments: Sequence[str], patience: int = 2) -> list[str]:
+def agent(port, hosts_store, arguments, patience=2):
     """One of up to two agents of torchrun's, each a host of one rank, with times to match a test.
 
     Args:
@@ -66,7 +57,7 @@ def agent(port: int, hosts_store: bool, arguments: Sequence[str], patience: int 
     ]  # fmt: skip
 
 
-def reached_together(first: runs.Command, second: runs.Command, cwd: Path, step: int) -> Path:
+def reached_together(first, second, cwd, step):
     """Both hosts train in one run; returns its folder."""
     runs.wait_until(lambda: first.ranks() and second.ranks(), "a rank on each host")
     runs.wait_until(lambda: list(cwd.rglob("metrics.jsonl")), "metrics")
@@ -76,7 +67,7 @@ def reached_together(first: runs.Command, second: runs.Command, cwd: Path, step:
 
 
 @pytest.mark.exhaustive
-def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny: list[str], tmp_path: Path) -> None:
+def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny, tmp_path):
     steps = 150
     own = [a for a in COMMON if not a.startswith("hydra.run.dir")]  # a dated folder, which only rank 0 knows
     arguments = [*tiny, *own, f"train.steps={steps}", "train.save_every=10", "train.keep_last=1"]
@@ -99,14 +90,14 @@ def test_a_host_is_lost_and_the_other_one_goes_on_alone(tiny: list[str], tmp_pat
     assert done.status == 0, done.err
     assert "batch 12 = 6 x 2 x 1 ranks" in done.out
     assert done.out.count("going on after step") == 1
-    summary: dict[str, Any] = runs.summary(run_dir)
+    summary = runs.summary(run_dir)
     assert (summary["status"], summary["world_size"], summary["steps"]) == ("finished", 1, steps)
     assert [path.parent for path in both.rglob(".hydra")] == [run_dir]
     same_steps(tmp_path / "whole" / "run", run_dir, steps)
 
 
 @pytest.mark.exhaustive
-def test_a_host_joins_a_running_job(tiny: list[str], tmp_path: Path) -> None:
+def test_a_host_joins_a_running_job(tiny, tmp_path):
     steps = 400
     own = [a for a in COMMON if not a.startswith("hydra.run.dir")]
     arguments = [*tiny, *own, f"train.steps={steps}", "train.save_every=10000", "gradient_accumulation_steps=12"]

@@ -14,9 +14,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,7 +44,7 @@ class Line:
     """Checkpoints that lay there after the last kill."""
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self):
         return self.folder / f"checkpoints{self.generation}"
 
 
@@ -68,17 +66,17 @@ class Tally:
 class Zygote:
     """The process that forks the ranks; see kill_program.py."""
 
-    def __init__(self, command: runs.Command, folder: Path) -> None:
+    def __init__(self, command, folder):
         self.command, self.folder = command, folder
         self.lives = 0
-        self.ended: dict[int, int] = {}
+        self.ended = {}
         self._read = 0
-        self._pids: list[int] = []
+        self._pids = []
         (folder / "logs").mkdir()
         (folder / "jobs").touch()
         runs.wait_until((folder / "events").exists, "the imports")
 
-    def begin(self, **job: Any) -> list[int]:
+    def begin(self, **job):
         """Fork a life's ranks."""
         self.lives += 1
         meeting = self.folder / f"meeting-{self.lives}"
@@ -88,10 +86,10 @@ class Zygote:
         self.until(lambda: bool(self._pids), "a birth")
         return self._pids
 
-    def end(self) -> None:
+    def end(self):
         self._hand({"end": True})
 
-    def until(self, condition: Any, what: str, timeout: float = SOON + 10) -> None:
+    def until(self, condition, what, timeout=SOON + 10):
         """Take note of events until ``condition`` is true."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -107,18 +105,18 @@ class Zygote:
                     self.ended[event["ended"]] = event["status"]
             time.sleep(0.002)
 
-    def logs(self) -> str:
+    def logs(self):
         """What the ranks of this life have printed."""
         files = sorted((self.folder / "logs").glob(f"life{self.lives}-*"))
         return "\n".join(f"--- {file.name}\n{file.read_text()}" for file in files)
 
-    def _hand(self, job: dict[str, Any]) -> None:
+    def _hand(self, job):
         with (self.folder / "jobs").open("a") as file:
             file.write(json.dumps(job) + "\n")
 
 
 @pytest.fixture
-def zygote(tmp_path: Path) -> Iterator[Zygote]:
+def zygote(tmp_path):
     arguments = [sys.executable, "-W", "error", PROGRAM, str(tmp_path / "jobs"), str(tmp_path / "events")]
     (tmp_path / "jobs").touch()
     with runs.started(arguments, tmp_path) as command:
@@ -130,7 +128,7 @@ def zygote(tmp_path: Path) -> Iterator[Zygote]:
         assert command.processes() == {}, "a process was left over"
 
 
-def make_line(zygote: Zygote, world: int, precision: str, until: int) -> Line:
+def make_line(zygote, world, precision, until):
     """A line of lives, and the undisturbed run that they are compared with."""
     folder = zygote.folder / f"{precision}-{world}"
     folder.mkdir()
@@ -142,24 +140,18 @@ def make_line(zygote: Zygote, world: int, precision: str, until: int) -> Line:
     return line
 
 
-def saving(folder: Path) -> bool:
+def saving(folder):
     return any(folder.glob(f"{folders.SAVING}*"))
 
 
-def one_life(zygote: Zygote, line: Line, chance: random.Random, tally: Tally) -> None:
+def one_life(zygote, line, chance, tally):
     """A life, its end, and what it leaves."""
     alive = line.folder / f"alive{zygote.lives}"
     alive.mkdir()
     pids = zygote.begin(
-        world=line.world,
-        precision=line.precision,
-        stage=chance.choice([1, 2, 3]),
-        until=line.until,
-        folder=str(line.checkpoints),
-        reference=str(line.reference),
-        alive=str(alive),
-        slow=chance.uniform(0.05, 0.3),
-    )
+        world=line.world, precision=line.precision, stage=chance.choice([1, 2, 3]), until=line.until,
+        folder=str(line.checkpoints), reference=str(line.reference), alive=str(alive), slow=chance.uniform(0.05, 0.3),
+    )  # fmt: skip
     if tally.kills % 3 == 0:  # in a save, as soon as there is one
         zygote.until(lambda: saving(line.checkpoints) or zygote.ended, "a save")
         time.sleep(chance.uniform(0.0, 0.25))
@@ -173,7 +165,7 @@ def one_life(zygote: Zygote, line: Line, chance: random.Random, tally: Tally) ->
     look_from_outside(line, tally, zygote)
 
 
-def kill(zygote: Zygote, line: Line, pids: list[int], chance: random.Random, tally: Tally, joined: bool) -> None:
+def kill(zygote, line, pids, chance, tally, joined):
     """SIGKILL to some of the ranks; the others end by themselves."""
     # Who waits at the store for a rank that has not come yet has nobody to miss; a launcher would end it.
     victims = chance.choice([pids, pids[:1], pids[-1:]]) if joined else pids
@@ -195,7 +187,7 @@ def kill(zygote: Zygote, line: Line, pids: list[int], chance: random.Random, tal
         assert status in expected, f"status {status}\n{zygote.logs()}"
 
 
-def look_from_outside(line: Line, tally: Tally, zygote: Zygote) -> None:
+def look_from_outside(line, tally, zygote):
     """What the folder holds: whole checkpoints, the newest named, and little else."""
     folder = line.checkpoints
     if not folder.exists():
@@ -223,14 +215,14 @@ def look_from_outside(line: Line, tally: Tally, zygote: Zygote) -> None:
         line.generation, line.newest, line.complete = line.generation + 1, 0, 0
 
 
-def verify(path: Path) -> int:
+def verify(path):
     """Compare every hash of a checkpoint; its step."""
     report = check_all(path)
     assert report.problems == [] and report.manifest is not None
     return report.manifest.counters["global_steps"]
 
 
-def kills(zygote: Zygote, lines: list[Line], count: int, seed: int) -> Tally:
+def kills(zygote, lines, count, seed):
     tally, chance = Tally(), random.Random(seed)
     while tally.kills < count:
         one_life(zygote, lines[tally.kills // 3 % len(lines)], chance, tally)
@@ -239,20 +231,20 @@ def kills(zygote: Zygote, lines: list[Line], count: int, seed: int) -> Tally:
 
 
 @pytest.mark.slow
-def test_four_kills(zygote: Zygote) -> None:
+def test_four_kills(zygote):
     tally = kills(zygote, [make_line(zygote, 2, "bf16", 60)], 4, seed=0)
     assert tally.during_save >= 1
 
 
 @pytest.mark.exhaustive
-def test_twelve_kills(zygote: Zygote) -> None:
+def test_twelve_kills(zygote):
     tally = kills(zygote, [make_line(zygote, 2, "fp32", 60)], 12, seed=2)
     assert tally.during_save >= 3
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_two_hundred_kills(zygote: Zygote) -> None:
+def test_two_hundred_kills(zygote):
     lines = [make_line(zygote, *place, 150) for place in ((2, "bf16"), (2, "fp32"), (1, "bf16"))]
     tally = kills(zygote, lines, 200, seed=1)
     assert tally.during_save >= 60

@@ -1,12 +1,9 @@
 """W&B and TensorBoard after a real run: every number is there, and their own readers and pages show it."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from tests.e2e import tensorboard_pages as browser
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 
 
-def test_loggers_and_profiler_need_no_account(watched: tuple[Path, str]) -> None:
+def test_loggers_and_profiler_need_no_account(watched):
     run_dir, seen = watched
     assert "to upload: wandb sync" in seen
     assert "training goes on without" not in seen
@@ -23,26 +20,26 @@ def test_loggers_and_profiler_need_no_account(watched: tuple[Path, str]) -> None
     assert traces == ["rank0", "rank1"]
 
 
-def test_nothing_of_the_run_listens_beyond_this_machine(watched: tuple[Path, str]) -> None:
+def test_nothing_of_the_run_listens_beyond_this_machine(watched):
     found = json.loads((watched[0].parent / "listening.json").read_text())
     assert len(found) >= 2, "gloo has a socket on each rank"
     assert doors.beyond(found) == []
 
 
-def test_wandb_holds_every_metric(watched: tuple[Path, str]) -> None:
+def test_wandb_holds_every_metric(watched):
     compare(watched[0], wandb_rows(watched[0]), exactly)
 
 
-def test_tensorboard_holds_every_metric(watched: tuple[Path, str]) -> None:
+def test_tensorboard_holds_every_metric(watched):
     compare(watched[0], tensorboard_rows(watched[0]), as_fp32)
 
 
-def of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def of_kind(records, kind):
     """The records of one type, unwrapped."""
     return [record[kind] for record in records if record["type"] == kind]
 
 
-def test_wandb_shows_config_ledger_sample_and_traces(watched: tuple[Path, str]) -> None:
+def test_wandb_shows_config_ledger_sample_and_traces(watched):
     run_dir, _ = watched
     (file,) = wandb_files(run_dir)
     records = wandb_records(file)
@@ -66,7 +63,7 @@ def test_wandb_shows_config_ledger_sample_and_traces(watched: tuple[Path, str]) 
     assert [end["exit_code"] for end in of_kind(records, "exit")] == [0]
 
 
-def test_tensorboard_shows_config_ledger_and_sample(watched: tuple[Path, str]) -> None:
+def test_tensorboard_shows_config_ledger_and_sample(watched):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(watched[0] / "tensorboard"))
@@ -84,14 +81,14 @@ def test_tensorboard_shows_config_ledger_and_sample(watched: tuple[Path, str]) -
 PLUGIN = "data/plugin/pytorch_profiler/"
 
 
-def words(page: str) -> str:
+def words(page):
     """What a page shows, without scripts and styles."""
     body = re.sub(r"<(script|style)\b.*?</\1>", "", page[page.rindex("<body") :], flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", body))
 
 
 @pytest.mark.slow
-def test_tensorboard_lists_the_run_and_its_pages_load(watched: tuple[Path, str], tmp_path: Path) -> None:
+def test_tensorboard_lists_the_run_and_its_pages_load(watched, tmp_path):
     browser.need_a_browser()
     with browser.tensorboard(watched[0]) as url, browser.without_charts(url) as relay:
         assert browser.get_json(url + "data/runs") == ["tensorboard"]
@@ -108,15 +105,11 @@ def test_tensorboard_lists_the_run_and_its_pages_load(watched: tuple[Path, str],
 
         pages = {
             "time series": (url + "#timeseries", ["train /loss", "train /grad_norm", "validation 3 cards"]),
-            "overview": (
-                relay + PLUGIN + "index.html",
-                ["Configuration", "Number of Worker(s) 2", "Step Time", "rank0"],
-            ),
-            "distributed": (
-                relay + PLUGIN + "index.html#Distributed",
-                ["Distributed View", "Communication Operations"],
-            ),
-        }
+            "overview": (relay + PLUGIN + "index.html", ["Configuration", "Number of Worker(s) 2", "Step Time",
+             "rank0"]),
+            "distributed": (relay + PLUGIN + "index.html#Distributed", ["Distributed View",
+             "Communication Operations"]),
+        }  # fmt: skip
         for name, (page, expected) in pages.items():
             picture = tmp_path / f"{name}.png"
             seen = words(browser.look(page, picture))

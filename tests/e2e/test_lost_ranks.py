@@ -1,15 +1,11 @@
 """Ranks that are killed or stopped in the middle of training: the others say whom they miss, and soon."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +17,7 @@ SOON = 30.0
 
 
 @contextlib.contextmanager
-def plain_ranks(how: str, world: int, folder: Path) -> Iterator[list[runs.Command]]:
+def plain_ranks(how, world, folder):
     """Ranks that no launcher looks after, so that nobody ends the survivors; they meet in ``folder``."""
     shared = {"WORLD_SIZE": str(world), "DEEPZERO_LAUNCH_FOLDER": str(folder)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # for them to know that they are ranks
@@ -34,7 +30,7 @@ def plain_ranks(how: str, world: int, folder: Path) -> Iterator[list[runs.Comman
 
 
 @pytest.mark.slow
-def test_survivors_name_the_killed_rank(tmp_path: Path) -> None:
+def test_survivors_name_the_killed_rank(tmp_path):
     with plain_ranks("lose", 3, tmp_path) as (first, killed, last):
         assert killed.wait().status == -signal.SIGKILL
         began = time.monotonic()
@@ -47,11 +43,11 @@ def test_survivors_name_the_killed_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
+def test_a_stopped_rank_does_not_answer(tmp_path):
     with plain_ranks("freeze", 3, tmp_path) as (first, stopped, last):
         ends = [first.wait(SOON + 30), last.wait(SOON + 30)]
         os.kill(stopped.process.pid, signal.SIGKILL)
-    texts = {re.search(r"CollectiveTimeoutError: (.*\n(?:  rank .*\n)*)", done.err)[1] for done in ends}  # type: ignore[index]
+    texts = {re.search(r"CollectiveTimeoutError: (.*\n(?:  rank .*\n)*)", done.err)[1] for done in ends}
     assert len(texts) == 1
     lines = texts.pop().splitlines()
     assert lines[0].startswith(
@@ -64,7 +60,7 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launched_by", ["launcher", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
-def test_a_killed_rank_ends_the_run(launched_by: str, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run(launched_by, tmp_path):
     start = TORCHRUN if launched_by == "torchrun" else [sys.executable]
     with runs.started([*start, PROGRAMS, "lose", str(tmp_path)], tmp_path) as command:
         alive = [tmp_path / f"alive{rank}" for rank in range(2)]

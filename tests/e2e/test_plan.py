@@ -1,15 +1,12 @@
 """`python train.py plan=true` prints a plan and leaves nothing; large simulations in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, train
+from tests.e2e import runs
 
 SCALE = """
 import resource, sys
@@ -21,25 +18,25 @@ sys.exit(status)
 """Reads its own peak: that of all children would be some other test's."""
 
 
-@pytest.mark.slow
-def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    done = train("plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path)
+def test_a_plan_runs_nothing_and_leaves_nothing(tmp_path):
+    done = runs.refused(
+        "plan=true", "zero.stage=3", "model.n_layer=1", "model.block_size=16", "launch.nproc=3", cwd=tmp_path
+    )
     assert done.status == 0, done.err
     assert "stage 3" in done.out and "3 ranks on 1 node" in done.out and "one step, in order" in done.out
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_plan_is_not_for_torchrun(tmp_path: Path) -> None:
+def test_a_plan_is_not_for_torchrun(tmp_path):
     launcher = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = train("plan=true", cwd=tmp_path, **launcher)
+    done = runs.refused("plan=true", cwd=tmp_path, **launcher)
     assert done.status == 2 and "plan=true starts nothing: run it with python, not with torchrun" in done.err
     assert not (tmp_path / "outputs").exists()
 
 
-def simulated(words: list[str], cwd: Path, timeout: float) -> str:
+def simulated(words, cwd, timeout):
     """What a simulation in a process of its own prints, whose memory stays below 4 GB."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONPATH": str(runs.ROOT), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-c", SCALE, "zero.stage=3", *words]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr
@@ -49,7 +46,7 @@ def simulated(words: list[str], cwd: Path, timeout: float) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_175_billion_parameters_on_1024_ranks(tmp_path: Path) -> None:
+def test_175_billion_parameters_on_1024_ranks(tmp_path):
     said = simulated(["model=gpt3_175b", "--ranks", "1024", "--check", "0", "--check", "1023"], tmp_path, 240)
     assert "ranks 0, 1023 rehearsed" in said and "all go the same way" in said
     assert "1024 ranks, 128 nodes of 8" in said
@@ -57,6 +54,6 @@ def test_175_billion_parameters_on_1024_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_a_trillion_parameters_on_4096_ranks(tmp_path: Path) -> None:
+def test_a_trillion_parameters_on_4096_ranks(tmp_path):
     said = simulated(["model=gpt_1t", "--ranks", "4096"], tmp_path, 560)
     assert "ranks 0, 7, 8, 2048, 4095 rehearsed" in said and "all go the same way" in said

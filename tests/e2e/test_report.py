@@ -1,15 +1,11 @@
 """The reports of real runs: the figures are the run's own, and a real browser shows them at any width."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes
 from tests.e2e import browser, runs
 from tests.unit.test_report import check_self_contained, drawings, plain
 from tools.report import main
@@ -18,7 +14,7 @@ STATES = ("parameters", "gradients", "masters", "moments")
 WHAT = ("plain data parallelism", "Stage 1 cuts the optimizer", "Stage 2 cuts the optimizer", "Stage 3 cuts")
 
 
-def recorded(run_dir: Path) -> dict[str, Any]:
+def recorded(run_dir):
     """The run's timeline.json."""
     value = json.loads((run_dir / "timeline.json").read_text(encoding="utf-8"))
     assert isinstance(value, dict)
@@ -26,7 +22,7 @@ def recorded(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_run_has_a_report_with_its_own_figures(sweep: tuple[Path, runs.Done], stage: int) -> None:
+def test_each_run_has_a_report_with_its_own_figures(sweep, stage):
     run_dir = sweep[0] / str(stage)
     html = (run_dir / "report.html").read_text(encoding="utf-8")
     check_self_contained(html)
@@ -46,7 +42,7 @@ def test_each_run_has_a_report_with_its_own_figures(sweep: tuple[Path, runs.Done
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_recorded_step(sweep: tuple[Path, runs.Done], stage: int) -> None:
+def test_the_recorded_step(sweep, stage):
     run_dir = sweep[0] / str(stage)
     timeline, summary = recorded(run_dir), runs.summary(run_dir)
     assert (timeline["step"], timeline["world_size"]) == (3, 2)
@@ -73,7 +69,7 @@ def test_the_recorded_step(sweep: tuple[Path, runs.Done], stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_plan_of_the_recorded_step_is_what_was_held(sweep: tuple[Path, runs.Done], stage: int) -> None:
+def test_the_plan_of_the_recorded_step_is_what_was_held(sweep, stage):
     timeline = recorded(sweep[0] / str(stage))
     for rank, plan in zip(timeline["ranks"], timeline["predicted"], strict=True):
         measured, planned = (
@@ -83,7 +79,7 @@ def test_the_plan_of_the_recorded_step_is_what_was_held(sweep: tuple[Path, runs.
         assert planned == measured, "event by event, byte by byte"
 
 
-def test_a_sweep_on_one_page(sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
+def test_a_sweep_on_one_page(sweep, tmp_path):
     out = tmp_path / "comparison.html"
     assert main([str(sweep[0]), "--out", str(out)]) == 0
     html = out.read_text(encoding="utf-8")
@@ -95,7 +91,7 @@ def test_a_sweep_on_one_page(sweep: tuple[Path, runs.Done], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dark", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_a_browser_shows_it_wide_and_narrow(sweep: tuple[Path, runs.Done], tmp_path: Path, dark: bool) -> None:
+def test_a_browser_shows_it_wide_and_narrow(sweep, tmp_path, dark):
     page = sweep[0] / "3" / "report.html"
     said = browser.measure(page, (1280, 400), tmp_path, dark)
     for width, entry in said.items():
@@ -112,7 +108,7 @@ def test_a_browser_shows_it_wide_and_narrow(sweep: tuple[Path, runs.Done], tmp_p
     assert len({round(chart["x"]) for chart in said[1280]["charts"]}) > 2, "several"
 
 
-def test_a_browser_shows_a_comparison(sweep: tuple[Path, runs.Done], tmp_path: Path) -> None:
+def test_a_browser_shows_a_comparison(sweep, tmp_path):
     out = tmp_path / "comparison.html"
     assert main([str(sweep[0]), "--out", str(out)]) == 0
     for width, entry in browser.measure(out, (1280, 400), tmp_path).items():
@@ -123,7 +119,7 @@ def test_a_browser_shows_a_comparison(sweep: tuple[Path, runs.Done], tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_run_without_a_recorded_step_and_a_disk_that_refuses(tiny: list[str], tmp_path: Path) -> None:
+def test_a_run_without_a_recorded_step_and_a_disk_that_refuses(tiny, tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "report.html").mkdir(parents=True)  # nothing can be put there
     more = ["train.steps=2", "train.timeline_step=0", "train.save_every=0", "hydra.run.dir=run", "launch.nproc=1"]

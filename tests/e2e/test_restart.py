@@ -1,30 +1,24 @@
 """Ranks that are started again, and ranks that leave in order when they are asked to stop."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.e2e import runs
-from tests.e2e.test_launch import launch
 from tests.e2e.test_lost_ranks import PROGRAMS, TORCHRUN
 
 
-def lines(path: Path) -> list[str]:
+def lines(path):
     """Of a text file."""
     return path.read_text(encoding="ascii").splitlines()
 
 
 @pytest.mark.slow
-def test_ranks_are_started_again(tmp_path: Path) -> None:
-    with runs.started([sys.executable, "-W", "error", PROGRAMS, "again", str(tmp_path)], tmp_path) as command:
-        done = command.wait()
-        assert command.processes() == {}
+def test_ranks_are_started_again(tmp_path):
+    done = runs.finished([sys.executable, "-W", "error", PROGRAMS, "again", str(tmp_path)], tmp_path)
     assert done.out == "done\n"
     said = done.err.splitlines()
     assert len(said) == 2
@@ -34,22 +28,9 @@ def test_ranks_are_started_again(tmp_path: Path) -> None:
     assert [lines(tmp_path / f"attempts{rank}") for rank in range(2)] == [["0", "1", "2"]] * 2
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        pytest.param("never", "RankFailed: rank", marks=pytest.mark.exhaustive),
-        pytest.param("config", "ConfigError: zero.stage=7: no such stage", marks=pytest.mark.slow),
-    ],
-)
-def test_what_would_only_happen_again_is_not_restarted(how: str, said: str, tmp_path: Path) -> None:
-    done = launch(how, tmp_path)
-    assert done.out.startswith(said)
-    assert done.err == ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive), signal.SIGTERM])
-def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_between_two_attempts_ends_the_run(number, tmp_path):
     with runs.started([sys.executable, PROGRAMS, "pause", str(tmp_path)], tmp_path) as command:
         attempts = tmp_path / "attempts1"
         runs.wait_until(attempts.exists, "the first attempt")
@@ -62,16 +43,13 @@ def test_a_signal_between_two_attempts_ends_the_run(number: signal.Signals, tmp_
     assert lines(attempts) == ["0"]
 
 
-@pytest.mark.parametrize(
-    ("launched_by", "number"),
-    [
-        ("launcher", signal.SIGINT),
-        pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.exhaustive),
-        pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
-        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by: str, number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launched_by", "number"), [
+    ("launcher", signal.SIGINT),
+    pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.exhaustive),
+    pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
+    pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by, number, tmp_path):
     # As under nohup, which torchrun does not heed.
     nohup = ["sh", "-c", 'trap "" HUP; exec "$0" "$@"', sys.executable]
     start = TORCHRUN if launched_by == "torchrun" else nohup
@@ -96,7 +74,7 @@ def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by: str, number: s
         pytest.param("stubborn", [signal.SIGTERM], 15, marks=pytest.mark.exhaustive),
     ],
 )
-def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], said: int, tmp_path: Path) -> None:
+def test_the_end_comes_all_the_same(how, signals, said, tmp_path):
     with runs.started([sys.executable, PROGRAMS, how, str(tmp_path)], tmp_path) as command:
         runs.wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
         began = time.monotonic()
@@ -110,11 +88,9 @@ def test_the_end_comes_all_the_same(how: str, signals: list[signal.Signals], sai
 
 
 @pytest.mark.exhaustive
-def test_a_note_survives_torchruns_restart(tmp_path: Path) -> None:
+def test_a_note_survives_torchruns_restart(tmp_path):
     command_line = [*TORCHRUN, "--max-restarts=2", PROGRAMS, "note", str(tmp_path)]
-    with runs.started(command_line, tmp_path, TMPDIR=str(tmp_path)) as command:
-        done = command.wait()
-        assert command.processes() == {}
+    done = runs.finished(command_line, tmp_path, TMPDIR=str(tmp_path))
     assert done.status == 0, done.err  # torch's own meeting point would send every second one to dead listeners
     assert sorted(done.out.splitlines()) == [
         "rank 0, restart 0, note None",

@@ -1,11 +1,7 @@
 """What a run does with a folder that has been used, and what it refuses; whatever it refuses stays as it was."""
 
-from __future__ import annotations
-
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +13,7 @@ SHORT = ["train.steps=4", "train.save_every=2", "train.eval_every=0", "train.sam
 
 
 @pytest.fixture(scope="module")
-def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
+def used(tmp_path_factory, tiny):
     """A folder with ``run/``, which has finished; not to be changed."""
     cwd = tmp_path_factory.mktemp("used")
     done = runs.train(*tiny, *SHORT, cwd=cwd)
@@ -26,67 +22,54 @@ def used(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> Path:
     return cwd
 
 
-def contents(run_dir: Path) -> dict[str, bytes]:
+def contents(run_dir):
     """Every file, but not the locks' texts."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"]
     return {str(path): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["train.resume=null"], "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_"),
-        pytest.param(
-            ["launch.nproc=5"],
-            "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            ["train.steps=3"],
-            "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["train.resume=nowhere", "hydra.run.dir=new"],
-            "train.resume=nowhere: nowhere is not a folder",
-            marks=pytest.mark.exhaustive,
-        ),
-        (["train.init_from=nowhere", "hydra.run.dir=new"], "train.init_from=nowhere: no such file or folder"),
-    ],
-    ids=["resume=null", "five ranks", "fewer steps", "nothing to resume", "nothing to begin with"],
-)  # fmt: skip
-def test_refused_before_anything_is_started(overrides: list[str], said: str, used: Path, tiny: list[str]) -> None:
+REFUSED = {
+    "train.resume=null": "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_",
+    "launch.nproc=5": "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
+    "train.steps=3": "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4",
+    "train.resume=nowhere hydra.run.dir=new": "train.resume=nowhere: nowhere is not a folder",
+    "train.init_from=nowhere hydra.run.dir=new": "train.init_from=nowhere: no such file or folder",
+}
+
+
+def test_refused_before_anything_is_started(used, tiny):
     before = contents(used)
-    done = runs.train(*tiny, *SHORT, *overrides, cwd=used)
-    assert done.status == 2
-    assert done.err.startswith(said.format(run=used / "run"))
-    assert done.err.count("\n") == 1
-    assert (done.out, contents(used)) == ("", before)
+    for overrides, said in REFUSED.items():
+        done = runs.refused(*tiny, *SHORT, *overrides.split(), cwd=used)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1), done.err
+        assert done.err.startswith(said.format(run=used / "run"))
+    assert contents(used) == before
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_damaged(used, tiny, tmp_path):
+    """By a bit, which ranks find, or cut, which is found before any starts: it is said what goes on instead."""
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
-    shard = newest / "rank-00001-of-00002.safetensors"
+    folder, words = tmp_path / "run" / "checkpoints", [*tiny, *SHORT, "launch.max_restarts=3"]
+    shard, way_out = folder / "step_00000004" / "rank-00001-of-00002.safetensors", f"{folder}/step_00000002"
     content = bytearray(shard.read_bytes())
-    content[-100] ^= 1  # only a rank that reads it all can tell
-    shard.write_bytes(content)
-    done = runs.train(*tiny, *SHORT, "train.steps=6", "launch.max_restarts=3", cwd=tmp_path)
-    assert done.status == 2
-    assert f"{shard} is damaged: " in done.err
-    assert done.err.count("\n") == 1
-    assert len(runs.entries(tmp_path / "run")[0]) == 4
-    shard.write_bytes(content[:-100])
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # only a rank that reads it all can tell
+    ends = [runs.train(*words, "train.steps=6", cwd=tmp_path)]
+    assert f"{shard} is damaged: " in ends[0].err and len(runs.entries(tmp_path / "run")[0]) == 4
+    shard.write_bytes(content[:-1])
     before = contents(tmp_path)
-    done = runs.train(*tiny, *SHORT, "train.steps=6", cwd=tmp_path)
-    assert done.status == 2
-    assert done.err.startswith(f"{shard} has ")
-    assert contents(tmp_path) == before
+    ends.append(runs.refused(*words, "train.steps=6", cwd=tmp_path))
+    assert ends[1].err.startswith(f"{shard} has ") and contents(tmp_path) == before
+    for done in ends:
+        assert (done.status, done.err.count("\n")) == (2, 1) and f"; {way_out} is complete (" in done.err
+        assert done.err.endswith(f": the same command with train.resume={way_out} goes on from there\n")
+    done = runs.train(*words, "train.steps=3", f"train.resume={way_out}", cwd=tmp_path)
+    assert (done.status, done.err) == (0, "") and "going on after step 2" in done.out
+    assert (folder / "latest").read_text() == "step_00000003\n", "where a restart goes on"
 
 
 @pytest.mark.exhaustive
-def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_a_finished_run_once_more(used, tiny, tmp_path):
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     done = runs.train(*tiny, *SHORT, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
@@ -100,7 +83,7 @@ def test_a_finished_run_once_more(used: Path, tiny: list[str], tmp_path: Path) -
 
 
 @pytest.mark.exhaustive
-def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_in_one_folder(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
     with runs.started(training(*arguments), tmp_path) as first:
@@ -122,7 +105,7 @@ def test_two_runs_in_one_folder(tiny: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_under_torchrun(tiny, tmp_path):
     run_dir = tmp_path / "run"
     arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
@@ -138,7 +121,7 @@ def test_two_runs_in_one_folder_under_torchrun(tiny: list[str], tmp_path: Path) 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", ["run", "run/checkpoints/step_00000004"])
-def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_going_on_from_another_folder(source, used, tiny, tmp_path):
     before = contents(used)
     more = ["train.steps=6", "scheduler=constant"]
     done = runs.train(*tiny, *SHORT, *more, f"train.resume={used / source}", cwd=tmp_path)
@@ -154,7 +137,7 @@ def test_going_on_from_another_folder(source: str, used: Path, tiny: list[str], 
 
 
 @pytest.mark.exhaustive
-def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Path) -> None:
+def test_all_are_kept_where_nothing_is_said_to_go(tiny, tmp_path):
     done = runs.train(*tiny, *SHORT, "train.keep_last=null", cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert checkpoints(tmp_path / "run") == ["step_00000002", "step_00000004"]
@@ -164,48 +147,39 @@ def test_all_are_kept_where_nothing_is_said_to_go(tiny: list[str], tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_weights_only(used: Path, tiny: list[str], tmp_path: Path) -> None:
+def test_weights_only(used, tiny, tmp_path):
     weights = f"train.init_from={used / 'run' / 'checkpoints'}"
     done = runs.train(*tiny, *SHORT, weights, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert "going on" not in done.out
     steps, _ = runs.entries(tmp_path / "run")
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
-    earlier: list[dict[str, Any]] = runs.entries(used / "run")[0]
+    earlier = runs.entries(used / "run")[0]
     assert steps[0]["loss"] < earlier[0]["loss"]
     assert steps[0]["lr"] == earlier[0]["lr"]
     assert runs.summary(tmp_path / "run")["resumed_from_step"] is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "made"),
-    [
-        (["hydra.run.dir=kept/a/b", "train.init_from=nowhere"], []),
-        pytest.param(["train.init_from=nowhere"], [], marks=pytest.mark.slow),
-        pytest.param(["hydra.run.dir=kept/a", "zero.stage=7"], [], marks=pytest.mark.exhaustive),
-        pytest.param(["-m", "zero.stage=7,8"], [], marks=pytest.mark.exhaustive),
-        pytest.param(["-m", "zero.stag=1,2", "hydra.sweep.dir=kept/a"], [], marks=pytest.mark.exhaustive),
-        pytest.param(
-            ["-m", "zero.stage=7,1", "hydra.sweep.dir=kept/a"], ["1", "multirun.yaml"], marks=pytest.mark.slow
-        ),
-    ],
-    ids=["before ranks", "a dated folder", "a value", "a sweep", "a sweep's key", "a part of a sweep"],
-)
-def test_what_is_refused_leaves_no_folder(
-    arguments: list[str], made: list[str], tiny: list[str], tmp_path: Path
-) -> None:
+def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
     (tmp_path / "kept").mkdir()
-    done = runs.train(*arguments[:1], *tiny, *SHORT[:-1], *arguments[1:], cwd=tmp_path)
-    assert done.status == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-    assert sorted(path.name for path in (tmp_path / "kept").glob("a/*")) == made
-    assert made or not (tmp_path / "kept" / "a").exists()
+    for words in ("hydra.run.dir=kept/a/b train.init_from=nowhere", "train.init_from=nowhere",
+                  "hydra.run.dir=kept/a zero.stage=7", "-m zero.stage=7,8",
+                  "-m zero.stag=1,2 hydra.sweep.dir=kept/a"):  # fmt: skip
+        first, *more = words.split()
+        assert runs.refused(first, *tiny, *SHORT[:-1], *more, cwd=tmp_path).status == 2
+        assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["kept"], words
 
 
 @pytest.mark.slow
-def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny: list[str], tmp_path: Path) -> None:
+def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
+    done = runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path)
+    assert done.status == 2
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["1", "multirun.yaml"]
+
+
+@pytest.mark.exhaustive
+def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     for overrides in (["train.init_from=nowhere"], ["zero.stage=7"]):
-        with runs.started(training(*tiny, *SHORT, *overrides, by=torchrun), tmp_path) as command:
-            assert command.wait().status == 1
+        assert runs.finished(training(*tiny, *SHORT, *overrides, by=torchrun), tmp_path).status == 1
         assert list(tmp_path.iterdir()) == []

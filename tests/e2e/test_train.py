@@ -1,15 +1,11 @@
 """Real runs of `python train.py`: what they print, what they leave behind, and that the stages agree to the bit."""
 
-from __future__ import annotations
-
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes
 from tests.e2e import runs
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_rows
 from tools import trace_report
@@ -20,7 +16,7 @@ STEP_KEYS = {
 }  # fmt: skip
 
 
-def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> None:
+def test_a_sweep_gives_each_stage_its_folder(sweep):
     folder, done = sweep
     assert done.err == ""
     for stage in (0, 1, 2, 3):
@@ -32,7 +28,7 @@ def test_a_sweep_gives_each_stage_its_folder(sweep: tuple[Path, runs.Done]) -> N
     assert sorted(p.name for p in folder.parent.iterdir()) == ["out"]
 
 
-def test_piped_output_is_plain_lines(sweep: tuple[Path, runs.Done]) -> None:
+def test_piped_output_is_plain_lines(sweep):
     _, done = sweep
     assert "\r" not in done.out
     assert "\x1b" not in done.out
@@ -40,7 +36,7 @@ def test_piped_output_is_plain_lines(sweep: tuple[Path, runs.Done]) -> None:
     assert done.out.count("predicted      measured    ratio") == 8
 
 
-def test_a_sweep_ends_with_a_table_of_its_runs(sweep: tuple[Path, runs.Done]) -> None:
+def test_a_sweep_ends_with_a_table_of_its_runs(sweep):
     folder, done = sweep
     first, head, *rows = done.out[done.out.index("4 runs; held by one rank after a backward pass") :].splitlines()
     assert first.endswith("not at the peak (activations: what the peak was above the rest)")
@@ -59,7 +55,7 @@ def test_a_sweep_ends_with_a_table_of_its_runs(sweep: tuple[Path, runs.Done]) ->
     assert len(rows) == 5
 
 
-def test_metrics_of_every_step(sweep: tuple[Path, runs.Done]) -> None:
+def test_metrics_of_every_step(sweep):
     folder, _ = sweep
     steps, validations = runs.entries(folder / "1")
     assert [entry["step"] for entry in steps] == list(range(1, 11))
@@ -76,10 +72,10 @@ def test_metrics_of_every_step(sweep: tuple[Path, runs.Done]) -> None:
     assert validations[-1]["val_loss"] < validations[0]["val_loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
-def test_the_stages_agree_to_the_bit(sweep: tuple[Path, runs.Done]) -> None:
+def test_the_stages_agree_to_the_bit(sweep):
     folder, _ = sweep
 
-    def trajectory(stage: int) -> Any:
+    def trajectory(stage):
         steps, validations = runs.entries(folder / str(stage))
         numbers = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in steps]
         return numbers, [entry["val_loss"] for entry in validations], runs.summary(folder / str(stage))["params_sha256"]
@@ -87,7 +83,7 @@ def test_the_stages_agree_to_the_bit(sweep: tuple[Path, runs.Done]) -> None:
     assert trajectory(0) == trajectory(1) == trajectory(2) == trajectory(3)
 
 
-def test_the_summary_says_what_zero_promises(sweep: tuple[Path, runs.Done]) -> None:
+def test_the_summary_says_what_zero_promises(sweep):
     folder, _ = sweep
     for stage in (0, 1, 2, 3):
         summary = runs.summary(folder / str(stage))
@@ -116,14 +112,14 @@ def test_the_summary_says_what_zero_promises(sweep: tuple[Path, runs.Done]) -> N
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory, tiny: list[str]) -> tuple[Path, runs.Done]:
+def broken(tmp_path_factory, tiny):
     """Three ranks, and an infinite loss on rank 0 in step 5; loggers are watching."""
     cwd = tmp_path_factory.mktemp("broken")
     arguments = [*tiny, "launch.nproc=3", "debug=overflow", "logger=all", "hydra.run.dir=run"]
     return cwd / "run", runs.train(*arguments, cwd=cwd, HOME=str(cwd), NETRC=str(cwd / "none"))
 
 
-def test_nan_stops_the_run_and_leaves_it_readable(broken: tuple[Path, runs.Done]) -> None:
+def test_nan_stops_the_run_and_leaves_it_readable(broken):
     run_dir, done = broken
     assert done.status == 1
     assert done.err.count("NonFiniteError: step 5") == 1
@@ -140,19 +136,19 @@ def test_nan_stops_the_run_and_leaves_it_readable(broken: tuple[Path, runs.Done]
     assert "Each of the 3 ranks holds" in report, "the recorded step tells, as there is no summary of a last one"
 
 
-def test_loggers_have_what_came_before_the_nan(broken: tuple[Path, runs.Done]) -> None:
+def test_loggers_have_what_came_before_the_nan(broken):
     run_dir, _ = broken
     compare(run_dir, wandb_rows(run_dir), exactly)
     compare(run_dir, tensorboard_rows(run_dir), as_fp32)
 
 
-def test_two_and_three_ranks_validate_alike(sweep: tuple[Path, runs.Done], broken: tuple[Path, runs.Done]) -> None:
+def test_two_and_three_ranks_validate_alike(sweep, broken):
     two, three = (runs.entries(run_dir)[1][0] for run_dir in (sweep[0] / "0", broken[0]))
     assert three["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_fp16_overflow_is_skipped_and_training_goes_on(tiny: list[str], tmp_path: Path) -> None:
+def test_fp16_overflow_is_skipped_and_training_goes_on(tiny, tmp_path):
     done = runs.train(
         *tiny, "debug=overflow", "precision=fp16", "precision.hysteresis=1", "precision.initial_scale_power=8",
         "hydra.run.dir=run", cwd=tmp_path,
@@ -165,14 +161,14 @@ def test_fp16_overflow_is_skipped_and_training_goes_on(tiny: list[str], tmp_path
     assert runs.summary(tmp_path / "run")["skipped_steps"] == 1
 
 
-def test_a_terminal_gets_a_bar(watched: tuple[Path, str]) -> None:
+def test_a_terminal_gets_a_bar(watched):
     _, seen = watched
     assert "30/30 [" in seen
     assert "\r" in seen
     assert "sent by one rank in one step" in seen
 
 
-def test_the_traces_of_a_run_are_summed_up(watched: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_traces_of_a_run_are_summed_up(watched, capsys):
     run_dir, _ = watched
     assert trace_report.main([str(run_dir)]) == 0
     report = capsys.readouterr().out

@@ -1,7 +1,5 @@
 """One GPU, one rank: the same bits as plain torch on the same device; buckets and lanes under accumulation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

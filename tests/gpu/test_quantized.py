@@ -1,7 +1,5 @@
 """Quantisation on a GPU: the format of the CPU, plain and compiled; a run of one rank, where nothing is quantised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ pytestmark = pytest.mark.gpu
 NUMEL = 64 * 1000
 
 
-def message_of(form: Format, values: torch.Tensor, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+def message_of(form, values, kernel):
     """The message, and what it decodes to, both on the CPU."""
     quantizer = Quantizer(form, kernel)
     quantizer.prepare(2 * values.numel(), [values.dtype], values.device)

@@ -1,17 +1,12 @@
 """Advice: predictions are those of ``simulate``, what is listed fits, what is printed composes, what is fixed stays."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import train
-from deepzero.planning.autotune import Search, TuningAdvice, rehearse_option
+from deepzero.planning.autotune import Search, rehearse_option
 from deepzero.planning.autotune_text import NOTHING_FITS, command, text
 from deepzero.planning.clusters import H100_HDR
 from deepzero.planning.dry_run import ClusterShape, dry_run
@@ -20,6 +15,7 @@ from deepzero.planning.search_space import Question
 from deepzero.planning.simulate import simulate
 from deepzero.runtime.closed_forms import Elements, StateSizes, predicted_memory
 from deepzero.training.build_model import program_of
+from deepzero.training.command_line import compose
 from tests.e2e import runs
 from tools import advise as tool
 
@@ -28,26 +24,26 @@ WIDE = ("model.n_layer=6", "model.n_embd=512", "model.n_head=8", "model.block_si
 """19 M parameters, whose states are many times their buffers and activations."""
 
 
-def ask(*words: str, ranks: int = 2, memory: float = 80e9, per_node: int = 8, **more: Any) -> Question:
+def ask(*words, ranks=2, memory=80e9, per_node=8, **more):
     """A question about a cluster of H100, with other memory."""
     cluster = dataclasses.replace(H100_HDR, memory_bytes=memory)
     world = ClusterShape(ranks, min(ranks, per_node))
-    return Question(words, train.compose, program_of, cluster, world, **{"seconds": 1e6, **more})
+    return Question(words, compose, program_of, cluster, world, **{"seconds": 1e6, **more})
 
 
-def plain(stage: int, micro_batch: int, accumulation: int = 1) -> Setting:
+def plain(stage, micro_batch, accumulation=1):
     """A setting without offload and checkpointing."""
     return Setting(stage, "none", False, micro_batch, accumulation)
 
 
 @pytest.fixture(scope="module")
-def advice() -> TuningAdvice:
+def advice():
     """Everything but checkpointing and the micro-batch is open."""
     words = (*TINY, "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=2")
     return Search(ask(*words)).run()
 
 
-def test_all_stages_and_offloads_are_ranked(advice: TuningAdvice) -> None:
+def test_all_stages_and_offloads_are_ranked(advice):
     families = {option.setting.family for option in advice.options}
     offloaded = {(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")}
     assert families == {(0, "none"), (1, "none"), (2, "none"), (3, "none")} | offloaded
@@ -57,20 +53,20 @@ def test_all_stages_and_offloads_are_ranked(advice: TuningAdvice) -> None:
     assert not advice.waiting
 
 
-def test_predictions_are_those_of_simulate(advice: TuningAdvice) -> None:
+def test_predictions_are_those_of_simulate(advice):
     for option in (advice.options[0], advice.options[-1]):
-        run = train.compose(option.words)
+        run = compose(option.words)
         again = simulate(dry_run(program_of(run, 2), ClusterShape(2, 2)), advice.question.cluster, 2 * 2 * 16)
         assert option.step_seconds == again.timeline.seconds
         assert option.simulated.as_dict() == again.as_dict()
         assert option.tokens_per_second == again.as_dict()["tokens_per_second"]
 
 
-def test_what_is_printed_composes_to_what_was_rehearsed(advice: TuningAdvice) -> None:
+def test_what_is_printed_composes_to_what_was_rehearsed(advice):
     for option in advice.options:
         words = shlex.split(command(option, advice.question))
         assert words[:3] == ["python", "train.py", "launch.nproc=2"]
-        run, setting = train.compose(words[2:]), option.setting
+        run, setting = compose(words[2:]), option.setting
         zero = run.engine.zero
         assert zero.stage == setting.stage
         assert (zero.offload_optimizer.device == "cpu") == (setting.offload != "none")
@@ -80,11 +76,11 @@ def test_what_is_printed_composes_to_what_was_rehearsed(advice: TuningAdvice) ->
     assert command(advice.options[0], advice.question) in text(advice)
 
 
-def test_offload_takes_from_the_device_and_costs_time(advice: TuningAdvice) -> None:
+def test_offload_takes_from_the_device_and_costs_time(advice):
     """The host's memory is no part of a device's, and the CPU's step takes its time, wherever the parameters are."""
     found = {option.setting.family: option for option in advice.options if not option.setting.extra}
     for stage, offload in ((2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_param")):
-        with_host, without = found[stage, offload].simulated, found[stage, "none"].simulated  # type: ignore[index]
+        with_host, without = found[stage, offload].simulated, found[stage, "none"].simulated
         assert with_host.rehearsal.activation_bytes <= 1.01 * without.rehearsal.activation_bytes + 4096
         states = with_host.rehearsal.held
         moved = 2 * (states["host_masters"] + states["host_moments"]) + states["host_gradients"]
@@ -93,22 +89,15 @@ def test_offload_takes_from_the_device_and_costs_time(advice: TuningAdvice) -> N
         assert with_host.timeline.exposed_by_kind()["optimizer step"] > 0
 
 
-def test_small_memory_leaves_stage_3_alone() -> None:
+def test_small_memory_leaves_stage_3_alone():
     """Whole parameters alone would take more than there is; a 64th of all states does not."""
     ranks, memory = 64, 36e6
     given = ("offload=none", "model.activation_checkpointing=false", "train_micro_batch_size_per_gpu=1")
     found = Search(ask(*WIDE, *given, ranks=ranks, memory=memory, rehearsals=1)).run()
     sizes = StateSizes(
-        compute=2,
-        accumulation=4,
-        moments=8,
-        wire=2,
-        stage=2,
-        overlap=True,
-        micro_batches=1,
-        whole_reduce=False,
+        compute=2, accumulation=4, moments=8, wire=2, stage=2, overlap=True, micro_batches=1, whole_reduce=False,
         exact=False,
-    )
+    )  # fmt: skip
     forms = [
         sum(predicted_memory(Elements(found.numel), ranks, dataclasses.replace(sizes, stage=stage)).values())
         for stage in (2, 3)
@@ -125,7 +114,7 @@ def test_small_memory_leaves_stage_3_alone() -> None:
     assert stage_2.memory["parameters"] == pytest.approx(2 * found.numel)
 
 
-def test_the_largest_micro_batch_that_fits() -> None:
+def test_the_largest_micro_batch_that_fits():
     """Memory for some sequences; what is chosen fits, and the estimate of twice as many does not."""
     given = ("offload=none", "zero.stage=2", "model.activation_checkpointing=false")
     search = Search(ask(*TINY, *given, memory=8e6, rehearsals=4))
@@ -137,7 +126,7 @@ def test_the_largest_micro_batch_that_fits() -> None:
     assert more.device_bytes > 0.9 * 8e6
 
 
-def test_what_is_fixed_stays() -> None:
+def test_what_is_fixed_stays():
     given = (*TINY, "zero.stage=3", "zero.offload_optimizer.device=cpu", "model.activation_checkpointing=true")
     given += ("train_micro_batch_size_per_gpu=3", "zero.reduce_bucket_size=70000", "optimizer.lr=0.5")
     found = Search(ask(*given)).run()
@@ -145,7 +134,7 @@ def test_what_is_fixed_stays() -> None:
     assert found.options[0].setting == Setting(3, "optimizer", True, 3)
 
 
-def test_a_key_of_stage_3_does_not_fix_the_stage() -> None:
+def test_a_key_of_stage_3_does_not_fix_the_stage():
     space = Search(ask(*TINY, "zero.stage3_max_live_parameters=1000000")).space
     assert len(space.families()) == 8
     assert space.checkpointing() == [False, True]
@@ -156,23 +145,23 @@ def test_a_key_of_stage_3_does_not_fix_the_stage() -> None:
     ]
 
 
-def test_nodes_bring_hpz_and_lossy_brings_the_rest() -> None:
+def test_nodes_bring_hpz_and_lossy_brings_the_rest():
     few, many = (Search(ask(*TINY, ranks=8, per_node=4, lossy=lossy)).space for lossy in (False, True))
     best = plain(3, 1)
     assert [extra[0] for extra in few.variants(best, 1 << 20, 1 << 16)] == ["zeropp=hpz", "zeropp=mics"]
     everything = many.variants(best, 1 << 20, 1 << 16)
     assert [extra[0] for extra in everything[2:]] == ["zeropp=qwz", "zeropp=qgz", "zeropp=all"]
     for extra in everything:
-        run = train.compose([*TINY, "zero.stage=3", *extra])
+        run = compose([*TINY, "zero.stage=3", *extra])
         assert run.engine.zero.secondary_size in (1, 4)
     assert few.variants(plain(2, 1), 1 << 20, 1 << 16) == []
 
 
-def test_many_micro_batches_lie_on_a_straight_line() -> None:
+def test_many_micro_batches_lie_on_a_straight_line():
     words = (*TINY, "zero.stage=3", "train_micro_batch_size_per_gpu=1", "train_batch_size=12")
     question = ask(*words)
     option = rehearse_option(question, plain(3, 1, 6), words)
-    run = train.compose(words)
+    run = compose(words)
     whole = simulate(dry_run(program_of(run, 2), question.world), question.cluster, 12 * 16)
     assert option.straight_line
     assert option.tokens == whole.tokens
@@ -180,14 +169,14 @@ def test_many_micro_batches_lie_on_a_straight_line() -> None:
     assert option.simulated.device_bytes == pytest.approx(whole.device_bytes, abs=64)  # losses
 
 
-def test_a_global_batch_is_kept() -> None:
+def test_a_global_batch_is_kept():
     space = Search(ask(*TINY, global_batch=12)).space
     assert space.batches() == [(1, 6), (2, 3), (3, 2), (6, 1)]
-    run = train.compose(space.words(plain(1, 3, 2)))
+    run = compose(space.words(plain(1, 3, 2)))
     assert (run.engine.train_batch_size, run.engine.train_micro_batch_size_per_gpu) == (12, 3)
 
 
-def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_nothing_fits(capsys, tmp_path):
     file = tmp_path / "advice.json"
     given = ["offload=none", "model.activation_checkpointing=false"]
     status = tool.main([*WIDE, "--ranks", "2", "--memory-gb", "0.06", *given, "--json", str(file)])
@@ -218,20 +207,20 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
         (["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
     ],
 )
-def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bad_input(arguments, said, capsys, tmp_path):
     file = tmp_path / "advice.json"
     assert tool.main([*arguments, "--json", str(file)]) == 2
     assert said in capsys.readouterr().err
     assert not file.exists()
 
 
-def test_no_folder_for_the_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_no_folder_for_the_figures(capsys, tmp_path):
     assert tool.main(["--json", str(tmp_path / "none" / "advice.json")]) == 2
     assert "make it first" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
-def test_what_is_printed_runs(advice: TuningAdvice, tmp_path: Path) -> None:
+def test_what_is_printed_runs(advice, tmp_path):
     """The one that offloads most, for two steps on this machine."""
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("for i in range(10):\n    print(i)\n" * 2000, encoding="utf-8")

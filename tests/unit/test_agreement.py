@@ -1,7 +1,5 @@
 """What is said about a precision before the first step."""
 
-from __future__ import annotations
-
 import logging
 import platform
 

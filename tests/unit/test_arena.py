@@ -1,7 +1,5 @@
 """The arena is exact, carved in order, and refused in words; copies that are put off show who does not wait."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -33,11 +31,11 @@ PLAN = [
 ]
 
 
-def made(pin: bool = True) -> HostArena:
+def made(pin=True):
     return HostArena(PLAN, CPU, pin)
 
 
-def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
+def test_every_region_has_its_place_and_a_storage_of_its_own():
     arena = made()
     carved = [arena.allocate(region.category, region.numel, region.dtype) for region in PLAN]
     assert arena.nbytes == required_bytes(PLAN) == 4096 + 256 + 256
@@ -53,14 +51,14 @@ def test_every_region_has_its_place_and_a_storage_of_its_own() -> None:
     assert not arena.pinned  # a CPU is its own host
 
 
-def test_a_rehearsal_s_arena_knows_its_tensors() -> None:
+def test_a_rehearsal_s_arena_knows_its_tensors():
     arena = HostArena(PLAN, torch.device("meta"), pin=True)
     carved = arena.allocate("host_masters", 1000, torch.float32)
     assert carved.is_meta and arena.holds(carved[5:9])
     assert not arena.holds(torch.empty(1000, device="meta"))
 
 
-def test_memory_outlives_the_arena() -> None:
+def test_memory_outlives_the_arena():
     arena = made()
     kept = arena.allocate("host_masters", 1000, torch.float32)
     arena.close()
@@ -69,7 +67,7 @@ def test_memory_outlives_the_arena() -> None:
     assert float(kept.sum()) == 2000
 
 
-def test_the_plan_is_kept() -> None:
+def test_the_plan_is_kept():
     arena = made()
     with pytest.raises(RuntimeError, match=r"plan has .*1000.* next, not .*999"):
         arena.allocate("host_masters", 999, torch.float32)
@@ -78,7 +76,7 @@ def test_the_plan_is_kept() -> None:
         empty.allocate("host_masters", 1, torch.float32)
 
 
-def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_too_small(monkeypatch):
     plan = [Region("host_masters", 2**28, torch.float32), Region("host_moments", 2**29, torch.float32)]
     check_host_memory(plan, 8, available=8 * 3 * 2**30)
     with pytest.raises(HostMemoryError) as error:
@@ -91,11 +89,11 @@ def test_a_host_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
         HostArena(plan, CPU, pin=False)
 
 
-def _refuse(*_: object, **__: object) -> None:
+def _refuse(*_, **__):
     raise OSError(12, os.strerror(12))
 
 
-def test_what_a_host_has(tmp_path) -> None:
+def test_what_a_host_has(tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 100 kB\nMemAvailable:      64 kB\n")
     assert available_host_bytes(meminfo, tmp_path) == 64 * 1024
@@ -107,19 +105,19 @@ def test_what_a_host_has(tmp_path) -> None:
     assert available_host_bytes(tmp_path / "nothing", tmp_path) is None
 
 
-def test_large_pages() -> None:
+def test_large_pages():
     for shape in ((3,), (2048, 1024)):
         made = zeros_on_large_pages(shape, torch.float32)
         assert made.shape == shape and not made.any()
         assert torch.equal(made.add_(1), torch.ones(shape))
 
 
-def wire(seed: int | None) -> HostDeviceCopier:
+def wire(seed):
     chaos = Chaos(ChaosConfig(enabled=seed is not None, seed=seed or 0, max_delay_ms=0), rank=0)
     return HostDeviceCopier(CPU, Ledger(), chaos, OffloadStats())
 
 
-def test_copies_are_counted_and_timed() -> None:
+def test_copies_are_counted_and_timed():
     lane = wire(None)
     host, device = torch.zeros(10), torch.arange(10.0)
     lane.to_host(TO_HOST, host, device, padding=2).finish()
@@ -135,7 +133,7 @@ def test_copies_are_counted_and_timed() -> None:
         lane.to_host(TO_HOST, host.bfloat16(), device)
 
 
-def test_chaos_puts_copies_off_until_somebody_waits() -> None:
+def test_chaos_puts_copies_off_until_somebody_waits():
     """The one who forgets to wait reads the old values, sooner or later; the one who waits never does."""
     lane = wire(1)
     early = []
@@ -151,17 +149,14 @@ def test_chaos_puts_copies_off_until_somebody_waits() -> None:
     assert set(early) == {0.0, 4.0}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "param", "locked"),
-    [
-        ({"device": "cpu"}, {}, True),
-        ({"device": "cpu", "pin_memory": False}, {}, False),
-        ({"device": "cpu", "pin_memory": False}, {"device": "cpu"}, True),
-        ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
-        ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
-    ],
-)
-def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch) -> None:
+@pytest.mark.parametrize(("optimizer", "param", "locked"), [
+    ({"device": "cpu"}, {}, True),
+    ({"device": "cpu", "pin_memory": False}, {}, False),
+    ({"device": "cpu", "pin_memory": False}, {"device": "cpu"}, True),
+    ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
+    ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
+])  # fmt: skip
+def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch):
     asked = []
     monkeypatch.setattr(offload_setup, "HostArena", lambda regions, device, pin: asked.append(pin))
     offload_setup._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))

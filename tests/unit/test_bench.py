@@ -1,7 +1,5 @@
 """The benchmark's arithmetic, its launcher's bad days, and one real run with a tiny model. No time is asserted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,60 +20,47 @@ from tools.bench.stats import mean_over_ranks, median, slowest_rank
 from tools.bench.workload import TINY, Workload, batch, make_tokens, tokens_needed
 
 PARTS = {
-    "forward_backward": 0.5,
-    "adam_shard": 0.05,
-    "adam_full": 0.1,
-    "reduce_all_to_all": 0.1,
-    "reduce_all_to_all_pieces": 0.2,
-    "reduce_scatter": 0.3,
-    "gather": 0.3,
-    "gather_pieces": 0.1,
-    "all_reduce": 0.15,
-}
+    "forward_backward": 0.5, "adam_shard": 0.05, "adam_full": 0.1, "reduce_all_to_all": 0.1,
+    "reduce_all_to_all_pieces": 0.2, "reduce_scatter": 0.3, "gather": 0.3, "gather_pieces": 0.1, "all_reduce": 0.15,
+}  # fmt: skip
 
 
-def measured(name: str, seconds: float, peak: float = 100.0, idle: float | None = 50.0, variant: int = 0) -> Measured:
+def measured(name, seconds, peak=100.0, idle=50.0, variant=0):
     contender = by_name(name)
     return Measured(
         contender, contender.variants[variant], seconds, seconds, seconds, 4, peak, peak, peak, (5.0, 4.0), idle
     )
 
 
-def plan(folder: Path, timeout_seconds: float = 200.0) -> Plan:
+def plan(folder, timeout_seconds=200.0):
     tokens = folder / "tokens.npy"
     np.save(tokens, make_tokens(TINY.vocab_size, tokens_needed(TINY, 2)))
     return Plan(TINY, 1, 1, timeout_seconds, tokens, folder)
 
 
-def test_median_of_even_count_is_between_the_middle_two() -> None:
+def test_median_of_even_count_is_between_the_middle_two():
     assert median([4.0, 1.0, 2.0, 100.0]) == 3.0
     assert median([7.0]) == 7.0
     with pytest.raises(ValueError, match="no samples"):
         median([])
 
 
-def test_a_step_lasts_as_long_as_its_slowest_rank() -> None:
+def test_a_step_lasts_as_long_as_its_slowest_rank():
     assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
     assert mean_over_ranks([[1.0, 5.0], [3.0, 4.0]]) == [2.0, 4.5]
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         slowest_rank([[1.0, 2.0], [1.0, 2.0, 3.0]])
 
 
-def test_rounds_are_pooled_and_failed_rounds_left_out() -> None:
+def test_rounds_are_pooled_and_failed_rounds_left_out():
     ddp = by_name("ddp")
     rounds = [
-        Outcome(
-            seconds={"step": [1.0, 3.0]},
-            cpu_seconds={"step": 1.0},
-            losses=[5.0],
-            build_peak_bytes=10,
-            step_peak_bytes=7,
-        ),
+        Outcome(seconds={"step": [1.0, 3.0]}, cpu_seconds={"step": 1.0}, losses=[5.0], build_peak_bytes=10,
+         step_peak_bytes=7),
         Outcome(error="rank 1 ended with 1"),
-        Outcome(
-            seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6, step_peak_bytes=8
-        ),
-    ]
+        Outcome(seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6,
+         step_peak_bytes=8),
+    ]  # fmt: skip
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
     assert (row.median_seconds, row.best_seconds, row.samples) == (2.5, 1.0, 4)
@@ -84,14 +69,14 @@ def test_rounds_are_pooled_and_failed_rounds_left_out() -> None:
     assert summarize(ddp, ddp.variants[0], [rounds[1]], idle=None) is None
 
 
-def test_the_floor_takes_the_fastest_way_to_communicate() -> None:
+def test_the_floor_takes_the_fastest_way_to_communicate():
     floor = floor_of([Outcome(seconds={part: [s, s] for part, s in PARTS.items()})])
     assert floor is not None
     assert floor.seconds(1) == floor.seconds(2) == pytest.approx(0.5 + 0.05 + 0.1 + 0.1)
     assert floor.seconds(0) == pytest.approx(0.5 + 0.1 + 0.15)
 
 
-def test_bars_use_the_fastest_variant_for_time_and_the_leanest_for_memory() -> None:
+def test_bars_use_the_fastest_variant_for_time_and_the_leanest_for_memory():
     rows = [
         measured("deepzero1", 0.8, peak=120.0),
         measured("ddp", 1.0, peak=200.0, variant=0),
@@ -111,7 +96,7 @@ def test_bars_use_the_fastest_variant_for_time_and_the_leanest_for_memory() -> N
     assert {bar.verdict for (name, _), bar in bars.items() if name.startswith("stage 2")} == {"not measured"}
 
 
-def test_slow_and_failing_variants_drop_out_after_the_first_round() -> None:
+def test_slow_and_failing_variants_drop_out_after_the_first_round():
     entries = [(by_name("ddp"), v) for v in by_name("ddp").variants[:3]] + [(FLOOR, FLOOR.variants[0])]
     outcomes = [Outcome(seconds={"step": [s]}, cpu_seconds={"step": s}) for s in (1.0, 1.05)] + [
         Outcome(error="no"),
@@ -122,7 +107,7 @@ def test_slow_and_failing_variants_drop_out_after_the_first_round() -> None:
     assert zero.survivors(entries, results, keep=1.0) == [entries[0], entries[3]]
 
 
-def test_losses_that_differ_are_named() -> None:
+def test_losses_that_differ_are_named():
     rows = [measured("ddp", 1.0), measured("zro", 1.0), replace(measured("deepzero1", 1.0), losses=(5.0, 4.4))]
     distance, step, who = loss_disagreement(rows, 10)
     assert (distance, step, who) == (pytest.approx(0.1), 1, "deepzero1 (plain)")
@@ -131,14 +116,14 @@ def test_losses_that_differ_are_named() -> None:
     assert fastest(rows, "fsdp2") is None
 
 
-def test_tokens_are_the_same_every_time_and_use_the_vocabulary() -> None:
+def test_tokens_are_the_same_every_time_and_use_the_vocabulary():
     tokens = make_tokens(512, 20_000)
     assert np.array_equal(tokens, make_tokens(512, 20_000))
     assert tokens.min() >= 0 and tokens.max() == 511
     assert len(np.unique(tokens)) > 400
 
 
-def test_ranks_read_disjoint_neighbouring_tokens() -> None:
+def test_ranks_read_disjoint_neighbouring_tokens():
     work = Workload(block_size=4, micro_batch=2, ranks=3)
     tokens = np.arange(tokens_needed(work, 2))
     read = torch.cat([batch(work, tokens, step, rank)[0].flatten() for step in range(2) for rank in range(3)])
@@ -147,7 +132,7 @@ def test_ranks_read_disjoint_neighbouring_tokens() -> None:
     assert inputs.shape == (2, 4) and torch.equal(targets, inputs + 1)
 
 
-def test_peers_master_optimizer_is_adamw_on_fp32_masters() -> None:
+def test_peers_master_optimizer_is_adamw_on_fp32_masters():
     torch.manual_seed(0)
     low = torch.nn.Parameter(torch.randn(7, 5).bfloat16())
     reference = low.detach().float().requires_grad_()
@@ -163,7 +148,7 @@ def test_peers_master_optimizer_is_adamw_on_fp32_masters() -> None:
         assert torch.equal(low, ours.masters[0].bfloat16())
 
 
-def test_every_contender_has_a_builder_and_distinct_variants() -> None:
+def test_every_contender_has_a_builder_and_distinct_variants():
     for contender in CONTENDERS:
         module, function = contender.builder.split(":")
         source = Path(zero.__file__).with_name(f"{module}.py").read_text()
@@ -171,30 +156,28 @@ def test_every_contender_has_a_builder_and_distinct_variants() -> None:
         assert len({v.name for v in contender.variants}) == len(contender.variants)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--contenders", "dpp"], "unknown contender 'dpp'"),
-        (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
-        (["--rounds", "0"], "--rounds=0: must be at least 1"),
-        (["--micro-batch", "0"], "--micro-batch=0"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--contenders", "dpp"], "unknown contender 'dpp'"),
+    (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
+    (["--rounds", "0"], "--rounds=0: must be at least 1"),
+    (["--micro-batch", "0"], "--micro-batch=0"),
+    (["--width", "100"], "--width 100 does not divide by --heads 12"),
+])  # fmt: skip
+def test_bad_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         zero.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_peer_that_is_not_installed_is_skipped_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_that_is_not_installed_is_skipped_with_a_line(capsys):
     variant = Variant("plain", "")
     absent = Contender("absent", "Absent", "nowhere:build", (variant,), needs=("no_such_package.inner",))
     assert zero.installed([(absent, variant), (FLOOR, FLOOR.variants[0])], 2) == [(FLOOR, FLOOR.variants[0])]
     assert capsys.readouterr().out == "skipped absent: no_such_package.inner is not installed\n"
 
 
-def test_a_page_never_replaces_another(tmp_path: Path) -> None:
+def test_a_page_never_replaces_another(tmp_path):
     pages = [report.write_page(tmp_path, "here", ["a machine"], [("Title", "body")]) for _ in range(3)]
     assert len(set(pages)) == 3 and pages[2].name.endswith("-here-3.md")
     text = pages[0].read_text()
@@ -203,14 +186,14 @@ def test_a_page_never_replaces_another(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
+def test_a_failing_rank_is_named_with_its_own_error(tmp_path):
     broken = Variant("broken", "", {"modus": "bf16"})
     outcome = run_variant(by_name("ddp"), broken, plan(tmp_path), "test")
     assert outcome.error is not None
     assert "ended with 1" in outcome.error and "KeyError: 'mode'" in outcome.error
 
 
-def children() -> set[int]:
+def children():
     """Processes that this one has started, zombies included. Other tests' pools of ranks are among them."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -222,7 +205,7 @@ def children() -> set[int]:
 
 
 @pytest.mark.timeout(240)
-def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_take_too_long_are_ended(tmp_path):
     started, before = time.monotonic(), children()
     outcome = run_variant(by_name("ddp"), by_name("ddp").variants[0], plan(tmp_path, timeout_seconds=0.3), "test")
     assert outcome.error is not None and "not done after 0 s" in outcome.error
@@ -232,7 +215,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(480)
-def test_quick_run_of_deepzero_and_ddp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_run_of_deepzero_and_ddp(tmp_path, capsys):
     file = tmp_path / "samples.json"
     status = zero.main(
         ["--quick", "--contenders", "deepzero1:plain,ddp:bf16", "--steps", "4", "--json", str(file), "--timeout", "200"]
@@ -249,7 +232,7 @@ def test_quick_run_of_deepzero_and_ddp(tmp_path: Path, capsys: pytest.CaptureFix
         assert outcome["build_peak_bytes"] > 2**20 and outcome["step_peak_bytes"] > 2**20
 
 
-def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys):
     assert cpu_adam.main(["--elements", "4096", "--rounds", "2", "--threads", "1", "--only", "torch", "chunked"]) == 0
     printed = capsys.readouterr().out
     assert "4,096 elements, 1 threads, 2 rounds" in printed

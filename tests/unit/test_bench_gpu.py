@@ -1,12 +1,8 @@
 """``tools.bench.gpu`` where there is no GPU: arithmetic, budget, bad days, and quick runs. No time is asserted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +12,12 @@ from tools.bench.gpu_offload import ENTRIES, GIB, LADDER, Shape, engine_config, 
 from tools.bench.workload import TINY, build_model
 
 
-def results(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+def results(folder):
+    found = json.loads((folder / "results.json").read_text())
     return found
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
         gpu.main(["offload"])
@@ -29,22 +25,19 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "torch sees no NVIDIA GPU here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parts", "bytes"], "--parts: unknown bytes; there are: bits, speed, largest"),
-        (["--contenders", "s2,s4"], "--contenders: unknown s4; there are: plain, s2"),
-        (["--blocks", "0"], "--blocks=0: must be at least 1"),
-    ],
-)
-def test_bad_options_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--parts", "bytes"], "--parts: unknown bytes; there are: bits, speed, largest"),
+    (["--contenders", "s2,s4"], "--contenders: unknown s4; there are: plain, s2"),
+    (["--blocks", "0"], "--blocks=0: must be at least 1"),
+])  # fmt: skip
+def test_bad_options_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         gpu.main(["offload", *arguments])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_parameters_are_the_models() -> None:
+def test_parameters_are_the_models():
     for shape in (Shape(1, 64), Shape(3, 128)):
         work = shape.work(TINY)
         assert parameters(work) == sum(p.numel() for p in build_model(work).parameters())
@@ -53,7 +46,7 @@ def test_parameters_are_the_models() -> None:
     assert sizes == sorted(sizes) and round(sizes[0] / 1e9, 2) == 1.42
 
 
-def test_the_ladder_begins_with_the_largest_that_fits() -> None:
+def test_the_ladder_begins_with_the_largest_that_fits():
     """18 bytes a parameter while zero.Init's parts wait on the host, 16 when the device has room for them."""
     base = gpu_offload.speed_work("cuda", 16, quick=False)
     host = host_bytes_needed(Shape(32, 4096).work(base), "cpu")
@@ -67,7 +60,7 @@ def test_the_ladder_begins_with_the_largest_that_fits() -> None:
     assert not rungs(LADDER, base, 20 * GIB, 80 * GIB)
 
 
-def test_configs_say_the_same_to_both_libraries() -> None:
+def test_configs_say_the_same_to_both_libraries():
     names = [entry.name for entry in ENTRIES]
     assert len(set(names)) == len(names)
     for entry in ENTRIES:
@@ -78,7 +71,7 @@ def test_configs_say_the_same_to_both_libraries() -> None:
     assert engine_config(TINY, {}, "deepzero", bf16_sums=True)["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
-def test_a_worker_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
+def test_a_worker_that_takes_too_long_is_ended_and_named(tmp_path):
     spec = {"name": "s2", "library": "deepzero", "zero": {"stage": 2}, "work": TINY.to_dict()}
     started = time.monotonic()
     found = gpu_run.run_worker(spec, 0.2, tmp_path / "scratch", tmp_path / "log")
@@ -87,7 +80,7 @@ def test_a_worker_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_named_with_its_own_error(tmp_path: Path) -> None:
+def test_a_worker_that_dies_is_named_with_its_own_error(tmp_path):
     work = dataclasses.replace(TINY, ranks=1)
     spec = {"name": "s9", "library": "deepzero", "zero": {"stage": 9}, "work": work.to_dict(), "parts_on": None}
     found = gpu_run.run_worker(spec, 100, tmp_path / "scratch", tmp_path / "log")
@@ -95,7 +88,7 @@ def test_a_worker_that_dies_is_named_with_its_own_error(tmp_path: Path) -> None:
     assert gpu.outcome(found).startswith("no step timed")
 
 
-def test_nothing_is_begun_that_the_budget_does_not_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_begun_that_the_budget_does_not_hold(tmp_path, capsys):
     assert gpu.main(["offload", "--quick", "--budget-seconds", "1", "--contenders", "s2", "--out", str(tmp_path)]) == 0
     skipped = results(tmp_path)["skipped"]
     assert [line.split(":")[0] for line in skipped][:2] == ["bits", "deepzero 2, round 1"]
@@ -105,7 +98,7 @@ def test_nothing_is_begun_that_the_budget_does_not_hold(tmp_path: Path, capsys: 
     assert all(line in page for line in skipped)
 
 
-def test_pytests_xml(tmp_path: Path) -> None:
+def test_pytests_xml(tmp_path):
     file = tmp_path / "tests.xml"
     file.write_text(
         "<testsuites><testsuite><testcase name='a'/><testcase name='b'><failure>assert 1 == 2</failure></testcase>"
@@ -117,11 +110,11 @@ def test_pytests_xml(tmp_path: Path) -> None:
     assert "1 passed, 1 failed, 1 skipped" in text and "`b`" in text and "assert 1 == 2" in text
 
 
-def sample(seconds: list[float], losses: list[float], **more: Any) -> dict[str, Any]:
+def sample(seconds, losses, **more):
     return {"seconds": seconds, "losses": losses, "build_seconds": 1.0, "device_bytes": GIB, **more}
 
 
-def test_tables_compare_with_deepspeed_and_judge_losses() -> None:
+def test_tables_compare_with_deepspeed_and_judge_losses():
     leg = {"bytes": 2e9, "seconds": 0.5, "gb_per_second": 4.0, "hidden": 0.75}
     rows = {
         "s2": [sample([1.0, 1.5], [5.0, 4.0], pipeline={"optimizer_step": leg}), sample([0.5], [5.0, 4.0])],
@@ -141,7 +134,7 @@ def test_tables_compare_with_deepspeed_and_judge_losses() -> None:
 
 
 @pytest.mark.slow
-def test_a_quick_run_of_the_largest_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_of_the_largest_model(tmp_path, capsys):
     """Built by zero.Init on the host, stage 3, all of it offloaded: the arena has the size of the closed form."""
     assert gpu.main(["offload", "--quick", "--parts", "largest", "--out", str(tmp_path)]) == 0
     (attempt,) = results(tmp_path)["largest"]["attempts"]
@@ -155,7 +148,7 @@ def test_a_quick_run_of_the_largest_model(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-def test_a_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quick_run_of_everything(tmp_path, capsys):
     wanted = ["plain", "s2", "s2-half", "s2-late", "s3"]
     status = gpu.main(["offload", "--quick", "--contenders", ",".join(wanted), "--out", str(tmp_path)])
     printed = capsys.readouterr().out

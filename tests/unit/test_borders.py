@@ -1,7 +1,5 @@
 """Numbers at their border: exactly full, exactly adjacent, nothing at all. Most were found by ``tools/mutate.py``."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -14,14 +12,14 @@ from deepzero.checkpoint.reader import damage
 from deepzero.runtime.zero.sharded_step import MasterFragment, _sub_groups
 
 
-def test_a_sub_group_may_be_exactly_full() -> None:
+def test_a_sub_group_may_be_exactly_full():
     parts = [MasterFragment(torch.zeros(numel), torch.zeros(numel)) for numel in (2, 3, 1, 4, 9, 4)]
     numels = [[part.master.numel() for part in group] for group in _sub_groups(parts, 5)]
     assert numels == [[2, 3], [1, 4], [9], [4]]
     assert _sub_groups(parts, None) == [parts]
 
 
-def test_a_damaged_block_names_the_tensors_that_it_touches() -> None:
+def test_a_damaged_block_names_the_tensors_that_it_touches():
     rows = tuple(Row("param", name, "F32", 0, 25, 100 * place) for place, name in enumerate("abcdef"))
     info = ShardInfo(0, 600, None, 200, "0" * 24, rows)
     assert damage(Path("x"), info, 1) == "x is damaged: bytes 200 to 400 are not what was written (param/c, param/d)"
@@ -33,8 +31,8 @@ def test_a_damaged_block_names_the_tensors_that_it_touches() -> None:
     assert "(the header)" in damage(Path("x"), ShardInfo(0, 9, None, 9, "0" * 8, ()), 0)
 
 
-def test_every_generator_goes_on_where_it_was() -> None:
-    def draw() -> list[float]:
+def test_every_generator_goes_on_where_it_was():
+    def draw():
         return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
 
     draw()  # one half of a pair of Gaussian numbers is kept by Python and by numpy

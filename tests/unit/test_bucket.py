@@ -1,7 +1,5 @@
 """The exact sum: fp32, left to right, for any dtype on the wire and any chunk boundary."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

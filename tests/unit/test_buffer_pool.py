@@ -1,13 +1,11 @@
 """Which buffers a pool keeps."""
 
-from __future__ import annotations
-
 import torch
 
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
 
-def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass() -> None:
+def test_where_room_is_tight_buffers_are_kept_from_pass_to_pass():
     """Whether or not sizes were planned before."""
     for planned in ([], [8]):
         pool = BufferPool(torch.float32, torch.device("cpu"), 100)

@@ -3,8 +3,6 @@
 Nothing here has memory: the device is torch's meta device, and this process pretends to be one of W ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,36 +1,24 @@
 """CPUAdam: the bits of all kernels, and their accuracy."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from deepzero.comm.compile import why_not_compiled
 from deepzero.offload import adam_compiled
 from deepzero.offload.adam_compiled import CompiledAdam, why_not
-from deepzero.offload.adam_kernels import (
-    ChunkedAdam,
-    Kernel,
-    Numbers,
-    Segment,
-    adam_lines,
-    exact_root,
-    line_by_line,
-)
+from deepzero.offload.adam_kernels import ChunkedAdam, Numbers, Segment, adam_lines, exact_root, line_by_line
 from deepzero.ops import CPUAdam
+from deepzero.utils.compile import why_not_compiled
 
 SIZES = (0, 1, 7, 63, 64, 65, 1000, 4095)
 NARROW = (torch.bfloat16, torch.float16, torch.float64)
 COMPILED = pytest.param(
     "compiled", marks=[pytest.mark.exhaustive, pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())]
 )
-MODES: tuple[dict[str, Any], ...] = (
+MODES = (
     {},
     {"weight_decay": 0.1},
     {"weight_decay": 0.1, "adamw_mode": False, "betas": (0.8, 0.9)},
@@ -44,33 +32,33 @@ NUMBA = pytest.param("numba", marks=pytest.mark.skipif(bool(why_not("numba")), r
 
 
 @pytest.fixture(params=["chunked", NUMBA, COMPILED])
-def kernel(request: pytest.FixtureRequest) -> str:
+def kernel(request):
     """Each kernel; the C++ compiler takes a minute for all dtypes, Numba ten seconds."""
     return str(request.param)
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads():
     """Puts the number of threads back."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def leaves(*extents: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def leaves(*extents, dtype=torch.float32):
     """Parameters."""
     return [randn(n, seed=n).to(dtype).requires_grad_() for n in extents]
 
 
-def gradients(params: Sequence[torch.Tensor], step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def gradients(params, step, dtype=torch.float32):
     return [randn(*p.shape, seed=100 * step + i).to(dtype) for i, p in enumerate(params)]
 
 
-def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+def same(one, other):
     """Parameters and state have the same bits."""
     pairs = zip(one.param_groups, other.param_groups, strict=True)
     params = [pq for a, b in pairs for pq in zip(a["params"], b["params"], strict=True)]
@@ -78,7 +66,7 @@ def same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
     return all(torch.equal(a, b) for a, b in params + states)
 
 
-def of_torch(params: Sequence[torch.Tensor], mode: dict[str, Any]) -> torch.optim.Optimizer:
+def of_torch(params, mode):
     """Torch's fused class for the same settings."""
     settings = {"weight_decay": 0.0, **mode}
     cls = torch.optim.AdamW if settings.pop("adamw_mode", True) else torch.optim.Adam
@@ -113,7 +101,7 @@ class TestBits:
         self.check_the_bits_of_the_lines("numba", mode)
 
     @staticmethod
-    def check_the_bits_of_the_lines(kernel: str, mode: dict[str, Any]) -> None:
+    def check_the_bits_of_the_lines(kernel, mode):
         (mine,), (theirs,) = leaves(1000), leaves(1000)
         ours = CPUAdam([mine], kernel=kernel, **mode)
         m, v = torch.zeros(1000), torch.zeros(1000)
@@ -201,7 +189,7 @@ class TestBits:
         assert same(ours, whole)
 
 
-def cpu_numbers(group: dict[str, Any], step: float, scale: float) -> Numbers:
+def cpu_numbers(group, step, scale):
     """A group's settings as a kernel takes them."""
     return Numbers(
         step,
@@ -215,27 +203,27 @@ def cpu_numbers(group: dict[str, Any], step: float, scale: float) -> Numbers:
     )
 
 
-def segment(n: int, grad: torch.dtype = torch.bfloat16) -> Segment:
+def segment(n, grad=torch.bfloat16):
     """In the middle of training."""
     param, m, v, g = (randn(n, seed=s) for s in range(4))
     return Segment(param, m, v.square_(), g.to(grad), torch.empty(n, dtype=torch.bfloat16))
 
 
-def make(kernel: str) -> Kernel:
+def make(kernel):
     made = ChunkedAdam() if kernel == "chunked" else CompiledAdam(True, kernel)
     made.ready([])
     return made
 
 
-def tensors(one: Segment) -> list[torch.Tensor | None]:
+def tensors(one):
     return [one.param, one.exp_avg, one.exp_avg_sq, one.grad, one.out]
 
 
-def cut(one: Segment, lo: int, hi: int) -> Segment:
-    return Segment(*(t[lo:hi].clone() for t in tensors(one) if t is not None))  # type: ignore[arg-type]
+def cut(one, lo, hi):
+    return Segment(*(t[lo:hi].clone() for t in tensors(one) if t is not None))
 
 
-def equal(one: Segment, other: Segment, part: slice) -> bool:
+def equal(one, other, part):
     pairs = zip(tensors(one), tensors(other), strict=True)
     return all(torch.equal(a, b[part]) for a, b in pairs if a is not None and b is not None)
 
@@ -243,7 +231,7 @@ def equal(one: Segment, other: Segment, part: slice) -> bool:
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def wild_gradients(n: int, steps: int, kind: str) -> Iterator[torch.Tensor]:
+def wild_gradients(n, steps, kind):
     """From 1e-18 to 1e+18: another magnitude for each element, or for each element in each step; or all near 1e-2."""
     generator = torch.Generator().manual_seed(1)
     exponents = torch.rand(n, generator=generator) * 36 - 18
@@ -255,7 +243,7 @@ def wild_gradients(n: int, steps: int, kind: str) -> Iterator[torch.Tensor]:
         yield (torch.randn(n, generator=generator).double() * 10.0 ** exponents.double()).float()
 
 
-def errors(kernel: str, n: int, steps: int, kind: str, mode: dict[str, Any]) -> list[tuple[float, float]]:
+def errors(kernel, n, steps, kind, mode):
     """Mean and largest error of the parameter, of CPUAdam and of torch's fused kernel, against float64."""
     (mine,), (theirs,) = leaves(n), leaves(n)
     ours, torchs = CPUAdam([mine], kernel=kernel, **mode), of_torch([theirs], mode)
@@ -333,7 +321,7 @@ def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
             assert ratios["param mean"] <= 1.05 and ratios["param largest"] <= 1.05
 
 
-def reference_step(state: torch.Tensor, grad: torch.Tensor, settings: dict[str, Any], step: int) -> None:
+def reference_step(state, grad, settings, step):
     """One step in float64 on ``state``: parameter, exp_avg, exp_avg_sq; chunk by chunk, in cache."""
     lr, (beta1, beta2), eps, decay = (settings[k] for k in ("lr", "betas", "eps", "weight_decay"))
     correction = math.sqrt(1 - beta2**step)
@@ -349,7 +337,7 @@ def reference_step(state: torch.Tensor, grad: torch.Tensor, settings: dict[str, 
         exact.addcdiv_(m, v.sqrt().div_(correction).add_(eps), value=-lr / (1 - beta1**step))
 
 
-def errors_of(optimizer: torch.optim.Optimizer, exact: torch.Tensor) -> dict[str, float]:
+def errors_of(optimizer, exact):
     """Mean and largest absolute error of the parameter, and of both moments relative to their own size."""
     param = optimizer.param_groups[0]["params"][0]
     found = {}

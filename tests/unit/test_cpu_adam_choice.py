@@ -1,16 +1,12 @@
 """Which kernel CPUAdam steps with, what it says about it, and what it does when compiling fails."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from deepzero.comm.compile import CompilationError, why_not_compiled
 from deepzero.offload import adam_choice, adam_compiled
 from deepzero.offload.adam_kernels import line_by_line
 from deepzero.ops import CPUAdam
+from deepzero.utils.compile import CompilationError, why_not_compiled
 from tests.unit.test_cpu_adam import leaves, same
 
 BF16 = torch.bfloat16
@@ -25,22 +21,22 @@ class TestChoice:
         monkeypatch.setattr(adam_choice, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
 
-    def broken(self) -> None:
+    def broken(self):
         """From here on nothing compiles."""
 
-        def fail(*_given: Any) -> Any:
+        def fail(*_given):
             raise OSError("cc1plus: killed")
 
         self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
         for compiler in ("_by_torch", "_by_numba"):
             self.monkeypatch.setattr(adam_compiled, compiler, fail)
 
-    def lines(self) -> None:
+    def lines(self):
         """Everything compiles, at once."""
         self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
         self.monkeypatch.setattr(adam_compiled, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
 
-    def without_numba(self) -> None:
+    def without_numba(self):
         self.monkeypatch.setattr(adam_compiled, "find_spec", lambda name: None)
 
     def test_too_few_elements(self):
@@ -132,10 +128,10 @@ class TestChoice:
         self.lines()
         self.without_numba()
 
-        def contracted(variant: Any, _sample: list[Any]) -> Any:
+        def contracted(variant, _sample):
             right = line_by_line(variant[3])
 
-            def lines(*tensors: Any) -> None:
+            def lines(*tensors):
                 right(*tensors)
                 tensors[1].view(torch.int32)[-1] += 1
 

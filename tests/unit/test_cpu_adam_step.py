@@ -1,11 +1,8 @@
 """CPUAdam as an optimizer among torch's: hooks, state dicts, GradScaler, what is refused, what is compiled when."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 BF16 = torch.bfloat16
 
 
-def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def values(optimizer):
     """Copies of the parameters."""
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
@@ -43,7 +40,7 @@ class TestTorchsMachinery:
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight])
 
-        def closure() -> float:
+        def closure():
             optimizer.zero_grad()
             loss = weight.square().sum()
             loss.backward()
@@ -58,7 +55,7 @@ class TestTorchsMachinery:
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight], lr=0.5)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        seen: list[Any] = []
+        seen = []
         optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append((len(args), sorted(kwargs))))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
         with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without
@@ -167,16 +164,13 @@ class TestInDeepzero:
         assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-4, (0.9, 0.95), 0.0)
         assert (group["decoupled_weight_decay"], group["bias_correction"]) == (False, False)
 
-    @pytest.mark.parametrize(
-        ("params", "message"),
-        [
-            ({"amsgrad": True}, "amsgrad=True is not implemented"),
-            ({"fp32_optimizer_states": False}, "fp32_optimizer_states=False.*is not implemented"),
-            ({"adam_w_mode": True, "adamw_mode": True}, "both adam_w_mode and adamw_mode"),
-            ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled, numba"),
-            ({"maximize": True}, "unknown config key 'optimizer.params.maximize'"),
-        ],
-    )
+    @pytest.mark.parametrize(("params", "message"), [
+        ({"amsgrad": True}, "amsgrad=True is not implemented"),
+        ({"fp32_optimizer_states": False}, "fp32_optimizer_states=False.*is not implemented"),
+        ({"adam_w_mode": True, "adamw_mode": True}, "both adam_w_mode and adamw_mode"),
+        ({"kernel": "cuda"}, r"kernel='cuda'\) must be one of auto, chunked, compiled, numba"),
+        ({"maximize": True}, "unknown config key 'optimizer.params.maximize'"),
+    ])  # fmt: skip
     def test_refused_by_name(self, params, message):
         with pytest.raises(ConfigError, match=message):
             build_optimizer(OptimizerConfig("CPUAdam", params), leaves(5))
@@ -188,7 +182,7 @@ class TestInDeepzero:
         assert moment_bytes_per_element(optimizer, torch.device("cpu")) == 8
 
 
-def sparse() -> torch.Tensor:
+def sparse():
     return torch.ones(5).to_sparse()
 
 
@@ -197,19 +191,16 @@ GRAD = f"the gradient of {NAME}"
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"betas": (0.9, 1.0)}, r"param_groups\[0\]: betas\[1\]=1.0 must be at least 0 and below 1"),
-            ({"betas": (0.9,)}, r"must be two numbers"),
-            ({"eps": -1e-8}, r"eps=-1e-08 must be finite and not negative"),
-            ({"lr": float("nan")}, r"lr=nan must be finite"),
-            ({"weight_decay": float("inf")}, r"weight_decay=inf"),
-            ({"amsgrad": True}, r"amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it"),
-            ({"fp32_optimizer_states": False}, r"both moments are kept in fp32"),
-            ({"kernel": "fast"}, r"must be one of auto, chunked, compiled, numba"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "message"), [
+        ({"betas": (0.9, 1.0)}, r"param_groups\[0\]: betas\[1\]=1.0 must be at least 0 and below 1"),
+        ({"betas": (0.9,)}, r"must be two numbers"),
+        ({"eps": -1e-8}, r"eps=-1e-08 must be finite and not negative"),
+        ({"lr": float("nan")}, r"lr=nan must be finite"),
+        ({"weight_decay": float("inf")}, r"weight_decay=inf"),
+        ({"amsgrad": True}, r"amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it"),
+        ({"fp32_optimizer_states": False}, r"both moments are kept in fp32"),
+        ({"kernel": "fast"}, r"must be one of auto, chunked, compiled, numba"),
+    ])  # fmt: skip
     def test_arguments(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             CPUAdam(leaves(5), **arguments)
@@ -279,7 +270,7 @@ class TestRefused:
 
     def test_two_scales(self):
         optimizer = CPUAdam(leaves(5))
-        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+        optimizer.grad_scale = torch.tensor(2.0)
         with pytest.raises(ValueError, match="use one of them"):
             optimizer.step([torch.ones(5)], scale=2.0)
 

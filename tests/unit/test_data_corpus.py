@@ -1,11 +1,8 @@
 """What is read, how it is split, and every way in which a path can be wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +13,15 @@ from deepzero.data import corpus as module
 from deepzero.data.corpus import Corpus, load_corpus, split_by_file, split_single
 
 
-def text(path: Path | str, **settings: object) -> Corpus:
-    return load_corpus(DataConfig(name="text", path=str(path), **settings))  # type: ignore[arg-type]
+def text(path, **settings):
+    return load_corpus(DataConfig(name="text", path=str(path), **settings))
 
 
-def token_files(path: Path | str) -> Corpus:
+def token_files(path):
     return load_corpus(DataConfig(name="tokens", path=str(path)))
 
 
-def write_folder(root: Path, files: dict[str, bytes]) -> Path:
+def write_folder(root, files):
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
@@ -38,11 +35,11 @@ MANY = {f"{'abc'[i % 3]}/file_{i}.txt": bytes([65 + i]) * (50 + i) for i in rang
 
 
 @pytest.fixture(scope="module")
-def stdlib() -> Corpus:
+def stdlib():
     return load_corpus(DataConfig())
 
 
-def test_stdlib_is_python_source(stdlib: Corpus) -> None:
+def test_stdlib_is_python_source(stdlib):
     whole = stdlib.train.tobytes() + stdlib.val.tobytes()
     assert stdlib.vocab_size == 256 and stdlib.bytes_per_token == 1.0 and stdlib.separator == 0
     assert stdlib.train.dtype == np.uint8 and len(stdlib.train) > 3_000_000
@@ -54,7 +51,7 @@ def test_stdlib_is_python_source(stdlib: Corpus) -> None:
         source.decode("utf-8")
 
 
-def test_stdlib_leaves_out_tests_and_tables(stdlib: Corpus) -> None:
+def test_stdlib_leaves_out_tests_and_tables(stdlib):
     sources = set((stdlib.train.tobytes() + stdlib.val.tobytes()).split(b"\0"))
     root = Path(os.__file__).parent
     for name in ("encodings/cp437.py", "pydoc_data/topics.py", "test/test_os.py", "unittest/test/test_case.py"):
@@ -63,12 +60,12 @@ def test_stdlib_leaves_out_tests_and_tables(stdlib: Corpus) -> None:
     assert stdlib.train.tobytes().count(b"\nclass Test") < 20
 
 
-def test_stdlib_is_the_same_every_time(stdlib: Corpus) -> None:
+def test_stdlib_is_the_same_every_time(stdlib):
     again = load_corpus(DataConfig())
     assert again.train.tobytes() == stdlib.train.tobytes() and again.val.tobytes() == stdlib.val.tobytes()
 
 
-def test_python_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_source(tmp_path, monkeypatch):
     monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"no standard library source.*data=text data.path="):
         load_corpus(DataConfig())
@@ -77,7 +74,7 @@ def test_python_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 # ---- split -----------------------------------------------------------------------------------------------------------
 
 
-def test_split_by_file_is_by_name_alone(tmp_path: Path) -> None:
+def test_split_by_file_is_by_name_alone(tmp_path):
     """Neither the order of creation nor the place of the folder matters."""
     one = write_folder(tmp_path / "one", MANY)
     two = write_folder(tmp_path / "elsewhere" / "two", dict(reversed(list(MANY.items()))))
@@ -85,7 +82,7 @@ def test_split_by_file_is_by_name_alone(tmp_path: Path) -> None:
     assert first.train.tobytes() == second.train.tobytes() and first.val.tobytes() == second.val.tobytes()
 
 
-def test_split_by_file_keeps_files_whole_and_apart(tmp_path: Path) -> None:
+def test_split_by_file_keeps_files_whole_and_apart(tmp_path):
     corpus = text(write_folder(tmp_path, MANY), val_fraction=0.25)
     train = corpus.train.tobytes().rstrip(b"\0").split(b"\0")
     val = corpus.val.tobytes().rstrip(b"\0").split(b"\0")
@@ -95,7 +92,7 @@ def test_split_by_file_keeps_files_whole_and_apart(tmp_path: Path) -> None:
     assert [c for c in (MANY[n] for n in order) if c in train] == train
 
 
-def test_split_by_file_frozen() -> None:
+def test_split_by_file_frozen():
     """Frozen: another answer on another machine or version would mix the two parts of a resumed run."""
     sizes = {f"f{i}.txt": 100 for i in range(10)}
     assert split_by_file(sizes, 0.2)[1] == ["f9.txt", "f4.txt"]
@@ -105,12 +102,12 @@ def test_split_by_file_frozen() -> None:
     "sizes", [{"a": 1, "b": 1000}, {"a": 1000, "b": 1}, {"a": 5, "b": 5}, {"a": 900, "b": 900, "c": 2}]
 )
 @pytest.mark.parametrize("fraction", [0.001, 0.1, 0.5, 0.999])
-def test_split_by_file_never_empties_a_part(sizes: dict[str, int], fraction: float) -> None:
+def test_split_by_file_never_empties_a_part(sizes, fraction):
     train, val = split_by_file(sizes, fraction)
     assert train and val and sorted(train + val) == sorted(sizes)
 
 
-def test_split_single_file(tmp_path: Path) -> None:
+def test_split_single_file(tmp_path):
     content = bytes(range(1, 128)) * 10
     (tmp_path / "book.txt").write_bytes(content)
     corpus = text(tmp_path / "book.txt", val_fraction=0.2)
@@ -120,7 +117,7 @@ def test_split_single_file(tmp_path: Path) -> None:
     assert alone.train.tobytes() == corpus.train.tobytes()
 
 
-def test_split_single_does_not_cut_a_character() -> None:
+def test_split_single_does_not_cut_a_character():
     content = "ä€😀".encode() * 30
     for fraction in np.linspace(0.01, 0.99, 50):
         train, val = split_single(content, float(fraction))
@@ -129,7 +126,7 @@ def test_split_single_does_not_cut_a_character() -> None:
         val.decode("utf-8")
 
 
-def test_max_bytes(tmp_path: Path) -> None:
+def test_max_bytes(tmp_path):
     corpus = text(write_folder(tmp_path, MANY), max_bytes=400, val_fraction=0.2)
     assert len(corpus.train) == 320 and len(corpus.val) == 80
     (tmp_path / "one.txt").write_bytes(b"x" * 1000)
@@ -140,21 +137,21 @@ def test_max_bytes(tmp_path: Path) -> None:
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_text_is_passed_over(tmp_path: Path) -> None:
+def test_what_is_not_text_is_passed_over(tmp_path):
     files = {"a.txt": b"alpha", "b.txt": b"beta", "empty.txt": b"", "c.bin": b"\x00\x01", "d.txt": b"\xff\xfe latin"}
     files |= {".git/config": b"hidden", "sub/.hidden": b"hidden"}
     corpus = text(write_folder(tmp_path, files), val_fraction=0.5)
     assert sorted((corpus.train.tobytes() + corpus.val.tobytes()).split(b"\0")) == [b"", b"alpha", b"beta"]
 
 
-def test_glob(tmp_path: Path) -> None:
+def test_glob(tmp_path):
     files = {"a.md": b"alpha", "sub/b.md": b"beta", "c.txt": b"gamma"}
     corpus = text(write_folder(tmp_path, files), val_fraction=0.5, glob="*.md")
     assert b"gamma" not in corpus.train.tobytes() + corpus.val.tobytes()
     assert b"beta" in corpus.train.tobytes() + corpus.val.tobytes()
 
 
-def test_decode() -> None:
+def test_decode():
     empty = np.zeros(0, np.uint8)
     by_bytes = Corpus(empty, empty, 256, 1.0, 0, "")
     assert by_bytes.decode(list("naïve".encode())) == "naïve"
@@ -165,42 +162,42 @@ def test_decode() -> None:
 # ---- wrong paths -----------------------------------------------------------------------------------------------------
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.path=.*nowhere does not exist"):
         text(tmp_path / "nowhere")
 
 
-def test_empty_file(tmp_path: Path) -> None:
+def test_empty_file(tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match=r"empty\.txt is empty"):
         text(tmp_path / "empty.txt")
 
 
-def test_folder_without_text(tmp_path: Path) -> None:
+def test_folder_without_text(tmp_path):
     write_folder(tmp_path, {"a.bin": b"\x00", "b.txt": b""})
     with pytest.raises(ConfigError, match="holds no UTF-8 text file"):
         text(tmp_path)
 
 
-def test_neither_file_nor_folder() -> None:
+def test_neither_file_nor_folder():
     with pytest.raises(ConfigError, match=r"data\.path=/dev/null is a device, a pipe or a socket"):
         text(Path("/dev/null"))
 
 
-def test_glob_without_match(tmp_path: Path) -> None:
+def test_glob_without_match(tmp_path):
     write_folder(tmp_path, {"a.txt": b"text", "b.txt": b"text"})
     with pytest.raises(ConfigError, match=r"matches '\*\.rst'"):
         text(tmp_path, glob="*.rst")
 
 
-def test_glob_of_a_file(tmp_path: Path) -> None:
+def test_glob_of_a_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"text")
     with pytest.raises(ConfigError, match=r"data\.glob='\*\.txt'.*is a file"):
         text(tmp_path / "a.txt", glob="*.txt")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00a", "café".encode("latin-1"), b"text with \x00 inside"])
-def test_binary_or_undecodable(tmp_path: Path, content: bytes) -> None:
+def test_binary_or_undecodable(tmp_path, content):
     (tmp_path / "x.dat").write_bytes(content)
     with pytest.raises(ConfigError, match=r"x\.dat is not UTF-8 text"):
         text(tmp_path / "x.dat")
@@ -208,14 +205,14 @@ def test_binary_or_undecodable(tmp_path: Path, content: bytes) -> None:
         text(tmp_path, glob="*.dat")
 
 
-def test_too_short_to_split(tmp_path: Path) -> None:
+def test_too_short_to_split(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"ab")
     with pytest.raises(ConfigError, match=r"x\.txt gives 2 bytes for training and 0 for validation.*val_fraction=0\.1"):
         text(tmp_path / "x.txt")
 
 
 @pytest.mark.skipif(os.geteuid() == 0 if hasattr(os, "geteuid") else True, reason="root reads everything")
-def test_unreadable(tmp_path: Path) -> None:
+def test_unreadable(tmp_path):
     write_folder(tmp_path, {"a.txt": b"text", "b.txt": b"text"})
     (tmp_path / "a.txt").chmod(0)
     with pytest.raises(ConfigError, match=r"a\.txt cannot be read: Permission denied"):
@@ -225,13 +222,13 @@ def test_unreadable(tmp_path: Path) -> None:
 # ---- token files -----------------------------------------------------------------------------------------------------
 
 
-def write_tokens(root: Path, train: list[int], val: list[int]) -> Path:
+def write_tokens(root, train, val):
     np.array(train, dtype="<u2").tofile(root / "train.bin")
     np.array(val, dtype="<u2").tofile(root / "val.bin")
     return root
 
 
-def test_token_files(tmp_path: Path) -> None:
+def test_token_files(tmp_path):
     corpus = token_files(write_tokens(tmp_path, [1, 50256, 3], [7, 8]))
     assert corpus.train.tolist() == [1, 50256, 3] and corpus.val.tolist() == [7, 8]
     assert isinstance(corpus.train, np.memmap) and corpus.train.dtype == np.dtype("<u2")
@@ -239,21 +236,21 @@ def test_token_files(tmp_path: Path) -> None:
     assert corpus.vocab_size == 50257 and corpus.bytes_per_token is None and corpus.separator is None
 
 
-def test_token_files_are_little_endian(tmp_path: Path) -> None:
+def test_token_files_are_little_endian(tmp_path):
     (tmp_path / "train.bin").write_bytes(b"\x01\x02")
     (tmp_path / "val.bin").write_bytes(b"\x00\x01")
     corpus = token_files(tmp_path)
     assert corpus.train.tolist() == [0x0201] and corpus.val.tolist() == [0x0100]
 
 
-def test_large_token_files_are_scanned_in_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_token_files_are_scanned_in_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SCANNED_TOKENS", 640)
     tokens = [5] * 10_000
     tokens[-1] = 300  # the last sample reaches the end
     assert token_files(write_tokens(tmp_path, tokens, [1])).vocab_size == 301
 
 
-def test_token_file_of_odd_size(tmp_path: Path) -> None:
+def test_token_file_of_odd_size(tmp_path):
     write_tokens(tmp_path, [1, 2], [3])
     with (tmp_path / "train.bin").open("ab") as file:
         file.write(b"\x00")
@@ -261,13 +258,13 @@ def test_token_file_of_odd_size(tmp_path: Path) -> None:
         token_files(tmp_path)
 
 
-def test_token_file_empty(tmp_path: Path) -> None:
+def test_token_file_empty(tmp_path):
     write_tokens(tmp_path, [1], [])
     with pytest.raises(ConfigError, match=r"val\.bin is empty"):
         token_files(tmp_path)
 
 
-def test_token_file_missing(tmp_path: Path) -> None:
+def test_token_file_missing(tmp_path):
     write_tokens(tmp_path, [1], [2])
     (tmp_path / "val.bin").unlink()
     with pytest.raises(ConfigError, match=r"val\.bin cannot be read: No such file"):
@@ -276,7 +273,7 @@ def test_token_file_missing(tmp_path: Path) -> None:
         token_files(tmp_path / "train.bin")
 
 
-def test_token_file_with_a_header(tmp_path: Path) -> None:
+def test_token_file_with_a_header(tmp_path):
     write_tokens(tmp_path, [1], [2])
     np.array([20240520, 1, 2], dtype="<i4").tofile(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"llm\.c's \.bin for GPT-2, which starts with a header"):
@@ -288,7 +285,7 @@ def test_token_file_with_a_header(tmp_path: Path) -> None:
     [("tokens", {"max_bytes": 5}), ("tokens", {"glob": "*"}), ("tokens", {"val_fraction": 0.2}),
      ("stdlib", {"path": "docs"}), ("stdlib", {"glob": "*.md"})],
 )  # fmt: skip
-def test_settings_of_another_source_are_refused(source: str, settings: dict[str, Any]) -> None:
+def test_settings_of_another_source_are_refused(source, settings):
     (key,) = settings
     path = {"path": "somewhere"} if source == "tokens" else {}
     with pytest.raises(ConfigError, match=rf"^data\.{key}=.*data={source} does not read it.*choose data="):

@@ -1,7 +1,5 @@
 """The order of the data: what it depends on, what it must not depend on, and that nothing is lost or repeated."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler, permute
 
 
-def test_frozen_order() -> None:
+def test_frozen_order():
     """Frozen: a change of these numbers changes every run that is resumed."""
     assert GlobalBatchSampler(100, 8, seed=1234).indices(0).tolist() == FROZEN_STEP_0
     assert GlobalBatchSampler(100, 8, seed=1234).indices(1_000_000).tolist() == FROZEN_STEP_1E6
@@ -19,13 +17,13 @@ def test_frozen_order() -> None:
 
 @settings(deadline=None)
 @given(size=st.integers(1, 3000), seed=st.integers(-(2**40), 2**70), epoch=st.integers(0, 2**40))
-def test_permute_is_a_permutation(size: int, seed: int, epoch: int) -> None:
+def test_permute_is_a_permutation(size, seed, epoch):
     result = permute(np.arange(size), size, seed, epoch)
     assert result.dtype == np.int64
     assert np.array_equal(np.sort(result), np.arange(size))
 
 
-def test_permute_of_a_large_corpus() -> None:
+def test_permute_of_a_large_corpus():
     size = 10**12 + 7  # no array of this size exists
     positions = np.random.default_rng(0).integers(0, size, 10_000)
     result = permute(positions, size, seed=1, epoch=2)
@@ -33,7 +31,7 @@ def test_permute_of_a_large_corpus() -> None:
     assert len(np.unique(result)) == len(np.unique(positions))
 
 
-def test_permute_mixes() -> None:
+def test_permute_mixes():
     size = 10_000
     result = permute(np.arange(size), size, seed=0, epoch=0)
     # Neighbours are no longer neighbours, and positions say nothing about places.
@@ -46,13 +44,13 @@ def test_permute_mixes() -> None:
     assert (result == other).mean() < 0.001
 
 
-def test_small_shuffles_take_many_forms() -> None:
+def test_small_shuffles_take_many_forms():
     """Of 4 things there are 24 orders; 400 epochs should show all of them."""
     assert len({tuple(permute(np.arange(4), 4, 9, epoch)) for epoch in range(400)}) == 24
 
 
 @pytest.mark.parametrize(("num_sequences", "global_batch"), [(12, 4), (13, 4), (7, 7), (5, 8), (1, 3), (1000, 32)])
-def test_epochs_without_repetition(num_sequences: int, global_batch: int) -> None:
+def test_epochs_without_repetition(num_sequences, global_batch):
     sampler = GlobalBatchSampler(num_sequences, global_batch, seed=3)
     steps = 3 * num_sequences // global_batch + 2
     stream = np.concatenate([sampler.indices(step) for step in range(steps)])
@@ -63,12 +61,12 @@ def test_epochs_without_repetition(num_sequences: int, global_batch: int) -> Non
         assert not np.array_equal(stream[:num_sequences], stream[num_sequences : 2 * num_sequences])
 
 
-def test_seed_matters() -> None:
+def test_seed_matters():
     one, two = (GlobalBatchSampler(1000, 64, seed).indices(0) for seed in (1, 2))
     assert not np.array_equal(one, two)
 
 
-def test_resumable_from_the_step_alone() -> None:
+def test_resumable_from_the_step_alone():
     straight = GlobalBatchSampler(50, 8, seed=3)
     history = [straight.indices(step) for step in range(30)]
     resumed = GlobalBatchSampler(50, 8, seed=3)
@@ -77,7 +75,7 @@ def test_resumable_from_the_step_alone() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 5, 123])
-def test_ranks_and_micro_steps_cut_the_global_batch(step: int) -> None:
+def test_ranks_and_micro_steps_cut_the_global_batch(step):
     sampler = GlobalBatchSampler(100, 24, seed=1)
     whole = sampler.indices(step)
     for world_size in (1, 2, 3, 4, 6):
@@ -95,7 +93,7 @@ def test_ranks_and_micro_steps_cut_the_global_batch(step: int) -> None:
             assert np.array_equal(np.concatenate(pieces), whole)
 
 
-def test_bad_numbers() -> None:
+def test_bad_numbers():
     sampler = GlobalBatchSampler(100, 24, seed=1)
     with pytest.raises(ConfigError, match=r"train_batch_size=24 .* 5 x 2 does not divide it"):
         sampler.rank_indices(0, 0, 0, micro_batch=5, world_size=2)

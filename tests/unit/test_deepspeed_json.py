@@ -1,7 +1,5 @@
 """DeepSpeed's JSON: names, meanings, defaults; every other key refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,21 +15,15 @@ FULL = {
     "steps_per_print": 10,
     "bf16": {"enabled": True},
     "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 12},
-    "zero_optimization": {
-        "stage": 1,
-        "reduce_bucket_size": 5e7,
-        "allgather_bucket_size": "2e7",
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_scatter": False,
-    },
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e7, "allgather_bucket_size": "2e7", "overlap_comm": True,
+     "contiguous_gradients": True, "reduce_scatter": False},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
     "data_types": {"grad_accum_dtype": "bf16"},
     "communication_data_type": "fp32",
     "comm": {"reduce": "exact", "chaos": {"enabled": True, "seed": 3}},
     "zero_allow_untested_optimizer": True,
-}
+}  # fmt: skip
 
 
 def test_every_key_arrives(tmp_path):

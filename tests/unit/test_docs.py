@@ -1,14 +1,11 @@
 """README and book say what the code does: commands, keys, defaults, links, pointers into files."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,22 +25,22 @@ CODE = re.compile(r"`((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w|train\
 MISSING = object()
 
 
-def text(page: Path) -> str:
+def text(page):
     """The page."""
     return page.read_text(encoding="utf-8")
 
 
-def fenced(page: Path) -> list[str]:
+def fenced(page):
     """The contents of a page's fenced blocks."""
     return [block.strip() for block in re.findall(r"^```\w*\n(.*?)^```", text(page), re.M | re.S)]
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """The page without its fenced blocks."""
     return re.sub(r"^```\w*\n.*?^```", "", text(page), flags=re.M | re.S)
 
 
-def rows(page: Path) -> list[list[str]]:
+def rows(page):
     """The cells of all table rows."""
     return [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text(page).splitlines() if line[:1] == "|"
@@ -53,27 +50,27 @@ def rows(page: Path) -> list[list[str]]:
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_readme_shows_the_two_commands_each_by_itself() -> None:
+def test_readme_shows_the_two_commands_each_by_itself():
     blocks = fenced(ROOT / "README.md")
     assert [blocks.count(command) for command in COMMANDS] == [1, 1]
     assert blocks[:2] == list(COMMANDS)
 
 
-def test_ci_finds_the_test_command_in_the_readme() -> None:
+def test_ci_finds_the_test_command_in_the_readme():
     pattern = re.search(r"grep -m1 -E '([^']+)' README\.md", text(ROOT / ".ci" / "run"))
     assert pattern is not None
     matching = [line for line in text(ROOT / "README.md").splitlines() if re.search(expression(pattern[1]), line)]
     assert matching == [COMMANDS[1]]
 
 
-def expression(posix: str) -> str:
+def expression(posix):
     """A POSIX expression in Python's notation, as far as .ci/run needs it."""
     return posix.replace("[[:space:]]", r"\s")
 
 
-def overrides() -> list[tuple[str, str]]:
+def overrides():
     """What follows ``train.py`` in every command of README and book, once each, with the page's name."""
-    found: dict[str, str] = {}
+    found = {}
     for page in PAGES:
         for line in "\n".join(fenced(page)).replace("\\\n", " ").splitlines():
             command = re.match(
@@ -85,7 +82,7 @@ def overrides() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("arguments", "page"), overrides())
-def test_commands_compose(arguments: str, page: str) -> None:
+def test_commands_compose(arguments, page):
     words = [word for word in shlex.split(arguments) if word != "-m"]
     first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words]  # of a sweep, the first point
     assert isinstance(run_config(*first), RunConfig)
@@ -94,9 +91,9 @@ def test_commands_compose(arguments: str, page: str) -> None:
 # ---- docs/config.md --------------------------------------------------------------------------------------------------
 
 
-def settings_of(config: Any, prefix: str = "") -> dict[str, Any]:
+def settings_of(config, prefix=""):
     """Dotted key, as on the command line, to value."""
-    found: dict[str, Any] = {}
+    found = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ("optimizer", "scheduler"):
@@ -108,7 +105,7 @@ def settings_of(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def documented() -> dict[str, tuple[str, list[Any]]]:
+def documented():
     """Key to its JSON name ("" for none) and the values in its default cell: the dataclass's, then train.py's."""
     table = [row for row in rows(CONFIG) if len(row) == 4 and re.fullmatch(r"`[a-z0-9_.]+`", row[0])]
     keys = [row[0] for row in table]
@@ -122,23 +119,23 @@ def documented() -> dict[str, tuple[str, list[Any]]]:
     }
 
 
-def test_every_key_is_documented_with_its_default() -> None:
+def test_every_key_is_documented_with_its_default():
     assert {key: values[0] for key, (_, values) in documented().items()} == settings_of(RunConfig())
 
 
-def test_what_train_py_starts_from() -> None:
+def test_what_train_py_starts_from():
     composed = settings_of(run_config()) | {"train_batch_size": None}
     assert {key: values[-1] for key, (_, values) in documented().items()} == composed
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path, value):
     """``{"a": {"b": value}}`` for ``a.b``."""
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
 
 
-def test_json_names_are_read() -> None:
+def test_json_names_are_read():
     """The default is taken, a bad value is refused, and neither as an unknown key."""
     names = {key: name for key, (name, _) in documented().items() if name}
     defaults = {name: values[0] for name, values in documented().values() if name}
@@ -151,7 +148,7 @@ def test_json_names_are_read() -> None:
         assert "unknown config key" not in str(error.value), name
 
 
-def test_satisfied_keys() -> None:
+def test_satisfied_keys():
     table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if len(row) == 3 and row[0].startswith("`")}
     table = {key: values for key, values in table.items() if key not in CURVES}
     assert set(table) == set(SATISFIED)
@@ -159,18 +156,18 @@ def test_satisfied_keys() -> None:
         assert {json.loads(v) for v in table[key].split(", ")} == set(values), key
 
 
-def names_in(paragraph: str) -> list[str]:
+def names_in(paragraph):
     """The words in backquotes in the paragraph of docs/config.md that begins with ``*paragraph*``."""
     found = re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)
     assert found is not None
     return re.findall(r"`(\w+)`", found[0])
 
 
-def test_blocks_that_may_be_switched_off() -> None:
+def test_blocks_that_may_be_switched_off():
     assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
 
 
-def test_refused_keys_are_refused() -> None:
+def test_refused_keys_are_refused():
     for name in names_in("Refused"):
         place = NOT_IMPLEMENTED[[path.rpartition(".")[2] for path in NOT_IMPLEMENTED].index(name)]
         with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
@@ -179,7 +176,7 @@ def test_refused_keys_are_refused() -> None:
         load_engine_config({"train_batch_size": 4, "no_such_key": {}})
 
 
-def test_schedules_with_their_parameters() -> None:
+def test_schedules_with_their_parameters():
     table = {row[0].strip("`"): row[1] for row in rows(CONFIG) if row[0].strip("`") in CURVES}
     assert set(table) == set(CURVES)
     for name, cell in table.items():
@@ -195,14 +192,14 @@ def test_schedules_with_their_parameters() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_resolve(page: Path) -> None:
+def test_relative_links_resolve(page):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose(page))
     broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert broken == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pointers_exist(page: Path) -> None:
+def test_pointers_exist(page):
     for file, name in CODE.findall(prose(page)):
         if file.rstrip("/") in ("docs/benchmarks", "examples") or (page.name == "CONTRIBUTING.md" and not name):
             continue
@@ -211,9 +208,9 @@ def test_pointers_exist(page: Path) -> None:
             assert defines((ROOT / file).read_text(encoding="utf-8"), name.split(".")), f"{file}:{name}"
 
 
-def defines(source: str, names: list[str]) -> bool:
+def defines(source, names):
     """Whether a Python file defines ``names[0]``, with ``names[1]`` inside it, and so on."""
-    body: list[Any] = ast.parse(source).body
+    body = ast.parse(source).body
     for name in names:
         found = [node for node in body if getattr(node, "name", None) == name]
         if not found:
@@ -222,7 +219,7 @@ def defines(source: str, names: list[str]) -> bool:
     return True
 
 
-def test_the_book_has_every_page_and_no_other() -> None:
+def test_the_book_has_every_page_and_no_other():
     listed = re.findall(r"^  - .*: (\S+\.md)$", text(ROOT / "mkdocs.yml"), re.M)
     assert listed[0] == "index.md"
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))

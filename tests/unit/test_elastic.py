@@ -1,7 +1,5 @@
 """Notes that survive a restart, the number of the restart, and what a rank may ask for on SIGTERM."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -14,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from deepzero.comm import elastic, preemption, rendezvous
-from deepzero.comm.elastic import recall, remember, restart_count
+from deepzero.comm import rendezvous
+from deepzero.launch import elastic, preemption
+from deepzero.launch.elastic import recall, remember, restart_count
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def agent(tmp_path, monkeypatch):
     """The folder of torchrun's agent, as local rank 0 finds it in its second attempt."""
     file = tmp_path / "none_x1y2" / "attempt_1" / "0" / "error.json"
     file.parent.mkdir(parents=True)
@@ -31,7 +30,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "none_x1y2"
 
 
-def test_a_note(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note(agent, monkeypatch):
     assert recall("run_dir") is None
     remember("run_dir", "out/é")
     remember("run_dir", "out/è")
@@ -45,29 +44,25 @@ def test_a_note(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recall("step") is None
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
-def test_bad_names(name: str, agent: Path) -> None:
-    with pytest.raises(ValueError, match="name="):
-        remember(name, "x")
+def test_bad_names(agent):
+    for name in ("", "a/b", "../x", "a b"):
+        with pytest.raises(ValueError, match="name="):
+            remember(name, "x")
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"TORCHELASTIC_ERROR_FILE": ""},
-        {"TORCHELASTIC_ERROR_FILE": "/dev/null"},
-        {"TORCHELASTIC_ERROR_FILE": "/somewhere/else/0/error.json"},
-        {"DEEPZERO_RESTART": "0"},  # our launcher outlives its ranks, and needs no notes
-    ],
-)
-def test_no_notes_without_torchrun(variables: dict[str, str], agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize(("variable", "value"), [
+    ("TORCHELASTIC_ERROR_FILE", ""),
+    ("TORCHELASTIC_ERROR_FILE", "/dev/null"),
+    ("TORCHELASTIC_ERROR_FILE", "/somewhere/else/0/error.json"),
+    ("DEEPZERO_RESTART", "0"),  # our launcher outlives its ranks, and needs no notes
+])  # fmt: skip
+def test_no_notes_without_torchrun(variable, value, agent, monkeypatch):
+    monkeypatch.setenv(variable, value)
     remember("run_dir", "x")
     assert recall("run_dir") is None
 
 
-def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_count(monkeypatch):
     monkeypatch.delenv("DEEPZERO_RESTART", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert restart_count() == 0
@@ -77,29 +72,26 @@ def test_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert restart_count() == 3
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 25.1, 30.0, float("nan")])
-def test_grace_that_the_agent_would_not_grant(seconds: float) -> None:
-    with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
-        preemption.on_stop_request(lambda: None, seconds)
-    assert preemption.registered() is None
-
-
-def test_a_request_can_be_withdrawn() -> None:
+def test_a_request_to_leave_in_order():
+    for seconds in (-1.0, 25.1, 30.0, float("nan")):  # the agent would not grant it
+        with pytest.raises(ValueError, match="killed 30 s after SIGTERM"):
+            preemption.on_stop_request(lambda: None, seconds)
+        assert preemption.registered() is None
     preemption.on_stop_request(print, 3.0)
     assert preemption.registered() == (print, 3.0)
     preemption.on_stop_request(None)
     assert preemption.registered() is None
 
 
-def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
+def test_ranks_agree_on_a_fresh_part_of_an_old_store():
     """Whatever earlier attempts have left: questions, answers, signatures, of more ranks than there are now."""
     patience = timedelta(seconds=20)
     server = rendezvous.host_store(0, patience)
 
-    def attempt(world: int, late: int) -> None:
-        parts: dict[int, dist.Store] = {}
+    def attempt(world, late):
+        parts = {}
 
-        def join(rank: int) -> None:
+        def join(rank):
             time.sleep(0.3 if rank == late else 0)
             client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
             parts[rank] = rendezvous.fresh(client, rank, world, patience)
@@ -120,7 +112,7 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store() -> None:
         rendezvous.fresh(server, 0, 2, timedelta(seconds=0.3))
 
 
-def test_whose_store_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_store_is_shared(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert rendezvous.shared_by_attempts()
@@ -132,7 +124,7 @@ PROGRAM = """
 import signal, sys, time
 for name in sys.argv[1:]:
     signal.signal(signal.Signals[name], signal.SIG_IGN)  # as `nohup` and a shell's `&` do it
-from deepzero.comm import rank_process, preemption
+from deepzero.launch import rank_process, preemption
 asked = []
 def ask():
     asked.append(1)
@@ -150,48 +142,25 @@ REQUEST = "preemption.on_stop_request(ask, 1.0)"
 
 
 EXHAUSTIVE = pytest.mark.exhaustive
+LONG = REQUEST.replace("1.0", "20")
 
 
-@pytest.mark.parametrize(
-    ("before", "inside", "leaves", "signals", "said", "status"),
-    [
-        ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
-        (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
-        (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
-        pytest.param(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130, marks=EXHAUSTIVE),
-        pytest.param(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129, marks=EXHAUSTIVE),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "",
-            False,
-            ["TERM", "2", "TERM"],
-            ["asked", "stopped by SIGTERM"],
-            143,
-            marks=EXHAUSTIVE,
-        ),
-        # By Slurm, and passed on by the launcher.
-        pytest.param(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0, marks=EXHAUSTIVE),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "",
-            False,
-            ["TERM", "HUP"],
-            ["asked", "stopped by SIGHUP"],
-            129,
-            marks=EXHAUSTIVE,
-        ),
-        pytest.param(
-            REQUEST.replace("1.0", "20"),
-            "1 / 0",
-            False,
-            ["TERM"],
-            ["asked", "stopped by SIGTERM; its callback failed"],
-            143,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_signals(before: str, inside: str, leaves: bool, signals: list[str], said: list[str], status: int) -> None:
+def case(before, inside, leaves, signals, said, status, marks=EXHAUSTIVE):
+    return pytest.param(before, inside, leaves, signals, said, status, marks=marks)
+
+
+@pytest.mark.parametrize(("before", "inside", "leaves", "signals", "said", "status"), [
+    ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
+    (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
+    (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
+    case(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130),
+    case(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
+    case(LONG, "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
+    case(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),  # by Slurm, and passed on by the launcher
+    case(LONG, "", False, ["TERM", "HUP"], ["asked", "stopped by SIGHUP"], 129),
+    case(LONG, "1 / 0", False, ["TERM"], ["asked", "stopped by SIGTERM; its callback failed"], 143, pytest.mark.slow),
+])  # fmt: skip
+def test_signals(before, inside, leaves, signals, said, status):
     code = PROGRAM.format(before=before, inside=inside, leaves=leaves)
     ignored = [f"SIG{name[-3:]}" for name in signals if name.startswith("ignored")]
     command = [sys.executable, "-c", code, *ignored]

@@ -1,7 +1,5 @@
 """The gradient norm: exact integers, no order, and close to the truth."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

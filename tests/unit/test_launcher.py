@@ -1,34 +1,31 @@
 """The launcher's own part: starting, waiting, signals, the device. With real ranks: tests/e2e/test_launch.py."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import launcher, process_group
-from deepzero.comm.launcher import Interrupted, RankFailed, choose_device, launch
-from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
+from deepzero.comm import process_group
+from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
 from deepzero.config.strict import ConfigError
+from deepzero.launch import launcher
+from deepzero.launch.launcher import Interrupted, RankFailed, choose_device, launch
 
 
-def start(*scripts: str) -> list[subprocess.Popen[bytes]]:
+def start(*scripts):
     """Shells in the place of ranks."""
     return [subprocess.Popen(["sh", "-c", script], start_new_session=True) for script in scripts]
 
 
 @contextlib.contextmanager
-def ignored(*numbers: signal.Signals) -> Iterator[None]:
+def ignored(*numbers):
     """By this process, and by those that it starts."""
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -38,7 +35,7 @@ def ignored(*numbers: signal.Signals) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def test_the_rank_that_fails_ends_the_others() -> None:
+def test_the_rank_that_fails_ends_the_others():
     ranks = start("exec sleep 60", "exit 3")
     assert launcher._wait(ranks, launcher._Signals()) == {1: 3}
     assert ranks[0].returncode == -signal.SIGTERM
@@ -46,7 +43,7 @@ def test_the_rank_that_fails_ends_the_others() -> None:
     assert launcher._wait(start("exit 0"), launcher._Signals()) == {}
 
 
-def test_ranks_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_listen_are_killed(monkeypatch):
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
     signals = launcher._Signals()
     with ignored(signal.SIGTERM):
@@ -56,7 +53,7 @@ def test_ranks_that_do_not_listen_are_killed(monkeypatch: pytest.MonkeyPatch) ->
     assert ranks[0].returncode == -signal.SIGKILL
 
 
-def test_ctrl_c_twice_does_not_wait() -> None:
+def test_ctrl_c_twice_does_not_wait():
     signals = launcher._Signals()
     with ignored(signal.SIGTERM):
         ranks = start("exec sleep 60")
@@ -65,7 +62,7 @@ def test_ctrl_c_twice_does_not_wait() -> None:
     assert ranks[0].returncode == -signal.SIGKILL
 
 
-def test_a_failure_before_a_signal_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_before_a_signal_is_told(tmp_path, monkeypatch):
     signals = launcher._Signals()
     signals.received.append(signal.SIGINT)
     monkeypatch.setattr(launcher, "_wait", lambda ranks, signals: {1: 3})
@@ -75,7 +72,7 @@ def test_a_failure_before_a_signal_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert "rank 1 ended with exit status 3" in str(caught.value.__cause__)
 
 
-def test_what_was_ignored_stays_ignored() -> None:
+def test_what_was_ignored_stays_ignored():
     """SIGHUP by nohup, and Ctrl-C for what a shell has started with ``&``."""
     before = signal.getsignal(signal.SIGTERM)
     with ignored(signal.SIGHUP):
@@ -89,19 +86,19 @@ def test_what_was_ignored_stays_ignored() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_while_no_rank_runs() -> None:
+def test_a_signal_while_no_rank_runs():
     with launcher._signals() as signals, pytest.raises(Interrupted, match="SIGTERM"), signals.raised():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def go(nproc: int = 2, **settings: Any) -> None:
+def go(nproc=2, **settings):
     launch(__file__, "go", (), nproc=nproc, environment={}, **settings)
 
 
-def test_a_rank_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_be_started(monkeypatch):
     real, started = subprocess.Popen, []
 
-    def popen(command: list[str], **settings: Any) -> Any:
+    def popen(command, **settings):
         if started:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         started.append(real(["sleep", "60"], **settings))
@@ -118,8 +115,8 @@ def test_a_rank_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
-def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: Any) -> None:
+def test_no_place_to_meet(monkeypatch):
+    def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/x")
 
     monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
@@ -127,7 +124,7 @@ def test_no_place_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
         go()
 
 
-def meet_under(expected: str) -> None:
+def meet_under(expected):
     """A rank: its launch lies where TMPDIR says, and the store on no disk."""
     folder = Path(os.environ[LAUNCH_FOLDER_VARIABLE])
     assert folder.parents[1] == Path(expected)
@@ -136,7 +133,7 @@ def meet_under(expected: str) -> None:
         assert os.readlink((folder / STORE).readlink()).startswith("/memfd:")
 
 
-def test_the_launch_lies_where_tmpdir_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_launch_lies_where_tmpdir_says(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     before = set(os.listdir("/dev/fd"))
@@ -145,10 +142,10 @@ def test_the_launch_lies_where_tmpdir_says(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("joins", [0, 1])
-def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[Path] = []
+def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins, monkeypatch):
+    attempts = []
 
-    def attempt(folder: Path, *_: Any) -> None:
+    def attempt(folder, *_):
         attempts.append(folder)
         folder.mkdir()
         if len(attempts) <= joins:
@@ -156,7 +153,7 @@ def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins: int, m
         if len(attempts) < 3:
             raise RankFailed(f"attempt {len(attempts)}")
 
-    said: list[tuple[int, str]] = []
+    said = []
     monkeypatch.setattr(launcher, "_attempt", attempt)
     if joins:
         go(max_restarts=3, on_restart=lambda number, error: said.append((number, error.headline)))
@@ -169,7 +166,7 @@ def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins: int, m
     assert attempts[0].parent.name.startswith("deepzero-launch-")
 
 
-def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch):
     older = {"MASTER_ADDR": "far", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "GLOO_SOCKET_IFNAME": "eth0"}
     for name, value in {**older, "LOCAL_RANK": "7", "MASTER_KEY": "kept"}.items():
         monkeypatch.setenv(name, value)
@@ -185,9 +182,9 @@ def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def gpus(monkeypatch):
     """A machine with two GPUs; gets the devices that are chosen."""
-    chosen: list[Any] = []
+    chosen = []
     for name in ("DEEPZERO_DEVICE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(process_group, "_has_joined", lambda: False)  # another test may have
@@ -213,9 +210,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK=2: this process sees 2 GPUs only"),
     ],
 )
-def test_a_ranks_gpu(
-    variables: dict[str, str], device: int | str, gpus: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ranks_gpu(variables, device, gpus, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if isinstance(device, int):
@@ -225,7 +220,7 @@ def test_a_ranks_gpu(
             process_group.default_device()
 
 
-def test_a_group_that_the_caller_has_joined(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_the_caller_has_joined(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
     process_group.init_distributed()
@@ -233,7 +228,7 @@ def test_a_group_that_the_caller_has_joined(gpus: list[Any], monkeypatch: pytest
 
 
 @pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_gpu(monkeypatch):
     """A CUDA build of torch on a machine without a usable GPU."""
     monkeypatch.delenv("DEEPZERO_DEVICE", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
@@ -242,9 +237,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     process_group.say_cpu.cache_clear()
 
 
-def test_the_cpu_is_not_taken_in_silence(
-    no_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_is_not_taken_in_silence(no_gpu, capsys, monkeypatch):
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
     assert choose_device("auto", 2) == choose_device("auto", 2) == "cpu"
     process_group.init_distributed()
@@ -257,9 +250,7 @@ def test_the_cpu_is_not_taken_in_silence(
 
 
 @pytest.mark.parametrize("variables", [{"DEEPZERO_DEVICE": "cpu"}, {"RANK": "1"}])
-def test_the_cpu_is_taken_in_silence(
-    variables: dict[str, str], no_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cpu_is_taken_in_silence(variables, no_gpu, capsys, monkeypatch):
     """Where it is meant, and on all ranks but one."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -267,7 +258,7 @@ def test_the_cpu_is_taken_in_silence(
     assert capsys.readouterr().err == ""
 
 
-def test_a_cpu_build_beside_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_build_beside_a_driver(no_gpu, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/proc/driver/nvidia/version")
     assert "has an NVIDIA driver, and torch" in str(process_group.missing_gpu())
@@ -275,7 +266,7 @@ def test_a_cpu_build_beside_a_driver(no_gpu: None, monkeypatch: pytest.MonkeyPat
     assert process_group.missing_gpu() is None
 
 
-def test_too_few_gpus(gpus: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_gpus(gpus, capsys):
     process_group.say_cpu.cache_clear()
     assert choose_device("auto", 2) == choose_device("cuda", 2) == "cuda"
     assert choose_device("auto", 3) == "cpu"

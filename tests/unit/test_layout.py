@@ -1,7 +1,5 @@
 """The layout: pure integers, for any parameters, any number of ranks, any bucket size."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,22 +1,17 @@
 """Loggers that fail in every way there is, and what they make of a run: names, tables, ids, offline or not."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deepzero.config.run import LoggerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor import loggers
-from deepzero.monitor.async_logger import Background, Sink, Tell, finish_all
+from deepzero.monitor.async_logger import Background, finish_all
 from deepzero.monitor.metrics_file import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.run_name import LIMIT, name_of, named
@@ -37,39 +32,39 @@ class Failing:
         at: number of the call, counted from 1, at which it does so; ``finish`` for that one.
     """
 
-    def __init__(self, bad: Callable[[], None] = lambda: None, at: int | str = 0) -> None:
+    def __init__(self, bad=lambda: None, at=0):
         self.bad, self.at = bad, at
-        self.seen: list[str] = []
+        self.seen = []
 
-    def _call(self, what: str) -> None:
+    def _call(self, what):
         self.seen.append(what)
         if self.at in (len(self.seen), what):
             self.bad()
 
-    def step(self, entry: Mapping[str, Any]) -> None:
+    def step(self, entry):
         self._call("step")
 
-    def validation(self, entry: Mapping[str, Any]) -> None:
+    def validation(self, entry):
         self._call("validation")
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary):
         self._call("finish")
 
 
-def disk_full() -> None:
+def disk_full():
     raise OSError("disk full")
 
 
-def leave() -> None:
+def leave():
     raise SystemExit(3)
 
 
 @pytest.fixture
-def hang() -> Iterator[Callable[[], None]]:
+def hang():
     """Waits until the test is over."""
     over = threading.Event()
 
-    def wait() -> None:
+    def wait():
         over.wait(PATIENCE)
 
     yield wait
@@ -79,7 +74,7 @@ def hang() -> Iterator[Callable[[], None]]:
 DONE = {"status": "finished"}
 
 
-def run_past(make: Callable[[Tell], Sink], told: list[str], start: float = PATIENCE, **options: Any) -> None:
+def run_past(make, told, start=PATIENCE, **options):
     """Three steps, a validation, the end; ``start``: seconds."""
     background = Background("x", make, told.append, **options)
     background.start(start)
@@ -89,8 +84,8 @@ def run_past(make: Callable[[Tell], Sink], told: list[str], start: float = PATIE
     background.finish(DONE)
 
 
-def test_a_good_logger_sees_everything_in_order() -> None:
-    told: list[str] = []
+def test_a_good_logger_sees_everything_in_order():
+    told = []
     sink = Failing()
     run_past(lambda _: sink, told)
     assert sink.seen == ["step", "step", "step", "validation", "finish"]
@@ -103,8 +98,8 @@ def test_a_good_logger_sees_everything_in_order() -> None:
 @pytest.mark.parametrize(
     ("bad", "words"), [(disk_full, "OSError: disk full"), (leave, "SystemExit: 3")], ids=["raises", "leaves"]
 )
-def test_a_logger_that_fails_says_so_once(bad: Callable[[], None], words: str, at: int | str, seen: int) -> None:
-    told: list[str] = []
+def test_a_logger_that_fails_says_so_once(bad, words, at, seen):
+    told = []
     sink = Failing(bad, at)
     run_past(lambda _: sink, told)
     assert len(sink.seen) == seen
@@ -112,39 +107,39 @@ def test_a_logger_that_fails_says_so_once(bad: Callable[[], None], words: str, a
 
 
 @pytest.mark.parametrize("bad", [disk_full, leave])
-def test_a_logger_that_cannot_even_start(bad: Callable[[], None]) -> None:
-    def make(_: Tell) -> Sink:
+def test_a_logger_that_cannot_even_start(bad):
+    def make(_):
         bad()
         return Failing()
 
-    told: list[str] = []
+    told = []
     run_past(make, told)
     assert len(told) == 1
     assert told[0].endswith("training goes on without x")
 
 
-def test_a_logger_that_hangs_at_the_end(hang: Callable[[], None]) -> None:
-    told: list[str] = []
+def test_a_logger_that_hangs_at_the_end(hang):
+    told = []
     started = time.monotonic()
     run_past(lambda _: Failing(hang, "finish"), told, finish_seconds=0.2)
     assert time.monotonic() - started < PATIENCE / 2
     assert told == ["x: not done after 0.2 s; the run ends without it"]
 
 
-def test_a_logger_that_hangs_while_it_starts(hang: Callable[[], None]) -> None:
-    def make(_: Tell) -> Sink:
+def test_a_logger_that_hangs_while_it_starts(hang):
+    def make(_):
         hang()
         return Failing()
 
-    told: list[str] = []
+    told = []
     started = time.monotonic()
     run_past(make, told, start=0.1, finish_seconds=0.2)
     assert time.monotonic() - started < PATIENCE / 2
     assert [line.partition(" after ")[0] for line in told] == ["x: not ready", "x: not done"]
 
 
-def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang: Callable[[], None]) -> None:
-    told: list[str] = []
+def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
+    told = []
     sink = Failing(hang, 1)
     background = Background("x", lambda _: sink, told.append, room=10, finish_seconds=0.2)
     background.step({"step": 0})
@@ -164,27 +159,25 @@ def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang: Callabl
     ]
 
 
-def test_a_logger_that_was_slow_catches_up() -> None:
+def test_a_logger_that_was_slow_catches_up():
     """What waits when the run ends is still written."""
-    told: list[str] = []
+    told = []
     sink = Failing(lambda: time.sleep(0.1), 1)
     run_past(lambda _: sink, told)
     assert sink.seen[-1] == "finish"
     assert told == []
 
 
-def test_a_run_that_is_asked_to_stop_does_not_wait_long(
-    monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
-) -> None:
+def test_a_run_that_is_asked_to_stop_does_not_wait_long(monkeypatch, hang):
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.2)
-    told: list[str] = []
+    told = []
     background = Background("x", lambda _: Failing(hang, "finish"), told.append)
     background.finish({"status": "stopped"})
     assert told == ["x: not done after 0.2 s; the run ends without it"]
 
 
-def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang: Callable[[], None]) -> None:
-    told: list[str] = []
+def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
+    told = []
     good, full = Failing(), Failing(hang, 1)
     background = Background("full", lambda _: full, told.append, room=1, finish_seconds=0.5)
     for number in (1, 2, 3):  # the end of the run finds room where entries do not
@@ -202,9 +195,7 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang: Calla
     ]
 
 
-def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hang: Callable[[], None]
-) -> None:
+def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, monkeypatch, hang):
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.8)
     monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
     monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
@@ -218,9 +209,7 @@ def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(
 
 @pytest.mark.parametrize("at", [1, 3, 4, "finish"])
 @pytest.mark.parametrize("bad", [disk_full, leave])
-def test_metrics_and_summary_are_whole_whatever_a_logger_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: Callable[[], None], at: int | str
-) -> None:
+def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypatch, bad, at):
     good = Failing()
     monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(bad, at))
     monkeypatch.setattr(loggers, "TensorBoard", lambda *_: good)
@@ -236,7 +225,7 @@ def test_metrics_and_summary_are_whole_whatever_a_logger_does(
     assert good.seen == ["step", "step", "step", "validation", "finish"]
 
 
-def test_a_run_that_is_stopped_closes_its_loggers(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
     sink = Failing()
     monitor = Monitor(WORK, tmp_path, [sink])
     monitor.step(step(1), 0.5)
@@ -247,20 +236,20 @@ def test_a_run_that_is_stopped_closes_its_loggers(tmp_path: Path) -> None:
 # ---- what they are told ----------------------------------------------------------------------------------------------
 
 
-def test_names_with_a_section_keep_it() -> None:
+def test_names_with_a_section_keep_it():
     entry = {"step": 7, "loss": 1.0, "skipped": True, "mfu": None, "comm/exposed_seconds": 0.5, "note": "no number"}
     assert scalars("train", entry) == {"train/loss": 1.0, "train/skipped": 1.0, "comm/exposed_seconds": 0.5}
     assert scalars("validation", {"step": 0, "val_loss": 2.0}) == {"validation/val_loss": 2.0}
 
 
-def test_rows_of_the_ledger() -> None:
+def test_rows_of_the_ledger():
     assert memory_rows(FACTS) == [["parameters", 40, 40, 1.0]]
     assert communication_rows(FACTS) == [["gradients.reduce_scatter", 24, 24, 1.0, 1, 10, 2]]
     nothing = {"memory": None, "communication": None}
     assert memory_rows(nothing) == communication_rows(nothing) == []
 
 
-def test_two_points_of_a_sweep_never_share_a_name() -> None:
+def test_two_points_of_a_sweep_never_share_a_name():
     long = [f"model.some_rather_long_key_{i}=1" for i in range(20)]
     one, other = name_of([*long, "zero.stage=1"]), name_of([*long, "zero.stage=2"])
     assert one is not None and other is not None
@@ -268,7 +257,7 @@ def test_two_points_of_a_sweep_never_share_a_name() -> None:
     assert len(one) == len(other) == LIMIT
 
 
-def test_what_the_user_says_of_names_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_says_of_names_counts(monkeypatch):
     for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
         monkeypatch.delenv(name, raising=False)
     derived = named(LoggerConfig(), ["zero.stage=1", "+logger.tags=[a]"], "multirun/today/noon")
@@ -282,21 +271,18 @@ def test_what_the_user_says_of_names_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert named(LoggerConfig(), [], None).group is None
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"run_name": "x" * 129}, "logger.run_name"),
-        ({"group": ""}, "logger.group"),
-        ({"tags": ("x" * 65,)}, "logger.tags"),
-        ({"project": "a/b"}, "logger.project='a/b'"),
-    ],
-)
-def test_what_wandb_would_refuse_is_refused_before_the_run(settings: dict[str, Any], key: str) -> None:
+@pytest.mark.parametrize(("settings", "key"), [
+    ({"run_name": "x" * 129}, "logger.run_name"),
+    ({"group": ""}, "logger.group"),
+    ({"tags": ("x" * 65,)}, "logger.tags"),
+    ({"project": "a/b"}, "logger.project='a/b'"),
+])  # fmt: skip
+def test_what_wandb_would_refuse_is_refused_before_the_run(settings, key):
     with pytest.raises(ConfigError, match=key):
         LoggerConfig(**settings)
 
 
-def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     assert earlier_id(tmp_path, 5) is None
     (tmp_path / "wandb").mkdir()
@@ -311,7 +297,7 @@ def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path: Path, monkeypatch: py
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def nobody(monkeypatch, tmp_path):
     """No W&B login of any kind; returns the place of the netrc file."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -319,39 +305,34 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "netrc"
 
 
-def test_wandb_is_offline_when_nobody_is_logged_in(nobody: Path) -> None:
+def test_wandb_is_offline_when_nobody_is_logged_in(nobody):
     assert wandb_mode(LoggerConfig(), print) == "offline"
 
 
-def test_wandb_is_online_after_a_login(nobody: Path) -> None:
+def test_wandb_is_online_after_a_login(nobody):
     nobody.write_text("machine api.wandb.ai\n  login user\n  password not-a-key\n")
     nobody.chmod(0o600)
     assert wandb_mode(LoggerConfig(), print) == "online"
     assert wandb_mode(LoggerConfig(wandb_mode="offline"), print) == "offline"
 
 
-def test_wandb_follows_its_own_variable(nobody: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_follows_its_own_variable(nobody, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode(LoggerConfig(), print) == "disabled"
     assert wandb_mode(LoggerConfig(wandb_mode="online"), print) == "online"
 
 
-@pytest.mark.parametrize(
-    ("word", "mode", "lines"),
-    [
-        ("run", "online", 0),
-        ("Offline", "offline", 0),
-        ("dryrun", "offline", 0),
-        ("off", "offline", 1),
-        ("", "online", 0),
-    ],
-)
-def test_wandb_sends_nothing_against_a_word_of_its_variable(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch, word: str, mode: str, lines: int
-) -> None:
+@pytest.mark.parametrize(("word", "mode", "lines"), [
+    ("run", "online", 0),
+    ("Offline", "offline", 0),
+    ("dryrun", "offline", 0),
+    ("off", "offline", 1),
+    ("", "online", 0),
+])  # fmt: skip
+def test_wandb_sends_nothing_against_a_word_of_its_variable(nobody, monkeypatch, word, mode, lines):
     monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
     monkeypatch.setenv("WANDB_MODE", word)
-    told: list[str] = []
+    told = []
     assert wandb_mode(LoggerConfig(), told.append) == mode
     assert len(told) == lines
     assert all("WANDB_MODE='off' is none of online, offline, disabled, run, dryrun" in line for line in told)
@@ -361,7 +342,7 @@ def test_wandb_sends_nothing_against_a_word_of_its_variable(
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_is_one_run_of_wandb(nobody, tmp_path, monkeypatch):
     """Two starts, of which the second takes steps 3 and 4 again; names of all kinds, and numbers that are none.
 
     W&B's variable has a word that W&B itself would not start with.
@@ -397,7 +378,7 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(nobody: Path, tmp_path: Path, mo
     assert "WANDB_MODE='off' is none of" in told.getvalue()
 
 
-def test_a_run_that_goes_on_hides_what_came_to_nothing_from_tensorboard(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_hides_what_came_to_nothing_from_tensorboard(tmp_path):
     cfg = LoggerConfig(names=("tensorboard",))
     for first_step, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (0, (1, 2))):
         monitor = make_monitor(WORK, cfg, tmp_path, {"seed": 7}, first_step, stream=io.StringIO())

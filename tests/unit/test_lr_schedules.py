@@ -1,12 +1,9 @@
 """Schedules: the shape of deepzero's own, every number of DeepSpeed's, resuming, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,17 +13,17 @@ from deepzero.config.strict import ConfigError
 from deepzero.runtime.lr_schedules import CURVES, Scheduler, build_scheduler
 
 
-def sgd(*lrs: float) -> torch.optim.Optimizer:
+def sgd(*lrs):
     """An optimizer with one parameter group for each learning rate."""
     return torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)])
 
 
-def adam(*lrs: float) -> torch.optim.Optimizer:
+def adam(*lrs):
     """The same with betas."""
     return torch.optim.Adam([{"params": [torch.zeros(1)], "lr": lr} for lr in lrs or (1.0,)], betas=(0.85, 0.95))
 
 
-def used(kind: str, params: dict[str, Any], steps: int, lr: float = 1.0, total: int | None = None) -> list[float]:
+def used(kind, params, steps, lr=1.0, total=None):
     """The learning rate that each of the first optimizer steps would use."""
     optimizer = sgd(lr)
     scheduler = build_scheduler(SchedulerConfig(kind, params), optimizer, total)
@@ -108,7 +105,7 @@ class TestScheduler:
 
     @pytest.mark.parametrize("kind", sorted(CURVES))
     def test_resume_goes_on_with_the_same_rates_at_once(self, kind):
-        params: dict[str, Any] = {
+        params = {
             "constant": {},
             "warmup_cosine": {"warmup_steps": 3},
             "warmup_stable_decay": {"warmup_steps": 3},
@@ -164,30 +161,23 @@ class TestRefused:
         with pytest.raises(ConfigError, match=r"needs scheduler.params.total_(num_)?steps"):
             build_scheduler(SchedulerConfig(kind), sgd())
 
-    @pytest.mark.parametrize(
-        ("kind", "params", "message"),
-        [
-            ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
-            ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
-            ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
-            ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5: must be an integer"),
-            ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
-            ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
-            ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
-            ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
-            ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
-            ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
-            ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
-            ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
-            (
-                "OneCycle",
-                {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0},
-                r"cycle_first_step_size=0",
-            ),
-            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
-            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": 0.5}, r"SGD has no betas"),
-        ],
-    )
+    @pytest.mark.parametrize(("kind", "params", "message"), [
+        ("warmup_cosine", {"warmup_steps": -1}, r"warmup_steps=-1: must not be negative"),
+        ("warmup_cosine", {"min_lr_ratio": 1.5}, r"min_lr_ratio=1.5: must be between 0 and 1"),
+        ("warmup_cosine", {"total_steps": 0}, r"total_steps=0: must be at least 1"),
+        ("warmup_cosine", {"warmup_steps": 2.5}, r"warmup_steps=2.5: must be an integer"),
+        ("warmup_stable_decay", {"decay_steps": -2}, r"decay_steps=-2"),
+        ("warmup_stable_decay", {"decay_steps": 11}, r"decay_steps=11: is longer than the whole schedule"),
+        ("WarmupLR", {"warmup_type": "cubic"}, r"warmup_type='cubic' is not one of log, linear"),
+        ("WarmupLR", {"warmup_num_steps": 0}, r"warmup_num_steps=0: must be at least 1"),
+        ("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, r"warmup_max_lr=\[0.1, 0.2\]: has 2 values.*1 parameter group"),
+        ("WarmupLR", {"last_batch_iteration": -2}, r"last_batch_iteration=-2"),
+        ("WarmupDecayLR", {"total_num_steps": 0}, r"total_num_steps=0: must be at least 1"),
+        ("OneCycle", {}, r"needs cycle_min_lr, cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0}, r"cycle_first_step_size=0"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True}, r"SGD has none"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_min_mom": 0.5}, r"SGD has no betas"),
+    ])  # fmt: skip
     def test_values_without_sense(self, kind, params, message):
         with pytest.raises(ConfigError, match=message):
             build_scheduler(SchedulerConfig(kind, params), sgd(), 10)
@@ -197,53 +187,19 @@ class TestRefused:
 
 
 # What DeepSpeed 0.19.8 gives for optimizer steps 0, 1, …, kept here so that the numbers hold where it is not installed.
-FROZEN: list[tuple[str, dict[str, Any], list[float]]] = [
-    (
-        "WarmupLR",
-        {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4},
-        [0.1, 0.1, 0.5, 0.7339850002884625, 0.9, 0.9],
-    ),
+FROZEN = [
+    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4}, [0.1, 0.1, 0.5,
+     0.7339850002884625, 0.9, 0.9]),
     ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 1]),
-    (
-        "WarmupDecayLR",
-        {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"},
-        [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0],
-    ),
-    (
-        "WarmupCosineLR",
-        {
-            "total_num_steps": 6,
-            "warmup_num_steps": 2,
-            "warmup_min_ratio": 0.5,
-            "cos_min_ratio": 0.0,
-            "warmup_type": "linear",
-        },
-        [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0],
-    ),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 0.0,
-            "cycle_max_lr": 1.0,
-            "cycle_first_step_size": 4,
-            "cycle_second_step_size": 2,
-            "decay_step_size": 1,
-            "decay_lr_rate": 1.0,
-        },
-        [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0],
-    ),
-    (
-        "OneCycle",
-        {
-            "cycle_min_lr": 1.0,
-            "cycle_max_lr": 2.0,
-            "cycle_first_step_size": 1,
-            "decay_step_size": 2,
-            "decay_lr_rate": 1.0,
-        },
-        [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5],
-    ),
-]
+    ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"}, [0,
+     0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_min_ratio": 0.5, "cos_min_ratio": 0.0,
+     "warmup_type": "linear"}, [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0]),
+    ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 2,
+     "decay_step_size": 1, "decay_lr_rate": 1.0}, [0, 0.25, 0.5, 0.75, 1, 0.5, 0, 0, 0]),
+    ("OneCycle", {"cycle_min_lr": 1.0, "cycle_max_lr": 2.0, "cycle_first_step_size": 1, "decay_step_size": 2,
+     "decay_lr_rate": 1.0}, [1, 2, 1, 1 / 1.5, 1 / 2, 1 / 2.5]),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "params", "rates"), FROZEN, ids=lambda value: value if isinstance(value, str) else "")
@@ -264,7 +220,7 @@ def theirs():
     logger.setLevel(level)
 
 
-def same_as_deepspeed(theirs: Any, kind: str, params: dict[str, Any], make: Any, steps: int = 60) -> None:
+def same_as_deepspeed(theirs, kind, params, make, steps=60):
     """Rates and betas of every optimizer step, and the saved state, are those of DeepSpeed's class."""
     ours_opt, their_opt = make(), make()
     ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
@@ -326,15 +282,9 @@ class TestAgainstDeepSpeed:
     )
     def test_one_cycle_with_momentum(self, theirs, second, stairs, decay):
         params = {
-            "cycle_min_lr": [0.01, 0.1],
-            "cycle_max_lr": 1.5,
-            "cycle_first_step_size": 7,
-            "cycle_second_step_size": second,
-            "cycle_min_mom": 0.75,
-            "cycle_max_mom": [0.9, 0.95],
-            **stairs,
-            **decay,
-        }
+            "cycle_min_lr": [0.01, 0.1], "cycle_max_lr": 1.5, "cycle_first_step_size": 7,
+            "cycle_second_step_size": second, "cycle_min_mom": 0.75, "cycle_max_mom": [0.9, 0.95], **stairs, **decay,
+        }  # fmt: skip
         same_as_deepspeed(theirs, "OneCycle", params, lambda: adam(1, 1))
 
     def test_one_cycle_without_momentum(self, theirs):

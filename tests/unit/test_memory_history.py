@@ -1,10 +1,7 @@
 """The GPU allocator's history beside a trace: what is asked of torch, and what its failure costs. No GPU is needed."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -17,12 +14,12 @@ from deepzero.profiling.trace import Recording, trace
 class Torch:
     """What was asked of torch."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, running: bool) -> None:
-        self.calls: list[dict[str, Any]] = []
+    def __init__(self, patch, running):
+        self.calls = []
         patch.setattr(torch.cuda.memory, "_record_memory_history", self.history)
         patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: running, raising=False)
 
-    def history(self, **asked: Any) -> None:
+    def history(self, **asked):
         self.calls.append(asked)
         if "enabled" in asked:
             raise RuntimeError("CUDA error: an illegal memory access")
@@ -33,9 +30,7 @@ class Torch:
     (False, True, [{"context": "all", "stacks": "python", "max_entries": 100_000}, {"enabled": None}]),
     (True, False, []),
 ])  # fmt: skip
-def test_the_history_ends_without_raising(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, running: bool, with_stack: bool, calls: list[dict[str, Any]]
-) -> None:
+def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
     asked = Torch(monkeypatch, running)
     recording = Recording(tmp_path, "rank0", None, True)
     recording.with_stack = with_stack
@@ -49,12 +44,10 @@ def test_the_history_ends_without_raising(
 
 
 @pytest.mark.parametrize("kind", [None, "cpu", "cuda"])
-def test_a_gpu_is_watched_only_by_a_run_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None
-) -> None:
-    asked: list[Any] = []
+def test_a_gpu_is_watched_only_by_a_run_on_it(tmp_path, monkeypatch, kind):
+    asked = []
 
-    def profile(**options: Any) -> Any:
+    def profile(**options):
         asked.extend(options["activities"])
         raise StopIteration  # enough is known
 

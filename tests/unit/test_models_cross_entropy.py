@@ -1,7 +1,5 @@
 """The chunked loss against the one-line one, in values, gradients, precision and memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from deepzero.models import cross_entropy as module
 from deepzero.models.cross_entropy import cross_entropy, naive_cross_entropy
 
 
-def both(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def both(logits, targets, scale=1.0):
     results = []
     for loss_of in (cross_entropy, naive_cross_entropy):
         leaf = logits.clone().requires_grad_()
@@ -23,7 +21,7 @@ def both(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> lis
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("chunk_numel", [1, 7 * 11, 3 * 11 + 5, 10**6])
-def test_equal_to_naive_for_any_chunk(dtype: torch.dtype, chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_to_naive_for_any_chunk(dtype, chunk_numel, monkeypatch):
     monkeypatch.setattr(module, "CPU_CHUNK_NUMEL", chunk_numel)
     torch.manual_seed(0)
     logits, targets = (torch.randn(13, 11) * 4).to(dtype), torch.randint(0, 11, (13,))
@@ -35,13 +33,13 @@ def test_equal_to_naive_for_any_chunk(dtype: torch.dtype, chunk_numel: int, monk
     torch.testing.assert_close(grad, naive_grad, rtol=tolerance, atol=1e-7)
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, 3e38, 0.0]])
     loss, grad = both(logits, torch.tensor([0, 1]))[0]
     assert loss.item() == 0.0 and torch.equal(grad, torch.zeros(2, 3))
 
 
-def test_fp16_gradients_survive_with_a_loss_scale() -> None:
+def test_fp16_gradients_survive_with_a_loss_scale():
     """softmax/rows is 1e-8 here: below fp16's smallest number, unless the scale is multiplied in before rounding."""
     logits, targets = torch.zeros(1000, 1000, dtype=torch.float16), torch.zeros(1000, dtype=torch.int64)
     logits[:, 0] = 4.6  # one likely class among 1000
@@ -51,13 +49,13 @@ def test_fp16_gradients_survive_with_a_loss_scale() -> None:
     torch.testing.assert_close(scaled.double(), exact, rtol=2e-3, atol=0)
 
 
-def test_nan_is_not_hidden() -> None:
+def test_nan_is_not_hidden():
     logits = torch.zeros(4, 5)
     logits[2, 3] = float("nan")
     assert cross_entropy(logits, torch.zeros(4, dtype=torch.int64)).isnan()
 
 
-def test_no_fp32_tensor_as_large_as_the_logits() -> None:
+def test_no_fp32_tensor_as_large_as_the_logits():
     logits = torch.zeros(2048, 1024, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(2048, dtype=torch.int64)
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
@@ -66,14 +64,14 @@ def test_no_fp32_tensor_as_large_as_the_logits() -> None:
     assert largest <= logits.nbytes  # the gradient itself, in bf16
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_are_named():
     with pytest.raises(ValueError, match=r"\(2, 3, 4\)"):
         cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises((IndexError, RuntimeError), match="index"):
         cross_entropy(torch.zeros(2, 3), torch.tensor([0, -100]))
 
 
-def test_gradcheck() -> None:
+def test_gradcheck():
     logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda z: cross_entropy(z, torch.tensor([0, 5, 2, 2])), (logits,))
     assert F.cross_entropy(logits, torch.tensor([0, 5, 2, 2])).item() == pytest.approx(

@@ -1,7 +1,5 @@
 """Generating against forward: the same model, one token at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -19,13 +17,13 @@ STYLES = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda c: c.name)
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_a_seed() -> None:
+def one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
 @STYLES
-def test_generate_greedy_is_the_argmax_of_forward(config: ModelConfig) -> None:
+def test_generate_greedy_is_the_argmax_of_forward(config):
     model = GPT(config)
     for parameter in model.parameters():  # a model that has opinions
         if parameter.dim() == 2:
@@ -40,7 +38,7 @@ def test_generate_greedy_is_the_argmax_of_forward(config: ModelConfig) -> None:
     assert torch.equal(out, expected)
 
 
-def test_generate_follows_its_generator_alone() -> None:
+def test_generate_follows_its_generator_alone():
     model, prompt = GPT(GPT2), torch.tensor([[0]])
     model.train()
     state = torch.get_rng_state()
@@ -50,7 +48,7 @@ def test_generate_follows_its_generator_alone() -> None:
     assert model.training and runs[0].min() >= 0 and runs[0].max() < 31
 
 
-def test_generate_samples_the_softmax_at_its_temperature() -> None:
+def test_generate_samples_the_softmax_at_its_temperature():
     model = GPT(GPT2).eval()
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -62,14 +60,14 @@ def test_generate_samples_the_softmax_at_its_temperature() -> None:
     assert (seen - expected).abs().max() < 0.02
 
 
-def test_generate_goes_through_the_modules_hooks() -> None:
+def test_generate_goes_through_the_modules_hooks():
     model, calls = GPT(GPT2), []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
     model.generate(torch.tensor([[0]]), 3)
     assert len(calls) == 3
 
 
-def test_negative_numbers_are_refused() -> None:
+def test_negative_numbers_are_refused():
     model, prompt = GPT(GPT2), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match="temperature=-1"):
         model.generate(prompt, 1, -1)
@@ -78,7 +76,7 @@ def test_negative_numbers_are_refused() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_is_broken_gives_one_line_and_no_sample(temperature, caplog) -> None:
+def test_a_model_that_is_broken_gives_one_line_and_no_sample(temperature, caplog):
     model = GPT(GPT2)
     torch.nn.init.constant_(next(model.parameters()), torch.nan)
     with pytest.raises(FloatingPointError, match="logits are not finite"):

@@ -1,7 +1,5 @@
 """The model against formulas written out, and against itself in another mode."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -9,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,40 +15,30 @@ from deepzero.models.gpt import GPT, INIT_STD, MLP, NORM_EPS, Attention, apply_r
 
 GPT2 = ModelConfig(name="tiny-gpt2", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_embd=16)
 LLAMA = ModelConfig(
-    name="tiny-llama",
-    vocab_size=31,
-    block_size=12,
-    n_layer=2,
-    n_head=4,
-    n_kv_head=2,
-    n_embd=16,
-    norm="rmsnorm",
-    position="rope",
-    activation="swiglu",
-    bias=False,
-    tied=False,
-)
+    name="tiny-llama", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, norm="rmsnorm",
+    position="rope", activation="swiglu", bias=False, tied=False,
+)  # fmt: skip
 STYLES = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda c: c.name)
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_a_seed() -> None:
+def one_thread_and_a_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
 
-def seeded(config: ModelConfig, seed: int = 0) -> GPT:
+def seeded(config, seed=0):
     torch.manual_seed(seed)
     return GPT(config)
 
 
-def some_batch(config: ModelConfig, batch: int = 3) -> tuple[Tensor, Tensor]:
+def some_batch(config, batch=3):
     generator = torch.Generator().manual_seed(1)
     window = torch.randint(0, config.vocab_size, (batch, config.block_size + 1), generator=generator)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def gradients(model: GPT, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def gradients(model, ids, labels):
     model.zero_grad(set_to_none=True)
     model(ids, labels).backward()
     found = {}
@@ -66,7 +53,7 @@ def gradients(model: GPT, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
 @STYLES
-def test_flops_formula_equals_counted_products(config: ModelConfig, kv_heads: int | None) -> None:
+def test_flops_formula_equals_counted_products(config, kv_heads):
     config = dataclasses.replace(config, n_kv_head=kv_heads)
     model, (ids, labels) = GPT(config), some_batch(config)
     # The math backend is made of matrix products that the counter sees.
@@ -79,7 +66,7 @@ def test_flops_formula_equals_counted_products(config: ModelConfig, kv_heads: in
 
 
 @STYLES
-def test_same_seed_same_values(config: ModelConfig) -> None:
+def test_same_seed_same_values(config):
     first, again, other = seeded(config, 5), seeded(config, 5), seeded(config, 6)
     for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -87,7 +74,7 @@ def test_same_seed_same_values(config: ModelConfig) -> None:
             assert not torch.equal(a, c), name
 
 
-def test_initial_spread() -> None:
+def test_initial_spread():
     config = ModelConfig(vocab_size=512, block_size=128, n_layer=8, n_head=4, n_embd=128)
     for name, parameter in seeded(config).named_parameters():
         if parameter.dim() == 2:
@@ -101,7 +88,7 @@ def test_initial_spread() -> None:
 
 
 @STYLES
-def test_first_loss_is_that_of_a_uniform_guess(config: ModelConfig) -> None:
+def test_first_loss_is_that_of_a_uniform_guess(config):
     loss = seeded(config)(*some_batch(config)).item()
     assert abs(loss - math.log(config.vocab_size)) < 0.05
 
@@ -109,14 +96,14 @@ def test_first_loss_is_that_of_a_uniform_guess(config: ModelConfig) -> None:
 # ---- the pieces against their formulas -------------------------------------------------------------------------------
 
 
-def test_layernorm_formula() -> None:
+def test_layernorm_formula():
     norm = make_norm(GPT2)
     x = torch.randn(5, 16, dtype=torch.float64) * 3 + 1
     expected = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + NORM_EPS).sqrt()
     torch.testing.assert_close(norm.double()(x), expected)
 
 
-def test_rmsnorm_formula() -> None:
+def test_rmsnorm_formula():
     norm = make_norm(LLAMA).double()
     with torch.no_grad():
         norm.weight.copy_(torch.randn(16))
@@ -127,9 +114,9 @@ def test_rmsnorm_formula() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
-def test_norm_statistics_are_taken_in_fp32(norm: str, dtype: torch.dtype) -> None:
+def test_norm_statistics_are_taken_in_fp32(norm, dtype):
     """1000² is beyond fp16's range, and a sum of 4096 numbers beyond bf16's 8 bits: only the output may be rounded."""
-    config = ModelConfig(n_embd=4096, norm=norm)  # type: ignore[arg-type]
+    config = ModelConfig(n_embd=4096, norm=norm)
     x = (torch.randn(4, 4096) * 1000 + 300).to(dtype)
     exact = make_norm(config).double()(x.double())
     ours = make_norm(config).to(dtype)(x)
@@ -137,7 +124,7 @@ def test_norm_statistics_are_taken_in_fp32(norm: str, dtype: torch.dtype) -> Non
     torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
-def test_rope_is_a_rotation_by_position() -> None:
+def test_rope_is_a_rotation_by_position():
     tokens, width = 7, 6
     x = torch.randn(2, tokens, 3, width)
     turned = apply_rope(x, rope_table(tokens, width, x.device))
@@ -149,7 +136,7 @@ def test_rope_is_a_rotation_by_position() -> None:
             torch.testing.assert_close(turned[:, t, :, i + width // 2], pair.imag, rtol=1e-5, atol=1e-6)
 
 
-def test_rope_products_depend_on_distance_alone() -> None:
+def test_rope_products_depend_on_distance_alone():
     q, k = torch.randn(16), torch.randn(16)
     turned = apply_rope(torch.stack((q, k)).repeat(20, 1, 1).unsqueeze(0), rope_table(20, 16, q.device))[0]
     products = [torch.dot(turned[t + 3, 0], turned[t, 1]).item() for t in range(17)]
@@ -157,7 +144,7 @@ def test_rope_products_depend_on_distance_alone() -> None:
     assert abs(torch.dot(turned[9, 0], turned[0, 1]).item() - products[0]) > 1e-3
 
 
-def test_rope_keeps_positions_apart_in_bf16() -> None:
+def test_rope_keeps_positions_apart_in_bf16():
     """bf16 cannot tell position 1000 from 1001; the table must not have gone through it."""
     table = rope_table(2048, 64, torch.device("cpu"))
     assert table.dtype == torch.float32
@@ -170,7 +157,7 @@ def test_rope_keeps_positions_apart_in_bf16() -> None:
     torch.testing.assert_close(turned.float(), exact, rtol=2**-8, atol=1e-6)
 
 
-def naive_attention(module: Attention, x: Tensor, rope: bool) -> Tensor:
+def naive_attention(module, x, rope):
     """Head by head, query by query, with a mask that exists."""
     batch, tokens = x.shape[:2]
     d, group = module.head_width, module.n_head // module.n_kv_head
@@ -194,7 +181,7 @@ def naive_attention(module: Attention, x: Tensor, rope: bool) -> Tensor:
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @STYLES
-def test_attention_formula(config: ModelConfig, kv_heads: int) -> None:
+def test_attention_formula(config, kv_heads):
     config = dataclasses.replace(config, n_kv_head=kv_heads)
     module = Attention(config)
     for parameter in module.parameters():
@@ -205,7 +192,7 @@ def test_attention_formula(config: ModelConfig, kv_heads: int) -> None:
     torch.testing.assert_close(module(x, rope), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_mlp_formulas() -> None:
+def test_mlp_formulas():
     x = torch.randn(5, 16)
     gelu = MLP(GPT2)
     hidden = F.linear(x, gelu.up.weight, gelu.up.bias)
@@ -220,7 +207,7 @@ def test_mlp_formulas() -> None:
 
 
 @STYLES
-def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
+def test_loss_is_the_cross_entropy_of_the_logits(config):
     model, (ids, labels) = GPT(config), some_batch(config)
     logits = model(ids)
     assert logits.shape == (3, 12, 31)
@@ -230,7 +217,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(config: ModelConfig) -> None:
 
 
 @STYLES
-def test_no_token_sees_the_future(config: ModelConfig) -> None:
+def test_no_token_sees_the_future(config):
     model, (ids, _) = GPT(config).eval(), some_batch(config)
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % config.vocab_size
@@ -240,7 +227,7 @@ def test_no_token_sees_the_future(config: ModelConfig) -> None:
 
 
 @STYLES
-def test_position_matters(config: ModelConfig) -> None:
+def test_position_matters(config):
     model = GPT(config).eval()
     if model.wpe is not None:
         torch.nn.init.normal_(model.wpe.weight)
@@ -254,7 +241,7 @@ def test_position_matters(config: ModelConfig) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @STYLES
-def test_the_whole_model_in_16_bits(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_the_whole_model_in_16_bits(config, dtype):
     exact, ids_labels = seeded(config), some_batch(config)
     reference = exact(*ids_labels).item()
     model = copy.deepcopy(exact).to(dtype)
@@ -268,7 +255,7 @@ def test_the_whole_model_in_16_bits(config: ModelConfig, dtype: torch.dtype) -> 
         assert error < 0.1, (name, error)
 
 
-def test_tied_weights() -> None:
+def test_tied_weights():
     model = GPT(GPT2)
     assert model.lm_head.weight is model.wte.weight
     assert len(list(model.parameters())) == len({id(p) for p in model.parameters()})
@@ -280,7 +267,7 @@ def test_tied_weights() -> None:
     assert copied.lm_head.weight is copied.wte.weight and copied.wte.weight is not model.wte.weight
 
 
-def test_tied_gradient_is_the_sum_of_both_uses() -> None:
+def test_tied_gradient_is_the_sum_of_both_uses():
     tied = seeded(GPT2)
     untied = GPT(dataclasses.replace(GPT2, tied=False))
     untied.load_state_dict(tied.state_dict())
@@ -289,7 +276,7 @@ def test_tied_gradient_is_the_sum_of_both_uses() -> None:
     torch.testing.assert_close(one["wte.weight"], two["wte.weight"] + two["lm_head.weight"])
 
 
-def test_state_dict_goes_round() -> None:
+def test_state_dict_goes_round():
     one, two = seeded(LLAMA, 1), seeded(LLAMA, 2)
     two.load_state_dict(one.state_dict())
     ids, labels = some_batch(LLAMA)
@@ -302,7 +289,7 @@ def test_state_dict_goes_round() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @STYLES
-def test_activation_checkpointing_same_bits(config: ModelConfig, dtype: torch.dtype, dropout: float) -> None:
+def test_activation_checkpointing_same_bits(config, dtype, dropout):
     config = dataclasses.replace(config, dropout=dropout)
     plain = seeded(config).to(dtype)
     kept = GPT(dataclasses.replace(config, activation_checkpointing=True)).to(dtype)
@@ -316,7 +303,7 @@ def test_activation_checkpointing_same_bits(config: ModelConfig, dtype: torch.dt
         assert torch.equal(found[0][name], found[1][name]), name
 
 
-def test_activation_checkpointing_runs_each_block_twice_and_keeps_less() -> None:
+def test_activation_checkpointing_runs_each_block_twice_and_keeps_less():
     config = dataclasses.replace(GPT2, n_layer=3)
     ids, labels = some_batch(config)
     calls, kept_bytes = {}, {}
@@ -327,7 +314,7 @@ def test_activation_checkpointing_runs_each_block_twice_and_keeps_less() -> None
             block.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
         kept = [0]
 
-        def pack(tensor: Tensor, kept: list[int] = kept) -> Tensor:
+        def pack(tensor, kept=kept):
             kept[0] += tensor.nbytes
             return tensor
 
@@ -343,7 +330,7 @@ def test_activation_checkpointing_runs_each_block_twice_and_keeps_less() -> None
     assert kept_bytes[True] < kept_bytes[False] / 2
 
 
-def test_dropout_only_in_training() -> None:
+def test_dropout_only_in_training():
     model = GPT(dataclasses.replace(GPT2, dropout=0.5))
     ids, labels = some_batch(GPT2)
     assert not torch.equal(model(ids, labels), model(ids, labels))
@@ -354,7 +341,7 @@ def test_dropout_only_in_training() -> None:
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_shapes_are_named() -> None:
+def test_wrong_shapes_are_named():
     model = GPT(GPT2)
     with pytest.raises(ValueError, match=r"13 tokens is longer than model.block_size=12"):
         model(torch.zeros(1, 13, dtype=torch.int64))

@@ -1,7 +1,5 @@
 """``model=hf``: other people's language models with our calls. Needs the extra ``hf``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

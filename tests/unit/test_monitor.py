@@ -1,7 +1,5 @@
 """Files that are always JSON and always whole, a terminal that is or is not one."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -10,8 +8,6 @@ import os
 import re
 import struct
 from datetime import datetime
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,11 +22,12 @@ from deepzero.monitor.metrics_file import (
     write_summary,
 )
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
-from deepzero.monitor.terminal import Terminal, ledger_table, short_bytes, short_number
+from deepzero.monitor.terminal import Terminal, ledger_table
 from deepzero.monitor.throughput import peak_flops, rates
+from deepzero.utils.formatting import short_bytes, short_number
 
 
-def step(number: int, **changes: Any) -> dict[str, Any]:
+def step(number, **changes):
     """What the engine reports of a step."""
     record = {
         "step": number, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "grad_norm_clipped": 0.5, "loss_scale": 1.0,
@@ -53,11 +50,11 @@ FACTS = {
 class Terminus(io.StringIO):
     """A stream that says it is a terminal."""
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_floats_come_back_with_the_same_bits(tmp_path: Path) -> None:
+def test_floats_come_back_with_the_same_bits(tmp_path):
     values = [struct.unpack("<d", (0x3FB999999999999A + 7919 * i).to_bytes(8, "little"))[0] for i in range(500)]
     file = MetricsFile(tmp_path)
     for i, value in enumerate(values):
@@ -65,17 +62,17 @@ def test_floats_come_back_with_the_same_bits(tmp_path: Path) -> None:
     assert [entry["loss"] for entry in read_metrics(tmp_path)] == values
 
 
-def test_not_a_number_is_null() -> None:
+def test_not_a_number_is_null():
     text = to_json({"a": math.nan, "b": [math.inf, -math.inf, 1.0], "c": {"d": True, "e": None}})
     assert json.loads(text) == {"a": None, "b": [None, None, 1.0], "c": {"d": True, "e": None}}
 
 
-def test_what_json_cannot_say_is_refused() -> None:
+def test_what_json_cannot_say_is_refused():
     with pytest.raises(TypeError, match="no place in a JSON file"):
         to_json({"a": {1, 2}})
 
 
-def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
+def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path):
     file = MetricsFile(tmp_path)
     file.step(step(1))
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
@@ -84,11 +81,11 @@ def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path: Path)
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
 
 
-def test_no_metrics_yet(tmp_path: Path) -> None:
+def test_no_metrics_yet(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-def test_a_failed_run_says_how_far_it_came(tmp_path: Path) -> None:
+def test_a_failed_run_says_how_far_it_came(tmp_path):
     file = MetricsFile(tmp_path)
     file.validation({"step": 0, "val_loss": 5.0})
     file.step(step(1, loss=4.0))
@@ -100,14 +97,14 @@ def test_a_failed_run_says_how_far_it_came(tmp_path: Path) -> None:
     assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
 
 
-def test_a_run_that_a_signal_ended_has_not_failed(tmp_path: Path) -> None:
+def test_a_run_that_a_signal_ended_has_not_failed(tmp_path):
     for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):
         write_failed_summary(tmp_path, reason, {}, 1.0)
         summary = json.loads((tmp_path / "summary.json").read_text())
         assert (summary["status"], summary["error"]) == ("stopped", reason)
 
 
-def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished(tmp_path):
     write_summary(tmp_path, {"status": "finished"})
     write_failed_summary(tmp_path, "late", {}, 1.0)
     assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "finished"}
@@ -117,13 +114,13 @@ def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "left", [b"", b'{"status": "fin', b"\0\0", b"\xff\xfe", b"[1]"], ids=["empty", "torn", "zeros", "no text", "a list"]
 )
-def test_a_damaged_summary_does_not_hide_why_a_run_failed(left: bytes, tmp_path: Path) -> None:
+def test_a_damaged_summary_does_not_hide_why_a_run_failed(left, tmp_path):
     (tmp_path / "summary.json").write_bytes(left)
     write_failed_summary(tmp_path, "rank 1 failed", {}, 1.0)
     assert json.loads((tmp_path / "summary.json").read_text())["error"] == "rank 1 failed"
 
 
-def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path: Path) -> None:
+def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path):
     write_summary(tmp_path, {"status": "finished"})
     MetricsFile(tmp_path).step(step(1))
     os.utime(tmp_path / "summary.json", (1e9, 1e9))
@@ -134,14 +131,14 @@ def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
 
 
-def test_an_encoding_that_lacks_characters() -> None:
+def test_an_encoding_that_lacks_characters():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     Terminal(1, stream=stream).line("é\ufffd")
     assert raw.getvalue() == b"??\n"
 
 
-def test_plain_lines_where_there_is_no_terminal() -> None:
+def test_plain_lines_where_there_is_no_terminal():
     stream = io.StringIO()
     terminal = Terminal(total_steps=5, log_every=2, stream=stream)
     for number in range(1, 6):
@@ -155,7 +152,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "MFU" not in lines[0]
 
 
-def test_a_bar_on_a_terminal() -> None:
+def test_a_bar_on_a_terminal():
     stream = Terminus()
     terminal = Terminal(total_steps=2, stream=stream)
     for number in (1, 2):
@@ -169,7 +166,7 @@ def test_a_bar_on_a_terminal() -> None:
     assert "validation loss 2.0000\n" in text
 
 
-def test_the_table_shows_both_numbers_and_the_padding() -> None:
+def test_the_table_shows_both_numbers_and_the_padding():
     table = ledger_table(FACTS)
     assert "gradients.reduce_scatter" in table
     assert "1 calls, 10 elements + 2 padding" in table
@@ -177,18 +174,18 @@ def test_the_table_shows_both_numbers_and_the_padding() -> None:
 
 
 @pytest.mark.parametrize(("predicted", "measured", "ratio"), [(0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")])
-def test_ratios(predicted: int, measured: int, ratio: str) -> None:
+def test_ratios(predicted, measured, ratio):
     report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}
     assert ledger_table(report).splitlines()[1].split()[-1] == ratio
 
 
-def test_units() -> None:
+def test_units():
     assert short_number(1234567) == "1.23M"
     assert short_number(0.5) == "0.5"
     assert short_bytes(2.5e9) == "2.5 GB"
 
 
-def test_peaks() -> None:
+def test_peaks():
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("Tesla V100-SXM2-16GB", "bf16") is None
     assert peak_flops("Tesla V100-SXM2-16GB", "fp16") == 125e12
@@ -196,7 +193,7 @@ def test_peaks() -> None:
     assert peak_flops("cpu", "fp32") is None
 
 
-def test_a_run_from_first_step_to_summary(tmp_path: Path) -> None:
+def test_a_run_from_first_step_to_summary(tmp_path):
     stream = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=stream)
     monitor.validation(0, 5.0)
@@ -221,7 +218,7 @@ def test_a_run_from_first_step_to_summary(tmp_path: Path) -> None:
     assert re.search(r"^2 steps in \d+\.\d s; ", stream.getvalue(), re.M)
 
 
-def test_the_last_line_counts_the_steps_of_this_start(tmp_path: Path) -> None:
+def test_the_last_line_counts_the_steps_of_this_start(tmp_path):
     said = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, first_step=40, stream=said)
     monitor.step(step(41), 0.5)
@@ -230,7 +227,7 @@ def test_the_last_line_counts_the_steps_of_this_start(tmp_path: Path) -> None:
     assert re.search(r"^2 steps in \d+\.\d s, 42 in all; ", said.getvalue(), re.M)
 
 
-def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_write_nothing(tmp_path, capsys):
     monitor = Monitor(WORK, tmp_path / "run")
     monitor.line("hello")
     monitor.step(step(1), 0.5)
@@ -240,19 +237,19 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     assert list(tmp_path.iterdir()) == []
 
 
-def test_peak_memory_is_at_least_what_was_touched() -> None:
+def test_peak_memory_is_at_least_what_was_touched():
     before = peak_rss_bytes()
     block = bytearray(b"\1") * 30_000_000
     assert peak_rss_bytes() >= len(block)
     assert peak_rss_bytes() >= before
 
 
-def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
     said = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=said)
     write, room = os.write, {"bytes": 10**9}
 
-    def short(file: int, data: bytes) -> int:
+    def short(file, data):
         if not room["bytes"]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         taken = write(file, data[: room["bytes"]])
@@ -272,7 +269,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("what", ["summary.json", "error.txt"])
-def test_the_end_on_a_full_disk(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_on_a_full_disk(what, tmp_path, capsys):
     (tmp_path / what).mkdir()  # nothing can be put there, whoever asks
     (tmp_path / what / "file").touch()
     if what == "error.txt":
@@ -284,6 +281,6 @@ def test_the_end_on_a_full_disk(what: str, tmp_path: Path, capsys: pytest.Captur
     assert [path.name for path in tmp_path.iterdir()] == [what]
 
 
-def refuse(*_: object) -> None:
+def refuse(*_):
     """In place of what writes a file."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,10 +1,7 @@
 """Threads of one core each: their number, their errors, and a process that forks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,18 +10,18 @@ from deepzero.offload.threads import in_threads
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
+def restored():
     """Puts the number of threads back."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
 
 
-def test_each_uses_one_thread_and_the_caller_keeps_its_own() -> None:
+def test_each_uses_one_thread_and_the_caller_keeps_its_own():
     torch.set_num_threads(3)
     meet, seen = threading.Barrier(4, timeout=30), []
 
-    def act(i: int) -> None:
+    def act(i):
         meet.wait()
         torch.randn(100_000).add_(1.0)
         seen.append((i, torch.get_num_threads(), torch.is_grad_enabled(), threading.current_thread().name))
@@ -37,20 +34,20 @@ def test_each_uses_one_thread_and_the_caller_keeps_its_own() -> None:
     assert torch.get_num_threads() == 3
 
 
-def test_a_thread_started_later_gets_the_process_number() -> None:
+def test_a_thread_started_later_gets_the_process_number():
     torch.set_num_threads(3)
     in_threads(2, lambda i: None)
-    seen: list[int] = []
+    seen = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
     thread.join()
     assert seen == [3]
 
 
-def test_an_error_is_raised_after_all_have_ended() -> None:
+def test_an_error_is_raised_after_all_have_ended():
     ended = []
 
-    def act(i: int) -> None:
+    def act(i):
         if i == 0:
             raise ValueError("number 0")
         ended.append(i)
@@ -60,21 +57,21 @@ def test_an_error_is_raised_after_all_have_ended() -> None:
     assert sorted(ended) == [1, 2]
 
 
-def test_one_runs_here() -> None:
+def test_one_runs_here():
     names = []
     in_threads(1, lambda i: names.append(threading.current_thread()))
     assert names == [threading.current_thread()]
 
 
-def _in_a_child(answers: multiprocessing.SimpleQueue[list[int]]) -> None:
-    seen: list[int] = []
+def _in_a_child(answers):
+    seen = []
     in_threads(2, seen.append)
     answers.put(sorted(seen))
 
 
 # Python 3.12 and later warn of what is tried here.
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_process_starts_its_own() -> None:
+def test_a_forked_process_starts_its_own():
     in_threads(2, lambda i: None)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()

@@ -1,10 +1,5 @@
 """State in advance: what torch would create, and not one bit of difference afterwards."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,14 +13,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 class Drifting(optim.Optimizer):
     """All that makes a trial hard to undo: moves without a gradient, counts, keeps values elsewhere, draws numbers."""
 
-    def __init__(self, params: Any):
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "count": [0]})
         self.steps = 0
-        self.made: list[int] = []
+        self.made = []
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step."""
+    def step(self, closure=None):
         self.steps += 1
         for group in self.param_groups:
             group["count"][0] += 1
@@ -37,7 +31,7 @@ class Drifting(optim.Optimizer):
                 param.mul_(0.9).add_(torch.rand(())).sub_(0.01 * param.grad * self.steps * group["count"][0])
 
 
-WITNESS: list[int] = []
+WITNESS = []
 """How many states :class:`Drifting` held when it made one."""
 
 
@@ -45,8 +39,7 @@ class SubAdam(optim.Adam):
     """Not exactly Adam, so nothing may be taken for granted."""
 
 
-Maker = Callable[[Any], optim.Optimizer]
-KNOWN: dict[str, Maker] = {
+KNOWN = {
     "Adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
     "Adam-amsgrad": lambda p: optim.Adam(p, amsgrad=True, foreach=True),
     "Adam-loop": lambda p: optim.Adam(p, foreach=False),
@@ -72,12 +65,10 @@ KNOWN: dict[str, Maker] = {
 }
 """State is made and stays."""
 
-MADE_BY_CONSTRUCTOR: dict[str, Maker] = {
-    "Adagrad": lambda p: optim.Adagrad(p, initial_accumulator_value=0.1),
-}
+MADE_BY_CONSTRUCTOR = {"Adagrad": lambda p: optim.Adagrad(p, initial_accumulator_value=0.1)}
 """State is there already."""
 
-TRIED: dict[str, Maker] = {
+TRIED = {
     "SGD-dampening": lambda p: optim.SGD(p, momentum=0.9, dampening=0.3),
     "Rprop": optim.Rprop,
     "ASGD": optim.ASGD,
@@ -93,7 +84,7 @@ ON_GPU = {
 }
 
 
-def masters(device: str = "cpu") -> list[torch.Tensor]:
+def masters(device="cpu"):
     """1-D fp32 leaves with zeros of either sign among the values; one is empty, as on a rank that owns nothing."""
     generator = torch.Generator().manual_seed(1)
     out = []
@@ -104,7 +95,7 @@ def masters(device: str = "cpu") -> list[torch.Tensor]:
     return out
 
 
-def gradients(device: str) -> Iterator[list[torch.Tensor]]:
+def gradients(device):
     """Gradients of five steps, with zeros of either sign that move from step to step."""
     generator = torch.Generator().manual_seed(2)
     for step in range(5):
@@ -116,13 +107,13 @@ def gradients(device: str) -> Iterator[list[torch.Tensor]]:
         yield out
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor):
     """A copy that is equal only where the bits are: -0.0 is not 0.0 here."""
     plain = tensor.detach().cpu().clone()
     return plain.view(torch.int32) if plain.dtype == torch.float32 else plain
 
 
-def train(make: Maker, device: str, allocate: bool) -> list[torch.Tensor]:
+def train(make, device, allocate):
     """Masters and states after each of five steps, as bits."""
     torch.manual_seed(3)
     leaves = masters(device)

@@ -1,10 +1,6 @@
 """Elementwise or not: every optimizer of torch, some of other people, and no trace left in any of them."""
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from deepzero.runtime.elementwise_check import borrowed, check_elementwise, sett
 optim = torch.optim
 
 
-def model_weights() -> list[torch.Tensor]:
+def model_weights():
     """A matrix and a vector, as a model has them."""
     return [torch.linspace(-1.0, 1.0, 12).reshape(3, 4).requires_grad_(), torch.ones(4, requires_grad=True)]
 
@@ -23,21 +19,19 @@ def model_weights() -> list[torch.Tensor]:
 class Custom(optim.Optimizer):
     """Descent with a twist that a subclass gives; counts its steps in three places."""
 
-    def __init__(self, params: Any, lr: float = 0.1, **settings: Any):
+    def __init__(self, params, lr=0.1, **settings):
         super().__init__(params, {"lr": lr, "count": [0], **settings})
         self.steps = 0
-        self.log: list[int] = []
+        self.log = []
         self.offset = torch.zeros(1)
         self.library = types  # a module cannot be copied
         self.me = self
 
-    def change(self, grad: torch.Tensor, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """What a step subtracts, before the learning rate."""
+    def change(self, grad, param, group):
         return grad
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step."""
+    def step(self, closure=None):
         assert self.me is self
         self.steps += 1
         self.log.append(self.steps)
@@ -56,73 +50,51 @@ class LayerNorm(Custom):
         return grad * param.norm() / grad.norm()
 
 
-class OptionalLayerNorm(LayerNorm):
-    """The same, if the group says so."""
-
-    def change(self, grad, param, group):
-        return super().change(grad, param, group) if group["trust"] else grad
+def changing(name, change):
+    return type(name, (Custom,), {"change": lambda self, grad, param, group: change(self, grad, param, group)})
 
 
-class GlobalClip(Custom):
-    """Clips by the norm of all gradients it sees, which under ZeRO is only a part of them."""
-
-    def change(self, grad, param, group):
-        total = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
-        return grad / max(1.0, total.sqrt() / group.get("limit", 1.0))
+def clipped(self, grad, param, group):
+    """By the norm of all gradients it sees, which under ZeRO is only a part of them."""
+    total = sum(p.grad.square().sum() for g in self.param_groups for p in g["params"])
+    return grad / max(1.0, total.sqrt() / group.get("limit", 1.0))
 
 
-class Noisy(Custom):
-    """Adds noise, as Langevin dynamics does."""
+def matrix_alone(self, grad, param, group):
+    if grad.dim() != 2:
+        raise ValueError("needs a matrix")
+    return grad
 
-    def change(self, grad, param, group):
-        return grad + torch.randn_like(grad)
 
-
-class MatrixOnly(Custom):
-    """Cannot be without rows and columns."""
-
-    def change(self, grad, param, group):
-        if grad.dim() != 2:
-            raise ValueError("needs a matrix")
-        return grad
+OptionalLayerNorm = changing(
+    "OptionalLayerNorm", lambda self, grad, p, group: grad * p.norm() / grad.norm() if group["trust"] else grad
+)
+GlobalClip, MatrixOnly = changing("GlobalClip", clipped), changing("MatrixOnly", matrix_alone)
+Noisy = changing("Noisy", lambda self, grad, *_: grad + torch.randn_like(grad))
+Still = changing("Still", lambda self, grad, *_: torch.zeros_like(grad))
+Breaks = changing("Breaks", lambda self, grad, *_: grad * float("nan"))
 
 
 class NeedsClosure(Custom):
     """Evaluates the loss by itself."""
 
-    def step(self, closure):  # type: ignore[override]
-        """One step."""
+    def step(self, closure):
         closure()
-
-
-class Still(Custom):
-    """Never moves."""
-
-    def change(self, grad, param, group):
-        return torch.zeros_like(grad)
-
-
-class Breaks(Custom):
-    """Gives NaN."""
-
-    def change(self, grad, param, group):
-        return grad * float("nan")
 
 
 class Wrapper(optim.Optimizer):
     """Lookahead's shape: another optimizer inside."""
 
-    def __init__(self, inner: optim.Optimizer):
+    def __init__(self, inner):
         self.inner = inner
         self.param_groups, self.state = inner.param_groups, inner.state
         self.defaults = inner.defaults
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of the other."""
+    def step(self, closure=None):
         self.inner.step()
 
 
-ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
+ELEMENTWISE = {
     "Adam": lambda p: optim.Adam(p, weight_decay=0.1),
     "AdamW-fused": lambda p: optim.AdamW(p, fused=True),
     "AdamW-foreach-amsgrad": lambda p: optim.AdamW(p, foreach=True, amsgrad=True),
@@ -143,7 +115,7 @@ ELEMENTWISE: dict[str, Callable[[Any], optim.Optimizer]] = {
     "custom": Custom,
 }
 
-NOT_ELEMENTWISE: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
+NOT_ELEMENTWISE = {
     "LBFGS": (optim.LBFGS, r"LBFGS failed in a trial.*closure"),
     "Adafactor": (optim.Adafactor, r"Adafactor gave other results for slices"),
     "SparseAdam": (optim.SparseAdam, r"SparseAdam failed in a trial.*dense gradients"),
@@ -239,28 +211,21 @@ class TestNoTrace:
         if isinstance(optimizer, Custom):
             assert (optimizer.steps, optimizer.log, optimizer.offset.item()) == (0, [], 0.0)
 
-    def test_with_a_torch_scheduler_around_the_step(self):
-        optimizer = optim.SGD(model_weights(), lr=0.1)
-        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
-        step = optimizer.step
-        check_elementwise(optimizer)
-        assert optimizer.step is step
-        for weight in optimizer.param_groups[0]["params"]:
-            weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
-
-    def test_with_state_of_earlier_steps(self):
+    def test_with_a_torch_scheduler_around_the_step_and_state_of_earlier_steps(self):
         weights = model_weights()
-        optimizer = optim.AdamW(weights, fused=True)
+        optimizer = optim.AdamW(weights, lr=0.1, fused=True)
+        scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
-        kept = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
+        step, kept = optimizer.step, {p: {k: v.clone() for k, v in s.items()} for p, s in optimizer.state.items()}
         check_elementwise(optimizer)
+        assert optimizer.step is step
         for param, state in kept.items():
             assert all(torch.equal(optimizer.state[param][k], v) for k, v in state.items())
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
 
     def test_after_an_error_inside(self):
         optimizer = Custom(model_weights())
@@ -268,7 +233,7 @@ class TestNoTrace:
         with pytest.raises(KeyError), borrowed(optimizer) as lent:
             assert lent is optimizer
             assert lent.param_groups == []
-            lent.something_new = 1  # type: ignore[attr-defined]
+            lent.something_new = 1
             raise KeyError
         assert vars(optimizer) == attributes
 

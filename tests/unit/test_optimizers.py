@@ -1,10 +1,7 @@
 """Building optimizers by name: DeepSpeed's names and defaults, torch's arithmetic, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +11,12 @@ from deepzero.config.strict import ConfigError
 from deepzero.runtime.optimizers import build_optimizer
 
 
-def weights(*extents: int) -> list[torch.Tensor]:
+def weights(*extents):
     """Leaves to optimize."""
     return [torch.linspace(-1.0, 1.0, n).requires_grad_() for n in extents or (5,)]
 
 
-def built(target: str, **params: Any) -> torch.optim.Optimizer:
+def built(target, **params):
     """The optimizer of a config over one small tensor."""
     return build_optimizer(OptimizerConfig(target, params), weights())
 
@@ -27,12 +24,10 @@ def built(target: str, **params: Any) -> torch.optim.Optimizer:
 class OfTheUser(torch.optim.Optimizer):
     """An optimizer that only a dotted path can find."""
 
-    def __init__(
-        self, params: Any, lr: float, period: int = 5, scale: float = 0, names: tuple[float, float] = (1.0, 2.0)
-    ):
+    def __init__(self, params, lr, period=5, scale=0, names=(1.0, 2.0)):
         super().__init__(params, {"lr": lr, "period": period, "scale": scale, "names": names})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         """Plain descent."""
         with torch.no_grad():
             for group in self.param_groups:
@@ -43,7 +38,7 @@ class OfTheUser(torch.optim.Optimizer):
 class TakesAnything(OfTheUser):
     """Its constructor has an open end."""
 
-    def __init__(self, params: Any, lr: float = 0.1, **more: Any):
+    def __init__(self, params, lr=0.1, **more):
         super().__init__(params, lr)
         self.more = more
 
@@ -65,18 +60,15 @@ class TestNames:
         with pytest.raises(ConfigError, match=r"adam_w_mode=False contradicts optimizer 'adamw'"):
             built("adamw", adam_w_mode=False)
 
-    @pytest.mark.parametrize(
-        ("target", "params", "decay"),
-        [
-            ("Adam", {}, 0.0),
-            ("AdamW", {}, 0.0),
-            ("AdamW", {"weight_decay": 0.3}, 0.3),
-            ("AdamW", {"torch_adam": True}, 0.01),
-            ("Adam", {"torch_adam": True}, 0.01),
-            ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
-            ("torch.optim.AdamW", {}, 0.01),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "params", "decay"), [
+        ("Adam", {}, 0.0),
+        ("AdamW", {}, 0.0),
+        ("AdamW", {"weight_decay": 0.3}, 0.3),
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("torch.optim.AdamW", {}, 0.01),
+    ])  # fmt: skip
     def test_default_weight_decay(self, target, params, decay):
         assert built(target, **params).defaults["weight_decay"] == decay
 
@@ -89,21 +81,18 @@ class TestNames:
         assert type(optimizer).__name__ == "OfTheUser"
         assert optimizer.param_groups[0]["lr"] == 0.5
 
-    @pytest.mark.parametrize(
-        ("target", "message"),
-        [
-            ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
-            ("Optimizer", r"unknown optimizer 'Optimizer'"),
-            ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
-            ("muon", r"'muon' is not elementwise"),
-            ("Lion", r"dotted path"),
-            ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
-            ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),
-            ("torch.nn.Linear", r"'torch.nn.Linear' is not a subclass"),
-            ("torch.optim.Optimizer", r"is not a subclass"),
-            (".Adam", r"'.Adam' cannot be imported"),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "message"), [
+        ("AdamX", r"unknown optimizer 'AdamX'. Did you mean 'Adam\w*'\? Known: .*SGD"),
+        ("Optimizer", r"unknown optimizer 'Optimizer'"),
+        ("Lamb", r"'Lamb' is not elementwise: it needs the norm of each whole layer"),
+        ("muon", r"'muon' is not elementwise"),
+        ("Lion", r"dotted path"),
+        ("no.such.module.Adam", r"'no.such.module.Adam' cannot be imported"),
+        ("torch.optim.Nothing", r"'torch.optim.Nothing' cannot be imported"),
+        ("torch.nn.Linear", r"'torch.nn.Linear' is not a subclass"),
+        ("torch.optim.Optimizer", r"is not a subclass"),
+        (".Adam", r"'.Adam' cannot be imported"),
+    ])  # fmt: skip
     def test_refused(self, target, message):
         with pytest.raises(ConfigError, match=message):
             built(target)
@@ -119,7 +108,7 @@ class TestArguments:
             built(PATH, lr=0.1, perod=3)
 
     def test_open_ended_constructors_take_anything(self):
-        assert built(f"{__name__}.TakesAnything", colour="red").more == {"colour": "red"}  # type: ignore[attr-defined]
+        assert built(f"{__name__}.TakesAnything", colour="red").more == {"colour": "red"}
 
     def test_params_is_not_an_argument(self):
         with pytest.raises(ConfigError, match=r"unknown config key 'optimizer.params.params'"):
@@ -136,23 +125,20 @@ class TestArguments:
         assert (group["lr"], group["period"], group["scale"]) == (1.0, 7, 0.25)
         assert isinstance(group["period"], int)
 
-    @pytest.mark.parametrize(
-        ("target", "params", "message"),
-        [
-            ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
-            ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
-            ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
-            ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
-            ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
-            ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
-            ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
-            ("Adam", {"fp32_optimizer_states": False}, r"fp32_optimizer_states=False is not implemented"),
-            ("Adam", {"adam_w_mode": 1}, r"adam_w_mode=1 must be true or false"),
-            ("torch.optim.AdamW", {"adam_w_mode": True}, r"unknown config key 'optimizer.params.adam_w_mode'"),
-            ("SGD", {"nesterov": True}, r"cannot be built: Nesterov momentum requires a momentum"),
-            (PATH, {}, r"OfTheUser\(\) cannot be built: .*lr"),
-        ],
-    )
+    @pytest.mark.parametrize(("target", "params", "message"), [
+        ("AdamW", {"lr": "auto"}, r"optimizer.params.lr='auto' must be a number"),
+        ("AdamW", {"betas": 0.9}, r"optimizer.params.betas=0.9 must be a list of 2 numbers"),
+        ("AdamW", {"amsgrad": "yes"}, r"optimizer.params.amsgrad='yes' must be true or false"),
+        ("AdamW", {"lr": -1.0}, r"optimizer AdamW\(lr=-1.0.*cannot be built: Invalid learning rate"),
+        ("AdamW", {"betas": [0.9]}, r"betas=\[0.9\] must be a list of 2 numbers"),
+        ("AdamW", {"max_grad_norm": 1.0}, r"max_grad_norm=1.0: set gradient_clipping instead"),
+        ("Adam", {"bias_correction": False}, r"bias_correction=False is not implemented"),
+        ("Adam", {"fp32_optimizer_states": False}, r"fp32_optimizer_states=False is not implemented"),
+        ("Adam", {"adam_w_mode": 1}, r"adam_w_mode=1 must be true or false"),
+        ("torch.optim.AdamW", {"adam_w_mode": True}, r"unknown config key 'optimizer.params.adam_w_mode'"),
+        ("SGD", {"nesterov": True}, r"cannot be built: Nesterov momentum requires a momentum"),
+        (PATH, {}, r"OfTheUser\(\) cannot be built: .*lr"),
+    ])  # fmt: skip
     def test_refused(self, target, params, message):
         with pytest.raises(ConfigError, match=message):
             built(target, **params)
@@ -215,20 +201,17 @@ class TestParams:
 
 class TestAgainstDeepSpeed:
     @pytest.mark.parametrize("decay", [{}, {"weight_decay": 0.5}])
-    @pytest.mark.parametrize(
-        ("name", "extra"),
-        [
-            ("Adam", {"torch_adam": True}),
-            ("adam", {"torch_adam": True, "adam_w_mode": True}),
-            ("Adam", {"torch_adam": True, "adam_w_mode": False}),
-            ("AdamW", {"torch_adam": True}),
-            ("adamw", {"torch_adam": True, "adam_w_mode": True}),
-            ("SGD", {"momentum": 0.9}),
-            ("RMSprop", {}),
-            ("Adagrad", {}),
-            ("adagrad", {"lr_decay": 0.1}),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "extra"), [
+        ("Adam", {"torch_adam": True}),
+        ("adam", {"torch_adam": True, "adam_w_mode": True}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+        ("AdamW", {"torch_adam": True}),
+        ("adamw", {"torch_adam": True, "adam_w_mode": True}),
+        ("SGD", {"momentum": 0.9}),
+        ("RMSprop", {}),
+        ("Adagrad", {}),
+        ("adagrad", {"lr_decay": 0.1}),
+    ])  # fmt: skip
     def test_same_class_and_the_same_steps(self, name, extra, decay):
         """DeepSpeed's own choice, asked of its engine's method with an engine in which only the config is real."""
         pytest.importorskip("deepspeed", exc_type=ImportError)

@@ -1,41 +1,38 @@
 """What ``pip install`` brings: all that the package imports, and all of the package."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import deepzero
-from tools.house import read_house
+from tools.measure_house import read
 
 ROOT = Path(__file__).parents[2]
 DISTRIBUTION = {"hydra": "hydra-core", "torch_tb_profiler": "torch-tb-profiler"}
 """Modules whose distribution has another name."""
 
 
-def project() -> dict[str, Any]:
+def project():
     """The table ``[project]`` of pyproject.toml."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def names(lines: list[str]) -> set[str]:
+def names(lines):
     """Distributions that requirements name."""
     return {re.split(r"[<>=!\[; ]", line)[0] for line in lines}
 
 
-def test_the_plain_install_is_light() -> None:
+def test_the_plain_install_is_light():
     watching = {"wandb", "tensorboard", "torch-tb-profiler"}
     assert names(project()["dependencies"]) == {"torch", "numpy", "hydra-core", "omegaconf", "tqdm", *watching}
 
 
-def test_without_numba_everything_works_and_says_how_to_get_it() -> None:
+def test_without_numba_everything_works_and_says_how_to_get_it():
     program = (
         "import os, sys, torch\n"
         "sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
@@ -57,27 +54,27 @@ def test_without_numba_everything_works_and_says_how_to_get_it() -> None:
     assert stepped == "True"
 
 
-def test_every_import_is_declared() -> None:
+def test_every_import_is_declared():
     table = project()
     # What model=hf and a faster CPUAdam need is imported when it is asked for, and comes with the extra of that name.
     extras = table["optional-dependencies"]
     declared = names([*table["dependencies"], *extras["hf"], *extras["numba"]])
-    used: dict[str, str] = {}
-    for file in read_house(ROOT).files:
-        if file.path == "train.py" or file.path.startswith("deepzero/"):
-            used.update({use.target.split(".")[0]: f"{file.path}:{use.line}" for use in file.imports})
+    used = {}
+    for path, source in read(ROOT).items():
+        if path == "train.py" or path.startswith("deepzero/"):
+            used.update({name.split(".")[0]: path for name in source.imports()})
     foreign = {name: place for name, place in used.items() if name not in {*sys.stdlib_module_names, "deepzero"}}
     assert {"torch", "numpy", "hydra"} <= set(foreign)
     missing = {name: place for name, place in foreign.items() if DISTRIBUTION.get(name, name) not in declared}
     assert missing == {}
 
 
-def test_every_folder_is_packaged() -> None:
+def test_every_folder_is_packaged():
     folders = {path.parent for path in (ROOT / "deepzero").rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
 
 
-def test_version_and_licence() -> None:
+def test_version_and_licence():
     table = project()
     assert table["name"] == "deepzero"
     assert re.fullmatch(r"\d+\.\d+\.\d+", table["version"])
@@ -87,7 +84,7 @@ def test_version_and_licence() -> None:
 
 
 @pytest.mark.parametrize("pair", ["oldest", "newest"])
-def test_the_versions_script_names_what_it_needs(pair: str) -> None:
+def test_the_versions_script_names_what_it_needs(pair):
     """Before anything is installed."""
     variable = f"{pair.upper()}_PYTHON"
     environment = {**os.environ, variable: "/nowhere/python"}

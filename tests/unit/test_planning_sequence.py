@@ -1,7 +1,5 @@
 """Which ranks are rehearsed, and how one that goes another way is found and named."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
@@ -15,13 +13,13 @@ from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
 from deepzero.planning import plan
 from deepzero.planning.check_collective_order import check, compare, skipping, telling_ranks
-from deepzero.planning.dry_run import ClusterShape, DryRunResult, TrainStep, dry_run
+from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 
 MODEL = ModelConfig(n_layer=2, n_embd=32, n_head=2, block_size=16, vocab_size=64)
 WORLD = ClusterShape(16, 4)
 
 
-def program(stage: int = 3, **changes: object) -> TrainStep:
+def program(stage=3, **changes):
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -33,27 +31,27 @@ def program(stage: int = 3, **changes: object) -> TrainStep:
         **changes,
     }  # fmt: skip
 
-    def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    def batch():
         ids = torch.zeros(1, MODEL.block_size, dtype=torch.long, device="meta")
         return ids, ids
 
     return TrainStep(lambda: GPT(MODEL), batch, load_engine_config(config))
 
 
-def test_the_ranks_whose_number_could_matter() -> None:
+def test_the_ranks_whose_number_could_matter():
     assert telling_ranks(ClusterShape(1, 1)) == [0]
     assert telling_ranks(ClusterShape(2, 2)) == [0, 1]
     assert telling_ranks(ClusterShape(64, 8), [16]) == [0, 7, 8, 15, 16, 32, 63]
 
 
-def test_all_ranks_of_one_program_launch_the_same() -> None:
+def test_all_ranks_of_one_program_launch_the_same():
     rehearsals, differences = check(program(), WORLD)
     assert [r.rank for r in rehearsals] == [0, 3, 4, 8, 15] and differences == []
     assert len(rehearsals[0].trail) > 10
 
 
-def test_a_rank_that_leaves_out_a_module_is_caught_and_named() -> None:
-    said: list[str] = []
+def test_a_rank_that_leaves_out_a_module_is_caught_and_named():
+    said = []
     rehearsals, differences = check(program(), WORLD, {9: "blocks.1.mlp"}, tell=said.append)
     [found] = differences
     assert (found.rank, found.reference) == (9, 0)
@@ -67,19 +65,19 @@ def test_a_rank_that_leaves_out_a_module_is_caught_and_named() -> None:
     assert "rehearsing rank 9 without blocks.1.mlp" in said
 
 
-def test_the_majority_is_right() -> None:
+def test_the_majority_is_right():
     _, differences = check(program(), WORLD, {0: "blocks.0"})
     assert [(d.rank, d.reference) for d in differences] == [(0, 3)]
 
 
-def test_launches_agree_and_gradients_do_not() -> None:
+def test_launches_agree_and_gradients_do_not():
     _, [found] = check(program(stage=1), WORLD, {5: "blocks.1.mlp"}, [0, 15])
     assert (found.rank, found.number) == (5, 0)
     assert "launches what the others launch, and computes something else" in str(found)
     assert "no gradient of blocks.1.mlp." in str(found)
 
 
-def test_what_a_plan_lists_makes_the_peak() -> None:
+def test_what_a_plan_lists_makes_the_peak():
     """On a GPU, where gathered buckets are gone when the ledger samples, their most counts, not as activations."""
     found = dry_run(program(), WORLD, 0)
     assert found.held["gathered"] == found.memory["gathered"] > 0
@@ -87,7 +85,7 @@ def test_what_a_plan_lists_makes_the_peak() -> None:
     assert found.activation_bytes > 0
 
 
-def test_who_is_known_to_be_wrong_is_no_reference() -> None:
+def test_who_is_known_to_be_wrong_is_no_reference():
     """Also where no other rank was asked for, and where the wrong ones are as many as the others."""
     rehearsals, [found] = check(program(), WORLD, {3: "blocks.0"}, [3])
     assert ([r.rank for r in rehearsals], found.rank, found.reference) == ([0, 3], 3, 0)
@@ -96,7 +94,7 @@ def test_who_is_known_to_be_wrong_is_no_reference() -> None:
     assert "no gradient of blocks.0.mlp." in found.found and found.expected == "one"
 
 
-def test_the_same_launches_of_another_size() -> None:
+def test_the_same_launches_of_another_size():
     """A rank with another width: the names are the same, and the backend would hang or mix up what it receives."""
     usual, other = dry_run(program(stage=1), WORLD, 0), program(stage=1)
     wider = dataclasses.replace(other, model=lambda: GPT(dataclasses.replace(MODEL, ffn_hidden=144)))
@@ -104,7 +102,7 @@ def test_the_same_launches_of_another_size() -> None:
     assert (found.rank, found.number) == (2, 2) and "elements" in found.expected
 
 
-def test_what_is_launched_more_than_the_others_do() -> None:
+def test_what_is_launched_more_than_the_others_do():
     usual = dry_run(program(), WORLD, 0)
     longer = dry_run(program(gradient_accumulation_steps=2), WORLD, 1)
     differences = compare([usual, dry_run(program(), WORLD, 2), longer])
@@ -112,22 +110,22 @@ def test_what_is_launched_more_than_the_others_do() -> None:
 
 
 @pytest.mark.parametrize(("wrong", "ranks"), [({16: "blocks.0"}, None), ({}, [-1]), ({}, [3, 99])])
-def test_a_rank_that_is_not_there(wrong: dict[int, str], ranks: list[int] | None) -> None:
+def test_a_rank_that_is_not_there(wrong, ranks):
     with pytest.raises(ConfigError, match="this world has ranks 0 to 15"):
         check(program(), WORLD, wrong, ranks)
 
 
-def test_no_rank_at_all() -> None:
+def test_no_rank_at_all():
     with pytest.raises(ConfigError, match="no rank"):
         check(program(), WORLD, {}, [])
 
 
-def test_a_module_that_is_not_there() -> None:
+def test_a_module_that_is_not_there():
     with pytest.raises(ConfigError, match=r"no module 'blocks.7' to skip; the model has .*blocks.0"):
         dry_run(skipping(program(), "blocks.7"), WORLD)
 
 
-def test_a_module_that_is_never_called() -> None:
+def test_a_module_that_is_never_called():
     with pytest.raises(ConfigError, match="'blocks' to skip is a ModuleList, which is never called"):
         dry_run(skipping(program(), "blocks"), WORLD)
 
@@ -135,17 +133,17 @@ def test_a_module_that_is_never_called() -> None:
 class Own(nn.Module):
     """A module of one's own, with an output that is no loss yet."""
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device=None):
         super().__init__()
         self.first, self.second = nn.Linear(8, 16, device=device), nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         return {"scores": self.second(torch.relu(self.first(x)))}
 
 
-def own(model: object = Own, loss: bool = True) -> DryRunResult:
+def own(model=Own, loss=True):
     made = TrainStep(
-        model,  # type: ignore[arg-type]
+        model,
         lambda: (torch.empty(4, 8, device="meta"),),
         program().config,
         (lambda output: output["scores"].float().mean()) if loss else None,
@@ -153,17 +151,17 @@ def own(model: object = Own, loss: bool = True) -> DryRunResult:
     return dry_run(made, ClusterShape(4, 4))
 
 
-def test_any_module_with_a_loss_of_its_own() -> None:
+def test_any_module_with_a_loss_of_its_own():
     found = own()
     assert found.model_numel == 8 * 16 + 16 + 16 + 1
     assert sorted(set(found.gradients)) == ["first.bias", "first.weight", "second.bias", "second.weight"]
 
 
-def test_an_output_without_a_loss() -> None:
+def test_an_output_without_a_loss():
     with pytest.raises(ConfigError, match=r"output \(dict\) holds no scalar loss; give the program one"):
         own(loss=False)
 
 
-def test_a_model_with_values_is_refused() -> None:
+def test_a_model_with_values_is_refused():
     with pytest.raises(ConfigError, match=r"'first.weight' has values: the model of a rehearsal is made on the meta"):
         own(partial(Own, "cpu"))

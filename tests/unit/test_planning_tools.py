@@ -1,7 +1,5 @@
 """``tools.plan`` and ``tools.simulate`` from the command line, in this process: output, exit status, odd input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def number():
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(PROGRAM)
     unfit = {"train_batch_size": 7, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}
@@ -48,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan(folder, capsys):
     assert plan.main([*TINY, "zero.stage=3", "--ranks", "64", "--rank", "63", "--json", "plan.json"]) == 0
     text = capsys.readouterr().out
     assert "64 ranks on 8 nodes" in text and "rank 63" in text and "one step, in order" in text
@@ -58,40 +56,37 @@ def test_a_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in folder.iterdir()} == {"mine.py", "unfit.json", "bare.json", "plan.json"}
 
 
-def test_a_plan_for_a_module_of_ones_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_module_of_ones_own(folder, capsys):
     assert plan.main(["--program", "mine.py:make", "--ranks", "4"]) == 0
     assert "stage 3, 417 parameters, 4 ranks" in capsys.readouterr().out
 
 
-def test_a_plan_for_a_hugging_face_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_a_hugging_face_model(folder, capsys):
     pytest.importorskip("transformers")
     assert plan.main(["model=hf", *TINY[:1], "zero.stage=3", "--ranks", "16", "--moves", "0"]) == 0
     assert "16 ranks on 2 nodes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-        (["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
-        (["--ranks", "7", "--ranks-per-node", "2"], "--ranks-per-node 2: does not divide the 7 ranks"),
-        (["--ranks", "4", "--rank", "4"], "--rank 4: there are ranks 0 to 3"),
-        (["--moves", "-1"], "--moves -1: give 0 or more rows"),
-        (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: give a file in a folder that exists"),
-        (["zero.stge=1"], "Did you mean 'zero.stage'?"),
-        (["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
-        (["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
-        (["--config", "bare.json", "--ranks", "4"], "they have to name one"),
-        (["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
-        (["--config", "missing.json"], "'missing.json' cannot be read"),
-        (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
-        (["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
-        (["--program", "mine.py:other"], "mine.py has no function 'other'"),
-        (["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
-        (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
-    ],
-)
-def test_a_plan_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "said"), [
+    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (["--ranks-per-node", "0"], "--ranks-per-node 0: there has to be at least one"),
+    (["--ranks", "7", "--ranks-per-node", "2"], "--ranks-per-node 2: does not divide the 7 ranks"),
+    (["--ranks", "4", "--rank", "4"], "--rank 4: there are ranks 0 to 3"),
+    (["--moves", "-1"], "--moves -1: give 0 or more rows"),
+    (["--json", "nowhere/plan.json"], "--json nowhere/plan.json: give a file in a folder that exists"),
+    (["zero.stge=1"], "Did you mean 'zero.stage'?"),
+    (["train_batch_size=7", "--ranks", "4"], "train_batch_size=7: does not divide"),
+    (["--config", "unfit.json", "--ranks", "4"], "train_batch_size=7: does not divide"),
+    (["--config", "bare.json", "--ranks", "4"], "they have to name one"),
+    (["--config", "bare.json", "zero.stage=3"], "--config has the engine's settings; write zero.stage=3 there"),
+    (["--config", "missing.json"], "'missing.json' cannot be read"),
+    (["--program", "nowhere.py:make"], "there is no file 'nowhere.py'"),
+    (["--program", "mine.py"], "give FILE.py:FUNCTION; no function is named"),
+    (["--program", "mine.py:other"], "mine.py has no function 'other'"),
+    (["--program", "mine.py:number"], "number() returned an int, not a TrainStep"),
+    (["--program", "mine.py:make", "zero.stage=1"], "leave out the others"),
+])  # fmt: skip
+def test_a_plan_of_nothing(folder, capsys, words, said):
     before = sorted(folder.iterdir())
     assert plan.main(words) == 2
     captured = capsys.readouterr()
@@ -99,7 +94,7 @@ def test_a_plan_of_nothing(folder: Path, capsys: pytest.CaptureFixture[str], wor
     assert [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"] == before
 
 
-def test_simulated_on_both_clusters_of_the_post(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulated_on_both_clusters_of_the_post(folder, capsys):
     words = [*TINY, "--compare", "zero.stage=1", "--compare", "zero=stage1_allreduce", "--check", "0", "--check", "5"]
     assert simulate.main([*words, "--cluster", "azure_nc24r", "--cluster", "dgx_2h", "--json", "found.json"]) == 0
     found = json.loads((folder / "found.json").read_text())
@@ -110,7 +105,7 @@ def test_simulated_on_both_clusters_of_the_post(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("all go the same way") == 4
 
 
-def test_a_wrong_rank_ends_with_its_own_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_rank_ends_with_its_own_status(folder, capsys):
     words = [*TINY, "--ranks", "4", "--wrong", "2:blocks.0", "--wrong", "3:blocks.0.norm_1"]
     assert simulate.main(words) == simulate.DIFFERENT
     text = capsys.readouterr().out
@@ -118,22 +113,19 @@ def test_a_wrong_rank_ends_with_its_own_status(folder: Path, capsys: pytest.Capt
     assert "rank 3 launches what" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--cluster", "h200"], "cluster=h200: there are h100"),
-        (["--cluster", "h100,flops=x"], "flops=x is no number"),
-        (["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
-        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-        (["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
-        (["--wrong", "99:blocks.0"], "rank 99: this world has ranks 0 to 7"),
-        (["--wrong", "3:blocks.9"], "no module 'blocks.9' to skip"),
-        (["--check", "9"], "rank 9: this world has ranks 0 to 7"),
-        (["--json", "nowhere/found.json"], "--json nowhere/found.json"),
-        (["--save", "probed.json"], "--save belongs to --probe"),
-        (["--probe", "--cluster", "h100"], "--probe measures"),
-    ],
-)
-def test_nothing_to_simulate(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+@pytest.mark.parametrize(("words", "said"), [
+    (["--cluster", "h200"], "cluster=h200: there are h100"),
+    (["--cluster", "h100,flops=x"], "flops=x is no number"),
+    (["--cluster", "dgx_2h", "--ranks", "24"], "--ranks-per-node 16: does not divide the 24 ranks"),
+    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (["--wrong", "3"], "--wrong 3: give RANK:MODULE"),
+    (["--wrong", "99:blocks.0"], "rank 99: this world has ranks 0 to 7"),
+    (["--wrong", "3:blocks.9"], "no module 'blocks.9' to skip"),
+    (["--check", "9"], "rank 9: this world has ranks 0 to 7"),
+    (["--json", "nowhere/found.json"], "--json nowhere/found.json"),
+    (["--save", "probed.json"], "--save belongs to --probe"),
+    (["--probe", "--cluster", "h100"], "--probe measures"),
+])  # fmt: skip
+def test_nothing_to_simulate(folder, capsys, words, said):
     assert simulate.main([*TINY, *words]) == 2
     assert said in capsys.readouterr().err

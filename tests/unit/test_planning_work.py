@@ -1,7 +1,5 @@
 """What a rehearsal counts op by op: operations, traffic, memory in use; on the meta device and on the CPU alike."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,12 +11,12 @@ from deepzero.planning.op_cost import WorkMeter, fused_attention
 SMALL = ModelConfig(n_layer=2, n_embd=64, n_head=2, block_size=32, vocab_size=128)
 
 
-def one_step(model: GPT, device: str) -> None:
+def one_step(model, device):
     ids = torch.zeros(4, SMALL.block_size, dtype=torch.long, device=device)
     model(ids, ids).backward()
 
 
-def test_operations_are_those_that_torch_counts_itself() -> None:
+def test_operations_are_those_that_torch_counts_itself():
     model = GPT(SMALL)
     with FlopCounterMode(display=False) as torchs:
         one_step(model, "cpu")
@@ -34,7 +32,7 @@ def test_operations_are_those_that_torch_counts_itself() -> None:
     assert without < products <= without + 14 * attention
 
 
-def test_six_operations_for_a_parameter_and_token() -> None:
+def test_six_operations_for_a_parameter_and_token():
     with torch.device("meta"):
         model = GPT(SMALL)
     in_products = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "wpe" not in name)
@@ -45,7 +43,7 @@ def test_six_operations_for_a_parameter_and_token() -> None:
     assert 1.0 < ratio < 1.3  # the rest is attention
 
 
-def test_known_ops() -> None:
+def test_known_ops():
     with WorkMeter() as meter:
         a, b = torch.empty(8, 16, device="meta"), torch.empty(16, 4, device="meta")
         a @ b
@@ -55,14 +53,14 @@ def test_known_ops() -> None:
     assert meter.work.bytes == [4 * 128, 4 * 64, 4 * (128 + 64 + 32), 4 * (128 + 128)]
 
 
-def test_a_stretched_dimension_is_read_once() -> None:
+def test_a_stretched_dimension_is_read_once():
     with WorkMeter() as meter:
         row = torch.empty(1, 64, device="meta").expand(1000, 64)
         row.sum(0)
     assert meter.work.bytes[-1] == 4 * (64 + 64)
 
 
-def test_asked_again_an_op_costs_and_makes_the_same() -> None:
+def test_asked_again_an_op_costs_and_makes_the_same():
     with WorkMeter() as meter:
         a = torch.empty(8, 16, device="meta")
         outputs = [F.layer_norm(a.t(), (8,)) for _ in range(2)]
@@ -74,7 +72,7 @@ def test_asked_again_an_op_costs_and_makes_the_same() -> None:
     assert half > 2 and meter.work.bytes[1] == meter.work.bytes[2]
 
 
-def alive(device: str) -> list[int]:
+def alive(device):
     """Bytes in use and their peak, as things come and go."""
     seen = []
     with WorkMeter(device) as meter:
@@ -92,21 +90,21 @@ def alive(device: str) -> list[int]:
     return seen
 
 
-def test_memory_in_use() -> None:
+def test_memory_in_use():
     assert alive("meta") == [4000, 8000, 8000, 0, 8000, 0]
 
 
-def test_memory_in_use_is_counted_alike_on_the_cpu() -> None:
+def test_memory_in_use_is_counted_alike_on_the_cpu():
     assert alive("cpu") == alive("meta")
 
 
-def test_another_device_is_not_counted() -> None:
+def test_another_device_is_not_counted():
     with WorkMeter() as meter:
         torch.zeros(10) + 1
     assert meter.work.flops == [] and meter.peak_bytes == 0
 
 
-def test_attention_is_one_kernel_while_that_lasts() -> None:
+def test_attention_is_one_kernel_while_that_lasts():
     original = F.scaled_dot_product_attention
     with fused_attention(), WorkMeter() as meter:
         q = torch.empty(1, 4, 512, 32, device="meta")

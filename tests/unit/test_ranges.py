@@ -1,9 +1,6 @@
 """Names of ranges, the recorder, the account of hidden communication, and our events in torch's file."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +9,9 @@ from deepzero.comm import comm_timer, profiler_ranges
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.comm_timer import OverlapMeter
-from deepzero.comm.groups import RankGroup
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, Recorder
+from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave
 
@@ -22,44 +19,44 @@ from deepzero.profiling.trace import our_events, weave
 @pytest.mark.parametrize("bucket", [None, 0, 12])
 @pytest.mark.parametrize("place", ["", "blocks.3.mlp.fc", "a weight, tied"])
 @pytest.mark.parametrize("note", ["", "prefetch", "parameters.all_gather_forward prefetch"])
-def test_a_name_is_read_back(bucket: int | None, place: str, note: str) -> None:
+def test_a_name_is_read_back(bucket, place, note):
     for verb in VERBS:
         label = Label(verb, bucket, place, note)
         assert Label.parse(label.text()) == label
 
 
-def test_parentheses_become_brackets() -> None:
+def test_parentheses_become_brackets():
     label = Label.parse(Label("fetch", 1, "head (tied weight)").text())
     assert label == Label("fetch", 1, "head [tied weight]")
 
 
 @pytest.mark.parametrize("name", ["", "aten::mm", "zero.", "zero.unknown bucket 1", "azero.fetch", "zero.fetch(x)"])
-def test_other_names_are_not_ours(name: str) -> None:
+def test_other_names_are_not_ours(name):
     assert Label.parse(name) is None
 
 
 class Clock:
     """Time as the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(comm_timer, "perf_counter", made)
     return made
 
 
-def meter() -> OverlapMeter:
+def meter():
     return OverlapMeter(torch.device("cpu"), Ledger(untracked_kinds={"evaluation"}))
 
 
-def test_hidden_communication_of_two_that_overlap(clock: Clock) -> None:
+def test_hidden_communication_of_two_that_overlap(clock):
     """Launched at 0 and 2, waited for from 5 to 6 and from 6 to 9; a launch takes 1."""
     account = meter()
     flights = []
@@ -79,7 +76,7 @@ def test_hidden_communication_of_two_that_overlap(clock: Clock) -> None:
     }  # fmt: skip
 
 
-def test_what_is_under_way_at_a_steps_end_counts_in_both(clock: Clock) -> None:
+def test_what_is_under_way_at_a_steps_end_counts_in_both(clock):
     account = meter()
     flight = account.launch("gather", "")
     flight.launched()
@@ -96,10 +93,10 @@ def test_what_is_under_way_at_a_steps_end_counts_in_both(clock: Clock) -> None:
     }  # fmt: skip
 
 
-def test_a_launch_that_fails_is_not_under_way(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_fails_is_not_under_way(clock, monkeypatch):
     """The connection to a rank that died is refused at once; the next step is not counted as wholly in flight."""
 
-    def refuse(*_args: object, **_options: object) -> None:
+    def refuse(*_args, **_options):
         raise RuntimeError("Connection closed by peer")
 
     for name in ("isend", "all_to_all"):  # by pairs with gloo; whether another test's group stands does not matter
@@ -115,7 +112,7 @@ def test_a_launch_that_fails_is_not_under_way(clock: Clock, monkeypatch: pytest.
     assert comm.overlap.metrics() == {}
 
 
-def test_one_that_fails_twice_lands_once(clock: Clock) -> None:
+def test_one_that_fails_twice_lands_once(clock):
     account = meter()
     failed, other = account.launch("gather", ""), account.launch("gather", "")
     failed.launched()
@@ -128,7 +125,7 @@ def test_one_that_fails_twice_lands_once(clock: Clock) -> None:
     assert account.metrics()["comm/in_flight_seconds"] == 4, "the other one still is"
 
 
-def test_evaluation_is_no_part_of_a_step(clock: Clock) -> None:
+def test_evaluation_is_no_part_of_a_step(clock):
     account = meter()
     flight = account.launch("evaluation", "")
     clock.now = 4
@@ -139,7 +136,7 @@ def test_evaluation_is_no_part_of_a_step(clock: Clock) -> None:
     assert account.metrics() == {}
 
 
-def test_a_gpu_says_nothing(clock: Clock) -> None:
+def test_a_gpu_says_nothing(clock):
     account = OverlapMeter(torch.device("cuda"), Ledger())
     flight = account.launch("gather", "")
     clock.now = 4
@@ -148,8 +145,8 @@ def test_a_gpu_says_nothing(clock: Clock) -> None:
     assert account.metrics() == {}
 
 
-def test_memory_that_cannot_be_read_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def held() -> dict[str, int]:
+def test_memory_that_cannot_be_read_stops_nothing(caplog):
+    def held():
         raise RuntimeError("no ledger")
 
     recorder = Recorder(held)
@@ -162,11 +159,11 @@ def test_memory_that_cannot_be_read_stops_nothing(caplog: pytest.LogCaptureFixtu
     ]
 
 
-def test_samples_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_take_a_twentieth_of_the_time(monkeypatch):
     now = [0]
     monkeypatch.setattr(profiler_ranges.time, "time_ns", lambda: now[0])
 
-    def held() -> dict[str, int]:
+    def held():
         now[0] += 1000
         return {"parameters": now[0]}
 
@@ -178,7 +175,7 @@ def test_samples_take_a_twentieth_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     assert [when for when, _ in recorder.samples] == [0, 21_000]
 
 
-def recorded() -> Recorder:
+def recorded():
     recorder = Recorder()
     recorder.flights = [
         LaneSpan(Label("in_flight", 1), 1_000_005_000, 1_000_009_000),
@@ -189,7 +186,7 @@ def recorded() -> Recorder:
     return recorder
 
 
-def test_our_events() -> None:
+def test_our_events():
     events = our_events(recorded(), pid=9, base_ns=1_000_000_000)
     shown = [(e["name"], e["tid"] % 10, e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert shown == [
@@ -202,7 +199,7 @@ def test_our_events() -> None:
     assert [(e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [(6.5, {"parameters": 7})]
 
 
-def test_our_events_in_a_file_of_torch(tmp_path: Path) -> None:
+def test_our_events_in_a_file_of_torch(tmp_path):
     path = tmp_path / "a.json"
     with torch.profiler.profile(acc_events=True) as profiler:  # torch 2.11 warns without
         torch.ones(3).sum()
@@ -216,7 +213,7 @@ def test_our_events_in_a_file_of_torch(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_another_file_is_left_alone(tmp_path):
     path = tmp_path / "a.json"
     path.write_text('{"loss": 1}', encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.json has no baseTimeNanoseconds"):

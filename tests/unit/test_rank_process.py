@@ -1,21 +1,18 @@
 """Which of several errors is the cause, and how it is told. The processes themselves: tests/e2e/test_launch.py."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.comm import launcher, rank_process
-from deepzero.comm.desync_watchdog import RankDivergenceError, RankLeftError
-from deepzero.comm.launcher import RankFailed, default_threads, under_launcher
-from deepzero.comm.rank_process import RankReport, describe, load_program, read_reports, root_cause, write_report
 from deepzero.config.strict import ConfigError
+from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError
+from deepzero.launch import launcher, rank_process
+from deepzero.launch.launcher import RankFailed, default_threads, under_launcher
+from deepzero.launch.rank_process import RankReport, describe, load_program, read_reports, root_cause, write_report
 
 ECHOES = [
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:15558",
@@ -27,7 +24,7 @@ ECHOES = [
 ]
 
 
-def caught(error: BaseException, rank: int = 0) -> RankReport:
+def caught(error, rank=0):
     """``error`` as a rank would report it."""
     try:
         raise error
@@ -35,20 +32,13 @@ def caught(error: BaseException, rank: int = 0) -> RankReport:
         return describe(raised, rank)
 
 
-@pytest.mark.parametrize("message", ECHOES)
-def test_lost_peers_are_recognised(message: str) -> None:
-    assert caught(RuntimeError(message)).peer_gone
+def test_lost_peers_are_told_from_causes():
+    assert all(caught(RuntimeError(message)).peer_gone for message in ECHOES)
+    causes = [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("d")]
+    assert not any(caught(error).peer_gone for error in causes)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("Connection closed by peer"), RuntimeError("CUDA out of memory"), KeyError("x"), OSError("disk")],
-)
-def test_other_errors_are_causes(error: Exception) -> None:
-    assert not caught(error).peer_gone
-
-
-def test_the_watchdogs_errors_know_whose_fault_it_is() -> None:
+def test_the_watchdogs_errors_know_whose_fault_it_is():
     for error, echo in ((RankLeftError("rank 1 has left"), True), (RankDivergenceError("different paths"), False)):
         try:
             raise error from RuntimeError(ECHOES[-1])
@@ -56,65 +46,38 @@ def test_the_watchdogs_errors_know_whose_fault_it_is() -> None:
             assert describe(raised, 0).peer_gone == echo
 
 
-def test_an_echo_that_was_wrapped() -> None:
-    try:
-        try:
-            raise RuntimeError(ECHOES[0])
-        except RuntimeError as inner:
-            raise RuntimeError("the reduction of bucket 3 failed") from inner
-    except RuntimeError as error:
-        report = describe(error, 2)
-    assert report.peer_gone
+def test_an_echo_that_was_wrapped():
+    wrapped = RuntimeError("the reduction of bucket 3 failed")
+    wrapped.__cause__ = RuntimeError(ECHOES[0])
+    report = caught(wrapped, 2)
+    assert report.peer_gone and "caused by RuntimeError" in report.title
     assert report.title.splitlines()[0] == "RuntimeError: the reduction of bucket 3 failed"
-    assert "caused by RuntimeError" in report.title
 
 
-def test_the_cause_is_the_earliest_that_is_no_echo() -> None:
-    echo, late, cause = (
-        caught(e, rank) for rank, e in enumerate((RuntimeError(ECHOES[0]), ValueError("b"), ValueError("a")))
-    )
-    reports = [
-        RankReport(**{**vars(echo), "seconds": 1.0}),
-        RankReport(**{**vars(late), "seconds": 3.0}),
-        RankReport(**{**vars(cause), "seconds": 2.0}),
-    ]
-    found = root_cause(reports)
-    assert found is not None
-    assert found.title == "ValueError: a"
-    assert root_cause([]) is None
+def test_the_cause_is_the_earliest_that_is_no_echo():
+    told = ((RuntimeError(ECHOES[0]), 1.0), (ValueError("b"), 3.0), (ValueError("a"), 2.0))
+    reports = [RankReport(**{**vars(caught(e, rank)), "seconds": at}) for rank, (e, at) in enumerate(told)]
+    assert root_cause(reports).title == "ValueError: a" and root_cause([]) is None
 
 
-def test_the_frames_are_the_users() -> None:
+def test_the_frames_are_the_users_and_settings_need_none():
     report = caught(ValueError("x"))
-    assert "test_rank_process.py" in report.frames
-    assert report.text().startswith("rank 0 failed: ValueError: x\n")
-
-
-def test_settings_need_no_frames() -> None:
+    assert "test_rank_process.py" in report.frames and report.text().startswith("rank 0 failed: ValueError: x\n")
     report = caught(ConfigError("zero.stage=7: no"))
-    assert report.kind == "config"
-    assert report.text() == "zero.stage=7: no"
-
-
-def test_a_checkpoints_error_needs_no_frames() -> None:
-    try:
-        raise CheckpointError("the disk has 0.001 GB left")
-    except CheckpointError as error:
-        report = describe(error, 0)
+    assert (report.kind, report.text()) == ("config", "zero.stage=7: no")
+    report = caught(CheckpointError("the disk has 0.001 GB left"))
     assert report.text() == "rank 0 failed: CheckpointError: the disk has 0.001 GB left"
     assert "test_rank_process.py" in report.full
 
 
-def test_reports_travel_through_files(tmp_path: Path) -> None:
+def test_reports_travel_through_files(tmp_path):
     first, second = caught(ValueError("é"), 0), caught(RuntimeError(ECHOES[0]), 1)
     for report in (first, second):
         write_report(tmp_path, report)
     assert read_reports(tmp_path) == [first, second]
 
 
-def test_a_report_that_cannot_be_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "program.py").write_text(
         "def fail(job):\n    job.unlink()\n    job.parent.rmdir()\n    raise ValueError(7)\n"
     )
@@ -131,47 +94,37 @@ def test_a_report_that_cannot_be_written_is_said(
     assert capsys.readouterr().err.startswith("rank 1 failed: ValueError: 7\n")
 
 
-def test_a_killed_rank_comes_before_the_echo_it_left() -> None:
+def test_what_the_launcher_makes_of_ends():
+    """A killed rank comes before the echo it left; one that the agent ended is not the cause."""
     echo = caught(RuntimeError(ECHOES[0]), 0)
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGKILL})
     assert str(error).startswith("rank 1 was killed by signal 9 (SIGKILL); when nobody")
     error = launcher._failure([echo], {0: 1, 1: -signal.SIGSEGV})
     assert str(error) == "rank 1 was killed by signal 11 (SIGSEGV)"
-
-
-def test_a_rank_that_the_agent_ended_is_not_the_cause() -> None:
     error = launcher._failure([caught(ValueError("x"), 1)], {0: -signal.SIGTERM, 1: 1})
-    assert isinstance(error, RankFailed)
-    assert error.headline == "rank 1 failed: ValueError: x"
+    assert isinstance(error, RankFailed) and error.headline == "rank 1 failed: ValueError: x"
     assert "Traceback" in error.full
-
-
-def test_a_rank_without_a_word() -> None:
-    assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3}))
-
-
-def test_a_rank_that_refuses_its_settings() -> None:
+    assert "rank 2 ended with exit status 3" in str(launcher._failure([], {2: 3})), "without a word"
     error = launcher._failure([caught(ConfigError("no"), 1), caught(RuntimeError(ECHOES[1]), 0)], {0: 1, 1: 2})
-    assert isinstance(error, ConfigError)
-    assert str(error) == "no"
+    assert isinstance(error, ConfigError) and str(error) == "no"
 
 
-def test_programs_are_found_by_file(tmp_path: Path) -> None:
+def test_programs_are_found_by_file(tmp_path):
     file = tmp_path / "a_program_for_ranks.py"
     file.write_text("def go():\n    return __name__\n\nNUMBER = 3\n")
-    assert load_program(str(file), "go")() == "a_program_for_ranks"  # type: ignore[func-returns-value]
+    assert load_program(str(file), "go")() == "a_program_for_ranks"
     assert load_program(str(file), "go") is load_program(str(file), "go")
     with pytest.raises(TypeError, match="NUMBER"):
         load_program(str(file), "NUMBER")
     del sys.modules["a_program_for_ranks"]
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_out(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert [default_threads(n) for n in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
 
 
-def test_a_launcher_is_known_by_all_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_is_known_by_all_its_variables(monkeypatch):
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "1")

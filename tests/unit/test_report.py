@@ -1,15 +1,11 @@
 """The report of runs made by hand: whole, broken, failed, short, hostile; and the page of several."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ from tests.unit import report_runs as made
 from tools.report import main
 
 
-def page(path: Path) -> str:
+def page(path):
     """The report of a folder, checked to be one well-formed file that asks nobody for anything."""
     html = report(read_run(path))
     check_self_contained(html)
@@ -34,17 +30,17 @@ def page(path: Path) -> str:
 class Tags(HTMLParser):
     """Which elements and attributes a page has."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: set[str] = set()
-        self.attributes: set[str] = set()
+        self.names = set()
+        self.attributes = set()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.names.add(tag)
         self.attributes |= {name for name, _ in attrs}
 
 
-def check_self_contained(html: str) -> None:
+def check_self_contained(html):
     """No address in it that a browser would fetch, no script, and drawings that are XML with titles of their own."""
     tags = Tags()
     tags.feed(html)
@@ -62,23 +58,23 @@ def check_self_contained(html: str) -> None:
         assert "nan" not in drawing.lower().replace("title", "")
 
 
-def plain(html: str) -> str:
+def plain(html):
     """What a reader sees, on one line."""
     words = re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", html, flags=re.S)
     return re.sub(r"\s+", " ", unescape(words))
 
 
-def drawings(html: str) -> list[str]:
+def drawings(html):
     """The charts by their names."""
     return re.findall(r'<svg class="chart"[^>]*aria-labelledby="(.*?)-t ', html)
 
 
-def about(path: Path) -> dict[str, str]:
+def about(path):
     """What is said to limit a run, by what it is about."""
     return {limit.about: limit.finding for limit in limits_of(read_run(path))}
 
 
-def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path: Path) -> None:
+def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path):
     steps = [made.line(step, loss=99.0 if step == 1234 else 3.0 + step % 7) for step in range(1, 3001)]
     run = read_run(made.folder(tmp_path / "run", steps))
     points = series(run, "loss")
@@ -88,7 +84,7 @@ def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path: Path) -> 
     assert "to 7 over 3000 steps" in report(run)
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_whole_run(tmp_path):
     html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline()))
     assert drawings(html) == ["loss", "speed", "norm", "rate", "memory-0-device", "memory-1-device", "sent"]
     words = plain(html)
@@ -117,7 +113,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         (3, {"parameters": 1000, "gradients": 1000, "masters": 2000, "moments": 4000}, 8 / 16, "16Ψ/W = 8Ψ"),
     ],
 )  # fmt: skip
-def test_the_sources_forms(tmp_path: Path, stage: int, held: dict[str, int], part: float, form: str) -> None:
+def test_the_sources_forms(tmp_path, stage, held, part, form):
     end = made.summary(config=made.config(stage), **made.account(held))
     run = read_run(made.folder(tmp_path / "run", end=end))
     saved = savings_of(run)
@@ -128,7 +124,7 @@ def test_the_sources_forms(tmp_path: Path, stage: int, held: dict[str, int], par
     assert ("nothing is saved" in headline(run)) == (stage == 0)
 
 
-def test_fp32_without_momentum_is_compared_with_its_own_like(tmp_path: Path) -> None:
+def test_fp32_without_momentum_is_compared_with_its_own_like(tmp_path):
     held = {"parameters": 4000, "gradients": 2000, "masters": 0, "moments": 0}
     end = made.summary(config=made.config(2, "fp32", "fp32"), **made.account(held))
     run = read_run(made.folder(tmp_path / "run", end=end))
@@ -138,7 +134,7 @@ def test_fp32_without_momentum_is_compared_with_its_own_like(tmp_path: Path) -> 
     assert textbook(run) is None, "the sources' form is Adam's"
 
 
-def test_offloaded_states_count_for_the_comparison_but_not_for_the_device(tmp_path: Path) -> None:
+def test_offloaded_states_count_for_the_comparison_but_not_for_the_device(tmp_path):
     held = {"parameters": 2000, "gradients": 0, "host_gradients": 1000, "host_masters": 2000, "host_moments": 4000}
     run = read_run(made.folder(tmp_path / "run", end=made.summary(**made.account(held))))
     saved = savings_of(run)
@@ -148,14 +144,14 @@ def test_offloaded_states_count_for_the_comparison_but_not_for_the_device(tmp_pa
     assert "Of the model state in host memory" in report(run)
 
 
-def test_copies_to_the_host_are_not_sent_to_other_ranks(tmp_path: Path) -> None:
+def test_copies_to_the_host_are_not_sent_to_other_ranks(tmp_path):
     sent = {"gradients.reduce_scatter": 1000.0, "offload.gradients_to_host": 9000.0}
     html = page(made.folder(tmp_path / "run", end=made.summary(**made.account(made.STAGE_2, sent))))
     assert [name for name in drawings(html) if name in ("sent", "copied")] == ["sent", "copied"]
     assert "1 kB sent by one rank in one step" in plain(html)
 
 
-def test_wider_gradients_are_more_than_the_textbook_and_said_to_be(tmp_path: Path) -> None:
+def test_wider_gradients_are_more_than_the_textbook_and_said_to_be(tmp_path):
     held = {"parameters": 2000, "gradients": 6000, "masters": 4000, "moments": 8000}
     end = made.summary(config=made.config(0, accum="fp32"), **made.account(held))
     said = headline(read_run(made.folder(tmp_path / "run", end=end)))
@@ -163,7 +159,7 @@ def test_wider_gradients_are_more_than_the_textbook_and_said_to_be(tmp_path: Pat
 
 
 @pytest.mark.parametrize("missing", ["summary.json", "timeline.json", "metrics.jsonl", "all"])
-def test_what_is_missing_is_said(tmp_path: Path, missing: str) -> None:
+def test_what_is_missing_is_said(tmp_path, missing):
     run_dir = made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline())
     for name in ("summary.json", "timeline.json", "metrics.jsonl"):
         if missing in (name, "all"):
@@ -175,7 +171,7 @@ def test_what_is_missing_is_said(tmp_path: Path, missing: str) -> None:
     assert ("Nothing is known of what this run held" in words) == (missing == "all")
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_broken_files_are_named(tmp_path):
     run_dir = made.folder(tmp_path / "run", end=made.summary())
     (run_dir / "summary.json").write_text('{"status": ')
     (run_dir / "timeline.json").write_text("[1]")
@@ -187,7 +183,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     assert "Not read: metrics.jsonl: 2 lines are no JSON objects" in words
 
 
-def test_a_failed_run_has_the_recorded_steps_account(tmp_path: Path) -> None:
+def test_a_failed_run_has_the_recorded_steps_account(tmp_path):
     end = {
         "status": "failed",
         "error": "rank 1 failed: <b>ValueError</b>",
@@ -202,7 +198,7 @@ def test_a_failed_run_has_the_recorded_steps_account(tmp_path: Path) -> None:
     assert "sent" in drawings(html)
 
 
-def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
+def test_losses_that_are_no_numbers(tmp_path):
     steps = [made.line(1), made.line(2, loss=None, grad_norm=None), made.line(3, loss=float("nan")), made.line(4)]
     run_dir = made.folder(tmp_path / "run", steps, made.summary())
     with (run_dir / "metrics.jsonl").open("a") as file:
@@ -218,13 +214,13 @@ def test_losses_that_are_no_numbers(tmp_path: Path) -> None:
     assert "norm" not in drawings(page(nothing))
 
 
-def test_a_run_of_one_step(tmp_path: Path) -> None:
+def test_a_run_of_one_step(tmp_path):
     html = page(made.folder(tmp_path / "run", [made.line(1)], made.summary(steps=1), made.timeline(1, step=1)))
     assert "Median 1k" in html, "there is no other step to speak of"
     assert drawings(html)[:2] == ["loss", "speed"]
 
 
-def test_a_run_that_went_on(tmp_path: Path) -> None:
+def test_a_run_that_went_on(tmp_path):
     steps = [made.line(k, step_seconds=9.0 if k <= 5 else 0.1) for k in range(1, 11)]
     run_dir = made.folder(tmp_path / "run", steps, made.summary(resumed_from_step=5, wall_seconds=0.55))
     assert "going on after step 5" in plain(page(run_dir))
@@ -232,14 +228,14 @@ def test_a_run_that_went_on(tmp_path: Path) -> None:
     assert "Between steps" not in about(run_dir)
 
 
-def test_a_run_with_nothing_left_to_train(tmp_path: Path) -> None:
+def test_a_run_with_nothing_left_to_train(tmp_path):
     end = made.summary(memory=None, communication=None, resumed_from_step=10)
     words = plain(page(made.folder(tmp_path / "run", end=end)))
     assert "How much memory that saves is not known" in words
     assert "Nothing is known of what this run sent" in words
 
 
-def test_what_a_run_writes_stays_text(tmp_path: Path) -> None:
+def test_what_a_run_writes_stays_text(tmp_path):
     evil = "</pre><script src='http://x/y.js'></script>\x1b[2J<img src=x onerror=alert(1)>&amp;"
     end = made.summary(sample=evil, config={"model": {"name": evil}, "x": {evil: evil}}, environment={evil: evil})
     end["memory"] = {evil: {"predicted": 1, "measured": 1, "largest": 1}}
@@ -256,7 +252,7 @@ def test_what_a_run_writes_stays_text(tmp_path: Path) -> None:
     assert html.count("&lt;script src=") >= 5
 
 
-def test_limits_rest_on_figures(tmp_path: Path) -> None:
+def test_limits_rest_on_figures(tmp_path):
     said = about(made.folder(tmp_path / "a", end=made.summary()))
     assert (
         said["Speed"] == "A step takes 100 ms. How much of it is waiting for other ranks was not measured in this run."
@@ -274,7 +270,7 @@ def test_limits_rest_on_figures(tmp_path: Path) -> None:
     assert about(made.folder(tmp_path / "c", quiet, made.summary()))["Speed"].startswith("Computing limits this run")
 
 
-def test_overlap_offload_and_quantisation_where_there_are_such(tmp_path: Path) -> None:
+def test_overlap_offload_and_quantisation_where_there_are_such(tmp_path):
     more = {
         "comm/exposed_seconds": 0.02, "comm/in_flight_seconds": 0.05, "comm/hidden_fraction": 0.6,
         "offload/optimizer_step/seconds": 0.08, "offload/optimizer_step/hidden": 0.25,
@@ -295,7 +291,7 @@ def test_overlap_offload_and_quantisation_where_there_are_such(tmp_path: Path) -
     assert about(run_dir)["Quantisation"].startswith("2 buckets fell below")
 
 
-def test_a_plan_is_drawn_over_the_measured_step(tmp_path: Path) -> None:
+def test_a_plan_is_drawn_over_the_measured_step(tmp_path):
     held = [{"parameters": 2000}, {"parameters": 2000, "gradients": 9000}, {"parameters": 2000, "gradients": 1000}]
     plan = [{"points": [{"number": n, "seconds": 0.0, "held": h} for n, h in zip((0, 5, 9), held, strict=True)]}] * 2
     html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline(predicted=plan)))
@@ -304,7 +300,7 @@ def test_a_plan_is_drawn_over_the_measured_step(tmp_path: Path) -> None:
     assert "what was predicted for each event" in plain(html)
 
 
-def test_what_a_gpus_allocator_gave_out_is_a_line(tmp_path: Path) -> None:
+def test_what_a_gpus_allocator_gave_out_is_a_line(tmp_path):
     recorded = made.timeline(1)
     for place, point in enumerate(recorded["ranks"][0]["points"]):
         point["device_bytes"] = 20_000 + place
@@ -313,12 +309,12 @@ def test_what_a_gpus_allocator_gave_out_is_a_line(tmp_path: Path) -> None:
     assert "allocated on the GPU 20 kB" in plain(html)
 
 
-def test_a_peak_above_the_forms_is_explained(tmp_path: Path) -> None:
+def test_a_peak_above_the_forms_is_explained(tmp_path):
     html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline(peak=12000)))
     assert "The peak is 2.7 kB above it" in plain(html)
 
 
-def test_of_many_ranks_three_are_drawn(tmp_path: Path) -> None:
+def test_of_many_ranks_three_are_drawn(tmp_path):
     recorded = made.timeline(16)
     high = json.loads(json.dumps(recorded["ranks"][0]))
     high["points"][1]["held"]["gradients"] = 5000
@@ -328,7 +324,7 @@ def test_of_many_ranks_three_are_drawn(tmp_path: Path) -> None:
     assert "Of 16 ranks: the first, and those with the highest and the lowest peak." in plain(html)
 
 
-def test_ranks_without_points_are_not_drawn(tmp_path: Path) -> None:
+def test_ranks_without_points_are_not_drawn(tmp_path):
     """Of many ranks the points of eight are written down."""
     recorded = made.timeline(16)
     bare = {**recorded["ranks"][0], "points": [], "events": 1_000_000}
@@ -344,19 +340,19 @@ def test_ranks_without_points_are_not_drawn(tmp_path: Path) -> None:
     assert "No step was recorded" in plain(html)
 
 
-def test_a_long_run_stays_a_small_file(tmp_path: Path) -> None:
+def test_a_long_run_stays_a_small_file(tmp_path):
     run_dir = made.folder(tmp_path / "run", [made.line(k, loss=float(k % 7)) for k in range(1, 20_001)], made.summary())
     assert len(page(run_dir)) < 150_000
 
 
-def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    told = []
     write_report_or_tell(tmp_path / "no such folder", told.append)
     assert len(told) == 1
     assert told[0].startswith("report.html: FileNotFoundError")
     assert f"python -m tools.report {tmp_path / 'no such folder'}" in told[0]
 
-    def broken(run: Any) -> str:
+    def broken(run):
         raise KeyError("nobody thought of it")
 
     monkeypatch.setattr("deepzero.monitor.report.write.report", broken)
@@ -365,7 +361,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch
     assert not (tmp_path / "run" / "report.html").exists()
 
 
-def test_the_tool_writes_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_writes_one_report(tmp_path, capsys):
     run_dir = made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline())
     assert main([str(run_dir)]) == 0
     assert capsys.readouterr().out.startswith(f"{run_dir / 'report.html'}: 1 run, ")
@@ -374,7 +370,7 @@ def test_the_tool_writes_one_report(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert sorted(os.listdir(run_dir)) == ["metrics.jsonl", "report.html", "summary.json", "timeline.json"]
 
 
-def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_compares_a_sweep(tmp_path, capsys):
     sweep = tmp_path / "sweep"
     for number, stage in enumerate((2, 3, 2)):
         loss = 4.0 if number < 2 else 3.0
@@ -397,7 +393,7 @@ def test_the_tool_compares_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "2 4.1000 3k 100 ms – 9 kB 0 B 44% 2 kB" in words
 
 
-def test_a_table_says_how_far_a_stopped_run_came(tmp_path: Path) -> None:
+def test_a_table_says_how_far_a_stopped_run_came(tmp_path):
     ends = [{"status": "stopped", "steps": 7}, {"status": "failed"}, {}, {"status": "finished"}]
     folders = [
         made.folder(tmp_path / str(k), end=end and {**end, "val_loss": 4.0048, "config": made.config()})
@@ -408,7 +404,7 @@ def test_a_table_says_how_far_a_stopped_run_came(tmp_path: Path) -> None:
     assert [row.endswith(f" {way}") for row, way in zip(rows, ways, strict=True)] == [True] * 4
 
 
-def test_a_table_names_every_setting_that_differs(tmp_path: Path) -> None:
+def test_a_table_names_every_setting_that_differs(tmp_path):
     configs = [made.config(dtype="bf16", accum="bf16"), made.config(stage=3, dtype="fp32", accum="fp32", steps=20)]
     folders = []
     for k, settings in enumerate(configs):
@@ -422,7 +418,7 @@ def test_a_table_names_every_setting_that_differs(tmp_path: Path) -> None:
     assert "they also differ" not in text_table(folders[:1] * 2)
 
 
-def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_shows_the_runs_among_other_folders(tmp_path, capsys):
     runs = [made.folder(tmp_path / name, end=made.summary()) for name in ("a", "b")]
     (tmp_path / "empty").mkdir()
     assert main([str(runs[0]), str(tmp_path / "empty"), str(runs[1])]) == 0
@@ -431,7 +427,7 @@ def test_the_tool_shows_the_runs_among_other_folders(tmp_path: Path, capsys: pyt
     assert f"{tmp_path / 'comparison.html'}: 2 runs" in said.out
 
 
-def test_the_tool_refuses_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_refuses_what_is_no_run(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert "no run, neither metrics.jsonl nor summary.json is there" in capsys.readouterr().err
     run_dir = made.folder(tmp_path / "run")

@@ -1,7 +1,5 @@
 """Axes and curves: round ticks, gaps, spikes that survive thinning, stairs, marks, bars."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -16,20 +14,20 @@ from deepzero.monitor.report import svg
 finite = st.floats(-1e12, 1e12, allow_nan=False)
 
 
-def chart(lines: list[svg.Line], **options: object) -> str:
+def chart(lines, **options):
     """A line chart, parsed once to see that it is XML."""
-    drawn = svg.line_chart("x", "Title", "Description", lines, "step", "{:g}".format, **options)  # type: ignore[arg-type]
+    drawn = svg.line_chart("x", "Title", "Description", lines, "step", "{:g}".format, **options)
     ElementTree.fromstring(drawn)
     return drawn
 
 
-def paths(drawn: str) -> list[str]:
+def paths(drawn):
     """What each line goes through."""
     return re.findall(r'<path class="line" d="([^"]*)"', drawn)
 
 
 @given(finite, finite)
-def test_ticks_are_few_round_and_inside(a: float, b: float) -> None:
+def test_ticks_are_few_round_and_inside(a, b):
     low, high = min(a, b), max(a, b)
     found = svg.ticks(low, high)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
@@ -42,7 +40,7 @@ def test_ticks_are_few_round_and_inside(a: float, b: float) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.one_of(st.none(), finite)), min_size=1, max_size=3000))
-def test_thinning_keeps_the_highest_and_the_lowest(points: list[tuple[int, float | None]]) -> None:
+def test_thinning_keeps_the_highest_and_the_lowest(points):
     thin = svg.thin(points, limit=50)
     assert len(thin) <= max(50, 75)
     values = [y for _, y in points if y is not None]
@@ -51,7 +49,7 @@ def test_thinning_keeps_the_highest_and_the_lowest(points: list[tuple[int, float
         assert (max(kept), min(kept)) == (max(values), min(values))
 
 
-def test_a_missing_value_is_a_gap() -> None:
+def test_a_missing_value_is_a_gap():
     points = [(1, 1.0), (2, 2.0), (3, None), (4, math.nan), (5, 1.0), (6, 1.5)]
     (path,) = paths(chart([svg.Line("loss", points, "c1")]))
     assert path.count("M") == 2
@@ -59,34 +57,34 @@ def test_a_missing_value_is_a_gap() -> None:
 
 
 @pytest.mark.parametrize("points", [[], [(1, None)], [(1, math.inf), (2, math.nan)]])
-def test_nothing_to_draw_is_no_chart(points: list[tuple[float, float | None]]) -> None:
+def test_nothing_to_draw_is_no_chart(points):
     assert svg.line_chart("x", "T", "D", [svg.Line("loss", points, "c1")], "step", str) == ""
 
 
-def test_one_value_is_a_dot_in_the_middle_of_an_axis() -> None:
+def test_one_value_is_a_dot_in_the_middle_of_an_axis():
     drawn = chart([svg.Line("loss", [(1, 5.0)], "c1")])
     assert 'cx="223.0"' in drawn
     assert not paths(drawn)
 
 
-def test_equal_values_have_an_axis() -> None:
+def test_equal_values_have_an_axis():
     (path,) = paths(chart([svg.Line("scale", [(1, 0.0), (2, 0.0)], "c1")], zero=True))
     places = {float(y) for y in re.findall(r" ([\d.]+)", path)}
     assert places == {svg.HEIGHT - svg.BOTTOM}
 
 
-def test_crosses_stand_where_steps_were_skipped() -> None:
+def test_crosses_stand_where_steps_were_skipped():
     drawn = chart([svg.Line("loss", [(1, 1.0), (3, 2.0)], "c1")], crosses=[2.0])
     assert drawn.count('class="cross"') == 1
     assert f"M{svg.Frame((1, 3), (1, 2)).across(2) - 3:.1f} " in drawn
 
 
-def test_words_are_escaped_and_without_control_characters() -> None:
+def test_words_are_escaped_and_without_control_characters():
     drawn = chart([svg.Line("<b>\x1b&", [(1, 1.0), (2, 2.0)], "c1")])
     assert "<title>&lt;b&gt;?&amp;</title>" in drawn
 
 
-def test_layers_stand_on_each_other_in_steps() -> None:
+def test_layers_stand_on_each_other_in_steps():
     layers = [svg.Layer("low", [10, 10, 10], "c1"), svg.Layer("high", [0, 30, 0], "c2")]
     drawn = svg.stacked_chart("m", "Memory", "D", [0, 1, 2], layers, [], "time", "{:g}".format)
     ElementTree.fromstring(drawn)
@@ -97,7 +95,7 @@ def test_layers_stand_on_each_other_in_steps() -> None:
     assert low.count("L") == 3, "what does not change needs its four corners alone"
 
 
-def test_marks_that_touch_share_their_words() -> None:
+def test_marks_that_touch_share_their_words():
     marks = [(10.0, "2"), (99.0, "3"), (99.5, "4"), (100.0, "5")]
     layers = [svg.Layer("a", [1, 1], "c1")]
     drawn = svg.stacked_chart("m", "M", "D", [0, 100], layers, [], "time", "{:g}".format, marks=marks)
@@ -105,7 +103,7 @@ def test_marks_that_touch_share_their_words() -> None:
     assert re.findall(r">([2345·]+)</text>", drawn) == ["2", "3·4·5"]
 
 
-def test_bars_end_where_they_are_measured_and_are_marked_where_expected() -> None:
+def test_bars_end_where_they_are_measured_and_are_marked_where_expected():
     drawn = svg.bar_chart("b", "T", "D", [svg.Bar("one", 50, 100, ""), svg.Bar("two", 25, None, "")], str)
     ElementTree.fromstring(drawn)
     assert re.findall(r'width="([\d.]+)" height="11"', drawn) == ["190.0", "95.0"]

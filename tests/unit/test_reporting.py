@@ -1,14 +1,10 @@
 """What a run says of itself at its end: which rank asks the machine, and that asking changes nothing."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
-import pytest
 import torch
 
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
@@ -19,7 +15,7 @@ from deepzero.training.reporting import final_facts
 COMMIT = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "--quiet", "--message=x"]
 
 
-def facts_of(rank: int) -> dict[str, Any]:
+def facts_of(rank):
     """The facts of an engine that is nothing but this rank."""
     engine = SimpleNamespace(
         device=torch.device("cpu"), global_rank=rank, world_size=2, model_numel=1, skipped_steps=0,
@@ -28,8 +24,8 @@ def facts_of(rank: int) -> dict[str, Any]:
     return final_facts(RunConfig(), cast(Engine, engine), None)
 
 
-def test_only_the_rank_that_writes_the_summary_asks_git(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_only_the_rank_that_writes_the_summary_asks_git(monkeypatch):
+    asked = []
     monkeypatch.setattr(environment, "_commit", lambda: asked.append("git"))
     first, second = facts_of(0), facts_of(1)
     assert asked == ["git"]
@@ -38,7 +34,7 @@ def test_only_the_rank_that_writes_the_summary_asks_git(monkeypatch: pytest.Monk
     assert set(first) == set(second)
 
 
-def test_asking_for_the_commit_leaves_gits_index_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asking_for_the_commit_leaves_gits_index_alone(tmp_path, monkeypatch):
     """The file has another time, so that git would write down that it looked and found the same content."""
     file = tmp_path / "file"
     file.write_text("x", encoding="utf-8")

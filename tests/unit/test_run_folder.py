@@ -1,10 +1,6 @@
 """The folder of a run that was refused, where another run may have begun."""
 
-from __future__ import annotations
-
 import fcntl
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,7 +12,7 @@ from deepzero.training.run_folder import FoldersBefore, remove_unused, take
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """A run folder that Hydra makes, below another that was not there."""
     monkeypatch.setattr(run_folder, "_noted", None)
     run_dir = tmp_path / "outputs" / "12-00-00"
@@ -26,13 +22,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     release(run_dir)
 
 
-def test_a_refused_run_leaves_nothing(folder: Path) -> None:
+def test_a_refused_run_leaves_nothing(folder):
     take(folder)
     remove_unused()
     assert list(folder.parents[1].iterdir()) == []
 
 
-def test_a_second_run_of_the_same_second_leaves_the_first_ones_folder(folder: Path) -> None:
+def test_a_second_run_of_the_same_second_leaves_the_first_ones_folder(folder):
     with (folder / LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"^hydra\.run\.dir: another run writes to "):

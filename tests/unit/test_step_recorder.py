@@ -1,9 +1,6 @@
 """One recorded step: what is weighed when, what it may cost, what stays when there is too much."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 
 import torch
 
@@ -14,25 +11,25 @@ from deepzero.profiling.step_recorder import LANDMARKS, StepRecorder
 class Bench:
     """A ledger over tensors that come and go, and a clock that is moved by hand."""
 
-    def __init__(self, weighing: float = 0.0, limit: int = 2000) -> None:
+    def __init__(self, weighing=0.0, limit=2000):
         self.ledger, self.now, self.weighing = Ledger(), 100.0, weighing
         self.tensors = {"gradients": [torch.zeros(10)], "moments": [torch.zeros(100)], "masters": [torch.zeros(5)]}
         self.asked = dict.fromkeys(self.tensors, 0)
         for name in self.tensors:
-            self.ledger.watch(name, lambda name=name: self.weigh(name), 4 if name == "moments" else 0)  # type: ignore[misc]
+            self.ledger.watch(name, lambda name=name: self.weigh(name), 4 if name == "moments" else 0)
         self.recorder = StepRecorder(self.ledger, limit, clock=lambda: self.now)
 
-    def weigh(self, name: str) -> Iterator[torch.Tensor]:
+    def weigh(self, name):
         self.asked[name] += 1
         self.now += self.weighing if name == "gradients" else 0.0
         return iter(self.tensors[name])
 
-    def event(self, what: str, after: float = 0.01) -> None:
+    def event(self, what, after=0.01):
         self.now += after
         self.ledger.note(what, "kind", "where")
 
 
-def test_each_event_with_what_is_held_after_it() -> None:
+def test_each_event_with_what_is_held_after_it():
     bench = Bench()
     bench.recorder.begin()
     bench.event("gradient_ready")
@@ -51,7 +48,7 @@ def test_each_event_with_what_is_held_after_it() -> None:
     assert "device_bytes" not in points[1].as_dict(), "there is no GPU here"
 
 
-def test_what_a_gpus_allocator_gave_out_is_asked_at_every_point() -> None:
+def test_what_a_gpus_allocator_gave_out_is_asked_at_every_point():
     bench = Bench()
     recorder = StepRecorder(bench.ledger, device_bytes=iter(range(100, 200)).__next__, clock=lambda: bench.now)
     recorder.begin()
@@ -60,7 +57,7 @@ def test_what_a_gpus_allocator_gave_out_is_asked_at_every_point() -> None:
     assert [point.as_dict()["device_bytes"] for point in recorder.points] == [100, 101, 102]
 
 
-def test_nobody_listens_before_and_after() -> None:
+def test_nobody_listens_before_and_after():
     bench = Bench()
     bench.event("launch")
     bench.recorder.begin()
@@ -70,7 +67,7 @@ def test_nobody_listens_before_and_after() -> None:
     assert bench.ledger.observer is None
 
 
-def test_what_stays_is_weighed_at_landmarks_alone() -> None:
+def test_what_stays_is_weighed_at_landmarks_alone():
     bench = Bench()
     bench.recorder.begin()
     for _ in range(50):
@@ -81,7 +78,7 @@ def test_what_stays_is_weighed_at_landmarks_alone() -> None:
     assert bench.asked["gradients"] == 50 + 3, "once at each, also at a landmark"
 
 
-def test_moments_that_appear_in_the_step_are_seen_from_the_next_landmark_on() -> None:
+def test_moments_that_appear_in_the_step_are_seen_from_the_next_landmark_on():
     bench = Bench()
     bench.tensors["moments"] = []
     bench.recorder.begin()
@@ -91,7 +88,7 @@ def test_moments_that_appear_in_the_step_are_seen_from_the_next_landmark_on() ->
     assert [point.held.get("moments", 0) for point in bench.recorder.points] == [0, 396, 396]
 
 
-def test_weighing_is_kept_out_of_the_times() -> None:
+def test_weighing_is_kept_out_of_the_times():
     bench = Bench(weighing=0.004)
     bench.recorder.begin()
     for _ in range(5):
@@ -102,7 +99,7 @@ def test_weighing_is_kept_out_of_the_times() -> None:
     assert round(bench.recorder.spent_seconds, 6) == 6 * 0.004, "five events and the end"
 
 
-def test_weighing_that_takes_too_long_is_left_out_for_a_while() -> None:
+def test_weighing_that_takes_too_long_is_left_out_for_a_while():
     bench = Bench(weighing=0.02)
     bench.recorder.begin()
     for _ in range(100):
@@ -116,7 +113,7 @@ def test_weighing_that_takes_too_long_is_left_out_for_a_while() -> None:
     assert recorder.spent_seconds < 0.05 + 6 * 0.02
 
 
-def test_thousands_of_events_are_thinned_and_the_peaks_stay() -> None:
+def test_thousands_of_events_are_thinned_and_the_peaks_stay():
     bench = Bench(limit=100)
     bench.recorder.begin()
     for number in range(5001):
@@ -132,10 +129,10 @@ def test_thousands_of_events_are_thinned_and_the_peaks_stay() -> None:
     assert max(gaps) <= 5003 / 100 * 4, "evenly"
 
 
-def test_micro_batches_do_not_lift_the_limit() -> None:
+def test_micro_batches_do_not_lift_the_limit():
     bench = Bench(limit=40)
     thinned, thin = [], bench.recorder._thin
-    bench.recorder._thin = lambda: (thinned.append(bench.recorder.events), thin())[1]  # type: ignore[method-assign]
+    bench.recorder._thin = lambda: (thinned.append(bench.recorder.events), thin())[1]
     bench.recorder.begin()
     for number in range(512):
         bench.tensors["gradients"] = [torch.zeros(number % 7)]
@@ -151,7 +148,7 @@ def test_micro_batches_do_not_lift_the_limit() -> None:
     assert bench.recorder.peak_bytes == 10 * 4 + 100 * 4 + 5 * 4 == max(sum(p.held.values()) for p in points)
 
 
-def test_a_limit_below_what_must_stay() -> None:
+def test_a_limit_below_what_must_stay():
     bench = Bench(limit=2)
     bench.recorder.begin()
     for number in range(100):
@@ -163,7 +160,7 @@ def test_a_limit_below_what_must_stay() -> None:
     assert len(bench.recorder.points) <= 6
 
 
-def test_the_end_of_a_micro_batch_passes_unweighed_like_any_other() -> None:
+def test_the_end_of_a_micro_batch_passes_unweighed_like_any_other():
     bench = Bench(weighing=0.06)
     bench.recorder.begin()
     for what in ("launch", "backward_end", "boundary"):
@@ -172,7 +169,7 @@ def test_the_end_of_a_micro_batch_passes_unweighed_like_any_other() -> None:
     assert [point.what for point in bench.recorder.points] == ["begin", "launch", "boundary", "end"]
 
 
-def test_padding_is_told_apart_at_a_landmark() -> None:
+def test_padding_is_told_apart_at_a_landmark():
     bench = Bench()
     bench.ledger.watch("gathered", lambda: [torch.zeros(10)], padding_bytes=12)
     bench.recorder.begin()
@@ -182,10 +179,10 @@ def test_padding_is_told_apart_at_a_landmark() -> None:
     assert bench.ledger.held_now()["padding"] == 4 + 12
 
 
-def test_a_tensor_that_cannot_be_weighed_costs_a_point_and_nothing_else() -> None:
+def test_a_tensor_that_cannot_be_weighed_costs_a_point_and_nothing_else():
     bench = Bench()
     bench.recorder.begin()
-    bench.tensors["gradients"] = [None, object()]  # type: ignore[list-item]
+    bench.tensors["gradients"] = [None, object()]
     bench.event("launch")
     bench.tensors["gradients"] = []
     bench.event("wait")

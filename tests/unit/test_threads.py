@@ -1,22 +1,20 @@
 """Threads work on the device of whoever starts them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
 
-from deepzero.comm.threads import start_thread, thread_pool
 from deepzero.offload import arena
+from deepzero.utils.threads import start_thread, thread_pool
 
 
 @pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+def chosen(monkeypatch):
     """A process that has chosen GPU 3; filled with the device that each thread has chosen, 0 where it has not."""
-    devices: dict[int, int] = {threading.get_ident(): 3}
+    devices = {threading.get_ident(): 3}
 
-    def choose(device: int) -> None:
+    def choose(device):
         devices[threading.get_ident()] = device
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -25,10 +23,10 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return devices
 
 
-def test_a_thread_has_its_starter_s_device(chosen: dict[int, int]) -> None:
-    seen: list[tuple[str, int, bool]] = []
+def test_a_thread_has_its_starter_s_device(chosen):
+    seen = []
 
-    def look(what: str) -> None:
+    def look(what):
         thread = threading.current_thread()
         seen.append((what, torch.cuda.current_device(), thread.daemon))
 
@@ -39,48 +37,48 @@ def test_a_thread_has_its_starter_s_device(chosen: dict[int, int]) -> None:
     assert seen[2] == ("third", 3, True)
 
 
-def test_a_pool_s_threads_too(chosen: dict[int, int]) -> None:
+def test_a_pool_s_threads_too(chosen):
     with thread_pool(2, "deepzero-test") as pool:
         meet = threading.Barrier(2, timeout=30)
 
-        def look(_: int) -> int:
+        def look(_):
             meet.wait()
             return torch.cuda.current_device()
 
         assert list(pool.map(look, range(2))) == [3, 3]
 
 
-def test_without_cuda_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_nothing_is_asked(monkeypatch):
     """To ask for the current device would make a context."""
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("asked")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     for name in ("current_device", "set_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
-    ran: list[int] = []
+    ran = []
     start_thread(ran.append, "deepzero-test", 1).join()
     assert ran == [1]
 
 
-def test_pages_are_unlocked_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_unlocked_on_their_device(monkeypatch):
     """Whichever thread collects the garbage."""
-    inside: list[torch.device] = []
-    told: list[tuple[int, list[torch.device]]] = []
+    inside = []
+    told = []
 
     class Within:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device):
             self.device = device
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             inside.append(self.device)
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             inside.pop()
 
     class Cudart:
-        def cudaHostUnregister(self, address: int) -> None:
+        def cudaHostUnregister(self, address):
             told.append((address, list(inside)))
 
     monkeypatch.setattr(torch.cuda, "device", Within)

@@ -134,7 +134,7 @@ def report(library: str, measured: dict[str, Any], size: int, steps: int) -> Non
 
 def main() -> None:
     """Measure and print."""
-    from deepzero.comm.launcher import launch
+    from deepzero.launch.launcher import launch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps in a block, one save in each")

@@ -29,10 +29,10 @@ import torch
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.comm.launcher import RankFailed, launch
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
+from deepzero.launch.launcher import RankFailed, launch
 from deepzero.models.gpt import GPT
 from deepzero.planning.calibrate import probe
 from deepzero.planning.clusters import Cluster

@@ -84,6 +84,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0), ("ranks", 1), ("threads", 1), ("micro_batch", 1)):
         if getattr(options, name) < least:
             parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: must be at least {least}")
+    work = workload_of(options)
+    if work.n_head < 1 or work.n_embd < 1 or work.n_embd % work.n_head:
+        parser.error(f"--width {work.n_embd} does not divide by --heads {work.n_head}: give both, or a multiple")
     try:
         options.entries = select_entries(options.contenders)
     except ValueError as error:

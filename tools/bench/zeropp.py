@@ -188,7 +188,7 @@ def print_report(measured: dict[str, Any], bandwidths: list[float], quick: bool)
 
 def main() -> None:
     """Measure and print."""
-    from deepzero.comm.launcher import launch
+    from deepzero.launch.launcher import launch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=positive, default=4, help="steps in a block")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepzero.monitor.report.run_data import Run, number
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes, short_seconds
 
 EXPOSED = "comm/exposed_seconds"
 IN_FLIGHT = "comm/in_flight_seconds"
@@ -80,10 +80,11 @@ def speed_limit(run: Run) -> Limit | None:
     if exposed is None:
         return Limit(
             "Speed",
-            f"A step takes {seconds(step)}. How much of it is waiting for other ranks was not measured in this run.",
+            f"A step takes {short_seconds(step)}. How much of it is waiting for other ranks was not measured in this "
+            "run.",
         )
     share = min(1.0, exposed / step)
-    text = f"{share:.0%} of a step ({seconds(exposed)} of {seconds(step)}) is waiting for communication"
+    text = f"{share:.0%} of a step ({short_seconds(exposed)} of {short_seconds(step)}) is waiting for communication"
     if (hidden := run.typical(HIDDEN)) is not None:
         text += f"; {hidden:.0%} of the time in which data was under way was hidden behind computing"
     if share >= MUCH:
@@ -165,9 +166,10 @@ def exposed_offload(run: Run) -> Limit | None:
     if not waits or not step:
         return None
     worst = max(waits, key=waits.__getitem__)
-    text = f"Of the offload pipeline a step waits longest for {worst.replace('_', ' ')}: {seconds(waits[worst])} of "
+    text = f"Of the offload pipeline a step waits longest for {worst.replace('_', ' ')}: "
+    text += f"{short_seconds(waits[worst])} of "
     advice = "zero.offload_optimizer.ratio below 1 leaves a part on the device; delayed_update hides the CPU's step."
-    return Limit("Offload", f"{text}{seconds(step)}.", advice if waits[worst] >= MUCH * step else "")
+    return Limit("Offload", f"{text}{short_seconds(step)}.", advice if waits[worst] >= MUCH * step else "")
 
 
 def offload_parts(run: Run) -> list[str]:
@@ -208,20 +210,8 @@ def slow_steps(run: Run) -> Limit | None:
     if not usual or len(timed) < 5 or max(timed)[0] < 3 * usual:
         return None
     slowest, step = max(timed)
-    return Limit("Uneven steps", f"Step {step:g} took {seconds(slowest)}, {slowest / usual:.1f} times the median.")
-
-
-def seconds(value: float) -> str:
-    """A time with its unit.
-
-    Example:
-        >>> seconds(0.0361), seconds(12.34), seconds(0.00002)
-        ('36.1 ms', '12.3 s', '20 µs')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= size:
-            return f"{value / size:.3g} {unit}"
-    return "0 s" if value == 0 else f"{value:.1e} s"
+    took = short_seconds(slowest)
+    return Limit("Uneven steps", f"Step {step:g} took {took}, {slowest / usual:.1f} times the median.")
 
 
 def sentence(text: str) -> str:

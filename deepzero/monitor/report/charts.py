@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.bottlenecks import EXPOSED, IN_FLIGHT, offload_parts, seconds
+from deepzero.monitor.report.bottlenecks import EXPOSED, IN_FLIGHT, offload_parts
 from deepzero.monitor.report.html import figure, figures, legend, paragraph
 from deepzero.monitor.report.run_data import Run, number
-from deepzero.monitor.terminal import short_bytes, short_number
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 COLOURS = {
     "parameters": "c1", "masters": "c2", "moments": "c3", "gradients": "c4", "gathered": "c5", "buckets": "c6",
@@ -17,7 +17,7 @@ COLOURS = {
 }  # fmt: skip
 ORDER = ("parameters", "masters", "moments", "gradients", "secondary", "gathered", "buckets", "padding")
 """Of the layers, the lowest first: what stays, then what comes and goes."""
-PHASES = {"gradient_ready": "2", "boundary": "3", "step": "4", "publish": "5"}
+PHASES = {"gradient_ready": "3", "boundary": "4", "step": "5", "publish": "6"}
 """Events that begin or end a phase of ``docs/step.md``, by its number there; of the first, the first one counts."""
 MOST_RANKS = 4
 """Memory charts: of more ranks the first, and those that held the most and the least."""
@@ -84,7 +84,7 @@ def overlap(run: Run) -> str:
     ]
     named = legend([("whole step", "c8", ""), ("communication under way", "c5", ""), ("of it waited for", "c6", "")])
     title = "Communication within a step"
-    drawn = svg.line_chart("overlap", title, "Seconds a step, over the steps", lines, STEP, seconds, zero=True)
+    drawn = svg.line_chart("overlap", title, "Seconds a step, over the steps", lines, STEP, short_seconds, zero=True)
     return figures([figure(title, drawn, named)])
 
 
@@ -96,13 +96,13 @@ def offload(run: Run) -> str:
     ]
     named = legend([(part.replace("_", " "), f"c{1 + k % 8}", _usual(run, part)) for k, part in enumerate(parts)])
     title = "Offload pipeline, seconds a step"
-    drawn = svg.line_chart("offload", title, "Seconds of each part over the steps", lines, STEP, seconds, zero=True)
+    drawn = svg.line_chart("offload", title, "Seconds of each part, over steps", lines, STEP, short_seconds, zero=True)
     return figures([figure(title, drawn, named)])
 
 
 def _usual(run: Run, part: str) -> str:
     took, hidden = run.typical(f"offload/{part}/seconds"), run.typical(f"offload/{part}/hidden")
-    words = [] if took is None else [seconds(took)]
+    words = [] if took is None else [short_seconds(took)]
     return ", ".join([*words, *([] if hidden is None else [f"{hidden:.0%} hidden"])])
 
 
@@ -220,7 +220,7 @@ def _rank_memory(run: Run, ranks: Sequence[Mapping[str, Any]], rank: int, side: 
     desc = f"{title}. Largest by category: " + ", ".join(f"{name} {size}" for name, _, size in shown)
     drawn = svg.stacked_chart(
         f"memory-{rank}-{side}", title, desc, times, layers, outlines, "time within the step", short_bytes,
-        x_label=seconds, marks=_phases(points),
+        x_label=short_seconds, marks=_phases(points),
     )  # fmt: skip
     lines = [("predicted", "dash", _most(outlines[0]))]
     lines += [(line.name, line.colour, _most(line)) for line in outlines[1:]]
@@ -273,7 +273,7 @@ def _phases(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, str]]:
     marks: list[tuple[float, str]] = []
     for point in points:
         word = PHASES.get(str(point.get("what")))
-        if word is not None and (word != "2" or word not in [w for _, w in marks]):
+        if word is not None and (word != "3" or word not in [w for _, w in marks]):
             marks.append((float(point["seconds"]), word))
     return marks
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.bottlenecks import EXPOSED, limits_of, seconds
+from deepzero.monitor.report.bottlenecks import EXPOSED, limits_of
 from deepzero.monitor.report.charts import STEP, series, validations
 from deepzero.monitor.report.html import document, figure, figures, legend, paragraph, section, table, text
 from deepzero.monitor.report.run_data import Run, is_run, number, read_run
 from deepzero.monitor.report.savings import MOMENT, like_stage_2, savings_of
 from deepzero.monitor.report.sections import sum_of, title
-from deepzero.monitor.terminal import short_bytes, short_number
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 STYLES = ("solid", "dashed")
 COLOURS = 8
@@ -63,7 +63,7 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             *(value if len(value := str(run.setting(key, "–"))) <= SHOWN else f"…{value[-SHOWN:]}" for key in keys),
             *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
             short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
-            "–" if took is None else seconds(took),
+            "–" if took is None else short_seconds(took),
             _loss(run) + _how_far(run),
         ])  # fmt: skip
     return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
@@ -137,8 +137,8 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
             name,
             _loss(run),
             "–" if speed is None else short_number(speed),
-            "–" if took is None else seconds(took),
-            "–" if exposed is None else seconds(exposed),
+            "–" if took is None else short_seconds(took),
+            "–" if exposed is None else short_seconds(exposed),
             "–" if saved is None else short_bytes(saved.here_bytes),
             "–" if saved is None else short_bytes(saved.host),
             "–" if saved is None else f"{saved.part:.0%}",

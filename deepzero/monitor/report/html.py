@@ -38,7 +38,7 @@ figure { margin: 0; min-width: 0; }
 figure b { font-size: .95rem; }
 figcaption { font-size: .85rem; }
 .chart { display: block; width: 100%; max-width: 620px; height: auto; font: 11px system-ui, sans-serif; }
-.chart text { fill: var(--soft); }
+.chart.full { max-width: none; } .chart text { fill: var(--soft); }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .axis, .mark { stroke: var(--soft); stroke-width: 1; } .mark { stroke-dasharray: 2 2; }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }

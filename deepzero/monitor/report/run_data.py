@@ -14,6 +14,7 @@ from typing import Any
 
 from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE
+from deepzero.utils.formatting import flatten
 
 DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
 """The model state: what ZeRO cuts."""
@@ -206,20 +207,15 @@ def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Nested settings with dotted keys, as on the command line: without ``engine.``.
 
     Example:
         >>> flat({"engine": {"zero": {"stage": 2}}, "train": {"steps": 5}})
         {'zero.stage': 2, 'train.steps': 5}
     """
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, "" if (prefix, key) == ("", "engine") else f"{prefix}{key}.")
-        else:
-            found[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return found
+    leaves = flatten(settings).items()
+    return {key.removeprefix("engine."): list(value) if isinstance(value, tuple) else value for key, value in leaves}
 
 
 def defaults() -> dict[str, Any]:

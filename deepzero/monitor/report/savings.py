@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deepzero.monitor.report.run_data import DEVICE_STATES, HOST_STATES, Run
-from deepzero.monitor.terminal import short_bytes
+from deepzero.utils.formatting import short_bytes
 
 WHAT_STAGES_DO = (
     "Stage 0 is plain data parallelism: each rank keeps parameters, gradients and optimizer states whole.",

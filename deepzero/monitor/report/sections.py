@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepzero.monitor.report import charts
-from deepzero.monitor.report.bottlenecks import EXPOSED, HIDDEN, limits_of, seconds
+from deepzero.monitor.report.bottlenecks import EXPOSED, HIDDEN, limits_of
 from deepzero.monitor.report.html import (
     cards,
     document,
@@ -18,7 +18,7 @@ from deepzero.monitor.report.html import (
 )
 from deepzero.monitor.report.run_data import HOST_STATES, Run, defaults, number
 from deepzero.monitor.report.savings import MOMENT, PLAIN, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
-from deepzero.monitor.terminal import short_bytes, short_number
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 
 def report(run: Run) -> str:
@@ -86,7 +86,7 @@ def first_figures(run: Run) -> list[tuple[str, str]]:
     if (usual := run.typical("tokens_per_second")) is not None:
         found.append((short_number(usual), "tokens per second (median)"))
     if (took := run.typical("step_seconds")) is not None:
-        found.append((seconds(took), "a step (median)"))
+        found.append((short_seconds(took), "a step (median)"))
     losses = [value for value in run.column("loss") if value is not None]
     vals = [value for entry in run.validations if (value := number(entry.get("val_loss"))) is not None]
     if len(vals) > 1:
@@ -161,7 +161,7 @@ def memory_step(run: Run) -> str:
     words += " for each event." if planned else ": the sum of the largest of each category; they need not meet."
     if not planned:
         words += above_the_forms(run, ranks)
-    words += " Numbers above: 2 first gradient, 3 boundary, 4 optimizer step, 5 publish (docs/step.md)."
+    words += " Numbers above: 3 first gradient, 4 boundary, 5 optimizer step, 6 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
     shown = charts.chosen_ranks(ranks)
     events = sum(int(number(ranks[rank].get("events")) or 0) for rank in shown)
@@ -234,7 +234,7 @@ def overlap_words(run: Run) -> str:
     exposed, hidden = run.typical(EXPOSED), run.typical(HIDDEN)
     if exposed is None:
         return paragraph("How much of it was hidden behind computing was not measured in this run.")
-    words = f"A step waited {seconds(exposed)} for communication (median)"
+    words = f"A step waited {short_seconds(exposed)} for communication (median)"
     if hidden is not None:
         words += f"; {hidden:.0%} of the time in which some was under way was hidden"
     return paragraph(f"{words}.")

@@ -20,6 +20,8 @@ MAX_POINTS = 400
 """Of a line; more than its pixels show nothing more."""
 
 Points = Sequence[tuple[float, float | None]]
+Piece = tuple[float, float, str, str]
+"""Of a lane: begin, end, colour (name of a CSS variable), and what a pointer is told."""
 Label = Callable[[float], str]
 
 
@@ -129,10 +131,11 @@ def _path(points: Points, frame: Frame) -> str:
     return "".join(words)
 
 
-def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT) -> str:
+def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT, width: float = WIDTH) -> str:
     """The ``svg`` element around a drawing; ``ident`` is unique on the page."""
+    style = "chart" if width == WIDTH else "chart full"
     return (
-        f'<svg class="chart" role="img" viewBox="0 0 {WIDTH:g} {height:g}" aria-labelledby="{ident}-t {ident}-d">'
+        f'<svg class="{style}" role="img" viewBox="0 0 {width:g} {height:g}" aria-labelledby="{ident}-t {ident}-d">'
         f'<title id="{ident}-t">{text(title)}</title><desc id="{ident}-d">{text(desc)}</desc>{body}</svg>'
     )
 
@@ -295,3 +298,25 @@ def bar_chart(ident: str, title: str, desc: str, bars: Sequence[Bar], label: Lab
             x = 4 + wide * bar.expected / most
             parts.append(f'<line class="expected" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 13:g}" y2="{top + 30:g}"/>')
     return picture(ident, title, desc, "".join(parts), 8 + row * len(bars))
+
+
+def lane_chart(
+    ident: str, title: str, desc: str, lanes: Sequence[tuple[str, Sequence[Piece]]], end: float, x_name: str
+) -> str:
+    """Lanes with names, one below the other, over one axis from 0 to ``end``; as wide as the page."""
+    wide, left, high = 1000.0, 100.0, 18.0
+    scale, base = (wide - left - RIGHT) / end, high * len(lanes)
+    parts = []
+    for place, (name, pieces) in enumerate(lanes):
+        top = place * high
+        parts.append(f'<text x="{left - 6:g}" y="{top + 12:g}" text-anchor="end">{text(name)}</text>')
+        for begin, stop, colour, words in pieces:
+            size = f'x="{left + begin * scale:.2f}" width="{max((stop - begin) * scale, 0.4):.2f}"'
+            tip = f"<title>{text(words)}</title>" if words else ""
+            parts.append(f'<rect {size} y="{top + 1:g}" height="{high - 2:g}" fill="var(--{colour})">{tip}</rect>')
+    for value in ticks(0.0, end, about=8):
+        x = left + value * scale
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:g}" y2="{base + 4:g}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 15:g}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<text x="{left - 6:g}" y="{base + 15:g}" text-anchor="end">{text(x_name)}</text>')
+    return picture(ident, title, desc, "".join(parts), base + 20, wide)

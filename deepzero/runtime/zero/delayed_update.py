@@ -30,13 +30,13 @@ from functools import partial
 import torch
 
 from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.threads import start_thread
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.zero.grad_accumulator import ParamGroup
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.sharded_step import ShardedStep, SubGroup, bytes_of_step, cpu_threads
+from deepzero.utils.threads import start_thread
 
 
 class DelayedStep:

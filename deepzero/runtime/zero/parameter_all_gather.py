@@ -34,9 +34,9 @@ from dataclasses import dataclass
 import torch
 
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.groups import RankGroup
 from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Quantizer
+from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket
 from deepzero.offload.copy_streams import FETCH, FETCH_BETWEEN_STEPS, HostDeviceCopier, PendingCopy
 from deepzero.runtime.zero.buffer_pool import BufferPool

@@ -18,10 +18,10 @@ them were in it at the one moment between.
 wait: gloo lets a receive that timed out fail every operation of the group (``ProcessGroup.abort`` does nothing in gloo,
 tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict.
 
-**No end.** While nothing is proved, :mod:`deepzero.comm.absence` says who waits for whom, from the same thread.
+**No end.** While nothing is proved, :mod:`deepzero.health.absence` says who waits for whom, from the same thread.
 
 **Other ends.** A rank that leaves says so, and who misses it raises :class:`RankLeftError` with its reason. Where a
-collective fails and nobody has said why, :mod:`deepzero.comm.hang_report` calls the roll; the thread answers for its
+collective fails and nobody has said why, :mod:`deepzero.health.hang_report` calls the roll; the thread answers for its
 rank.
 """
 
@@ -32,18 +32,25 @@ import contextlib
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import dry_run, profiler_ranges
-from deepzero.comm.absence import Absence
-from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
-from deepzero.comm.hang_report import (
+from deepzero.comm import flight_recorder
+from deepzero.comm.flight_recorder import (
+    CollectiveRecord,
+    DepartedRank,
+    DesyncError,
+    GroupObserver,
+    RankStore,
+    State,
+    user_line,
+)
+from deepzero.health.absence import Absence
+from deepzero.health.hang_report import (
     ASKING_SECONDS,
     CONNECTION,
     MISSING,
@@ -55,7 +62,7 @@ from deepzero.comm.hang_report import (
     failure_of,
     within,
 )
-from deepzero.comm.threads import start_thread
+from deepzero.utils.threads import start_thread
 
 DIVERGENCE_SECONDS = 3.0
 """A wait that has lasted longer is looked into."""
@@ -76,11 +83,8 @@ _ADVICE = (
 )
 
 
-class RankDivergenceError(RuntimeError):
+class RankDivergenceError(DesyncError):
     """Ranks wait for different collectives; the message says where each of them is. Raised on every rank."""
-
-    peer_left = False
-    """Whether it is the echo of what happened to another rank."""
 
 
 class RankLeftError(RankDivergenceError):
@@ -145,7 +149,7 @@ def _first_difference(states: Mapping[int, State]) -> list[str]:
     return []
 
 
-class Watchdog:
+class Watchdog(GroupObserver):
     """One rank's trail and the thread that looks after it, for one process group.
 
     Args:
@@ -168,11 +172,9 @@ class Watchdog:
         standstill: NcclStallReporter | None = None,
         beside: dist.Store | None = None,
     ) -> None:
-        self.trail = FlightRecorder()
+        super().__init__()
         self._rank, self._world_size, self._seconds, self._standstill = rank, world_size, seconds, standstill
         self._board = RankStore(store, rank, world_size, name) if store is not None and world_size > 1 else None
-        # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
-        self._group = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
         self._beat, self._posted = 0, ""
         self._verdict: Diagnosis | None = None
         self._found: dict[int, tuple[CollectiveRecord | None, int]] = {}
@@ -188,33 +190,13 @@ class Watchdog:
         if self._board is not None or standstill is not None:
             self._thread = start_thread(target, "deepzero-divergence")
 
-    @property
-    def of_current_group(self) -> bool:
-        """Whether this process is still in the group that this one watches."""
-        if self._group is None or not dist.is_initialized():
-            return self._group is None and not dist.is_initialized()
-        return self._group() is dist.group.WORLD
-
-    @contextlib.contextmanager
-    def blocking(self, kind: str, where: str = "") -> Iterator[None]:
-        """Around a collective that returns when it is complete."""
-        self.trail.waiting = self.trail.launch(kind, where)
-        try:
-            with profiler_ranges.span("wait", note=kind):
-                yield
-        except RuntimeError as error:
-            self.explain(error)
-            raise
-        finally:
-            self.trail.waiting = None
-
     def explain(self, error: RuntimeError) -> None:
         """Raise what is behind ``error`` of a collective, if that can be found out; else return, after some seconds.
 
         A verdict is written before any wait is broken, and a rank says that it leaves before it does. So whatever there
         is to know is in the store when this rank sees its connection close; and where nothing is, the roll is called.
         """
-        if self._board is None or isinstance(error, (RankDivergenceError, CollectiveTimeoutError)):
+        if self._board is None or isinstance(error, DesyncError):
             return
         found = self._known(self._verdict) if self._verdict else within(ASKING_SECONDS, lambda: self._find(error))
         if found is not None:
@@ -379,43 +361,30 @@ class Watchdog:
 
 
 _groups = 0
-_current: Watchdog | None = None
 
 
-def current() -> Watchdog:
-    """The watchdog of the process group that this process is in now; made when it is first asked for."""
-    global _current, _groups
-    if (who := dry_run.current()) is not None:
-        return Watchdog(None, who.rank, who.world_size, "pretended")
-    if _current is None or not _current.of_current_group:
-        if _groups == 0:
-            atexit.register(_program_ends)
-        _groups += 1
-        if dist.is_initialized():
-            rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
-            store = dist.distributed_c10d._get_default_store()
-            if _speaks_gloo():
-                _current = Watchdog(store, rank, world_size, name)
-            elif world_size > 1:
-                # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
-                standstill, beside = NcclStallReporter(_timeout_seconds()), store.clone()  # type: ignore[attr-defined]
-                _current = Watchdog(None, rank, world_size, name, standstill=standstill, beside=beside)
-            else:
-                _current = Watchdog(None, rank, world_size, name)
-        else:
-            _current = Watchdog(None, 0, 1, "alone")
-    return _current
-
-
-def leave(reason: str) -> None:
-    """Tell the other ranks that this one leaves, if it is in a group. See :meth:`Watchdog.leave`."""
-    if _current is not None and _current.of_current_group:
-        _current.leave(reason)
+def watch_group() -> Watchdog:
+    """A watchdog for the process group that this process is in now. For ``flight_recorder.observe_groups_with``."""
+    global _groups
+    if _groups == 0:
+        atexit.register(_program_ends)
+    _groups += 1
+    if not dist.is_initialized():
+        return Watchdog(None, 0, 1, "alone")
+    rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
+    store = dist.distributed_c10d._get_default_store()
+    if _speaks_gloo():
+        return Watchdog(store, rank, world_size, name)
+    if world_size == 1:
+        return Watchdog(None, rank, world_size, name)
+    # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
+    standstill, beside = NcclStallReporter(_timeout_seconds()), store.clone()  # type: ignore[attr-defined]
+    return Watchdog(None, rank, world_size, name, standstill=standstill, beside=beside)
 
 
 def _program_ends() -> None:
     error = getattr(sys, "last_value", None)
-    leave("has ended its program" if error is None else f"has failed: {type(error).__name__}: {error}")
+    flight_recorder.leave("has ended its program" if error is None else f"has failed: {type(error).__name__}: {error}")
 
 
 def _speaks_gloo() -> bool:

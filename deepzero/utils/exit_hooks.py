@@ -1,7 +1,7 @@
 """What has to be finished before a program ends, also where Python's own shutdown does not run.
 
-A rank that the launcher has started leaves by ``os._exit`` (:func:`deepzero.comm.rank_process.leave` says why), which
-skips :mod:`atexit`. A module of its own for the reason of :mod:`deepzero.comm.preemption`: that rank runs
+A rank that the launcher has started leaves by ``os._exit`` (:func:`deepzero.launch.rank_process.leave` says why), which
+skips :mod:`atexit`. A module of its own for the reason of :mod:`deepzero.launch.preemption`: that rank runs
 ``rank_process`` as ``__main__``, and there must be one list.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 
-from deepzero.comm.threads import start_thread
+from deepzero.utils.threads import start_thread
 
 _FINISHERS: list[Callable[[], None]] = []
 

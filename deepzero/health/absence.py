@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
-from deepzero.comm.hang_report import ROLL_CALL_SECONDS, SHOWN, wait_texts
+from deepzero.health.hang_report import ROLL_CALL_SECONDS, SHOWN, wait_texts
 
 NOTICE_SECONDS = 30.0
 """A wait that has lasted so long is told."""

@@ -1,7 +1,7 @@
 """One rank's process, around its program: what it says when it fails, and how it ends when it is told to.
 
-Both ways of starting ranks come through here. ``python train.py`` starts ``python -m deepzero.comm.rank_process JOB``
-once per rank (:mod:`deepzero.comm.launcher` wrote JOB and reads the reports); under ``torchrun`` the process exists
+Both ways of starting ranks come through here. ``python train.py`` starts ``python -m deepzero.launch.rank_process JOB``
+once per rank (:mod:`deepzero.launch.launcher` wrote JOB and reads the reports); under ``torchrun`` the process exists
 already and calls :func:`run_here`.
 
 **Telling causes from consequences.** When one rank fails, its neighbours fail a moment later, because a collective
@@ -11,7 +11,7 @@ lost its peer. A user wants the first error, not the three that follow from it. 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
 does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
 rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
-SIGTERM and Ctrl-C says so with :func:`deepzero.comm.preemption.on_stop_request`.
+SIGTERM and Ctrl-C says so with :func:`deepzero.launch.preemption.on_stop_request`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from deepzero.comm.exit_hooks import finish, finish_within
-from deepzero.comm.preemption import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
-from deepzero.comm.threads import start_thread
+from deepzero.comm import flight_recorder
 from deepzero.config.strict import ConfigError
+from deepzero.launch.preemption import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
+from deepzero.utils.exit_hooks import finish, finish_within
+from deepzero.utils.threads import start_thread
 
 CONFIG_ERROR_EXIT = 2
 """Exit status for settings that cannot be used, as argparse has it."""
@@ -121,7 +122,7 @@ def root_cause(reports: Iterable[RankReport]) -> RankReport | None:
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
-    Where the program has called :func:`~deepzero.comm.preemption.on_stop_request`, the first SIGTERM or SIGINT is
+    Where the program has called :func:`~deepzero.launch.preemption.on_stop_request`, the first SIGTERM or SIGINT is
     passed on to it, and ends the process only when the grace is over.
 
     Args:
@@ -182,10 +183,8 @@ def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> N
 
 def _tell_peers(report: RankReport | None) -> None:
     """What the other ranks will say of this one when they miss it. Not when it is stopped: that has to be quick."""
-    watchdog = sys.modules.get("deepzero.comm.desync_watchdog")  # where it is not imported, no group was joined
-    if watchdog is not None:
-        with contextlib.suppress(Exception):
-            watchdog.leave(f"has failed: {report.title.splitlines()[0]}" if report else "has ended its program")
+    with contextlib.suppress(Exception):
+        flight_recorder.leave(f"has failed: {report.title.splitlines()[0]}" if report else "has ended its program")
 
 
 def leave(status: int) -> NoReturn:
@@ -279,7 +278,7 @@ def read_reports(folder: Path) -> list[RankReport]:
 
 
 def main(job_path: str) -> NoReturn:
-    """``python -m deepzero.comm.rank_process JOB``: the life of a rank that the launcher has started."""
+    """``python -m deepzero.launch.rank_process JOB``: the life of a rank that the launcher has started."""
     rank = int(os.environ["RANK"])
     folder = Path(job_path).parent
     faulthandler.enable()

@@ -1,6 +1,6 @@
 """Restarts, as a rank sees them: how many there were, and a note that the next attempt can read.
 
-Two can start ranks anew after a failure: :func:`deepzero.comm.launcher.launch` with ``max_restarts``, and ``torchrun
+Two can start ranks anew after a failure: :func:`deepzero.launch.launcher.launch` with ``max_restarts``, and ``torchrun
 --max-restarts``. The launcher's process outlives its ranks and can hand them what it likes. Under torchrun nothing of
 ours is alive between two attempts; but its agent gives every rank a file for its error, in a folder that is the same
 for all attempts of that agent: ``<folder>/attempt_<n>/<local rank>/error.json``. Notes are files in ``<folder>``. Each

@@ -28,8 +28,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
-from deepzero.comm.threads import start_thread
+from deepzero.comm.flight_recorder import (
+    CollectiveRecord,
+    DepartedRank,
+    DesyncError,
+    FlightRecorder,
+    RankStore,
+    State,
+    user_line,
+)
+from deepzero.utils.threads import start_thread
 
 ROLL_CALL_SECONDS = 3.0
 """Who has not answered by then is taken to be gone."""
@@ -50,7 +58,7 @@ _ADVICE = "Where a rank is only slow (it loads data, validates, writes a checkpo
 T = TypeVar("T")
 
 
-class CollectiveTimeoutError(RuntimeError):
+class CollectiveTimeoutError(DesyncError):
     """A collective did not complete in ``comm.timeout_seconds``. The message, the same on every rank, says why.
 
     Args:

@@ -6,10 +6,10 @@ when one fails.
 
 - *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.rendezvous`), and listen for
   each other on the loopback address. This process listens nowhere.
-- *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.comm.rank_process`), the launcher picks the
-  cause among the echoes.
+- *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.launch.rank_process`), the launcher picks
+  the cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
-  comes as it is: ranks that have asked for time (:mod:`deepzero.comm.preemption`) get it, and are killed after
+  comes as it is: ranks that have asked for time (:mod:`deepzero.launch.preemption`) get it, and are killed after
   :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
   ignored (``nohup``, a shell's ``&``).
 - *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
@@ -37,11 +37,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deepzero.comm.elastic import RESTART_VARIABLE
-from deepzero.comm.process_group import missing_gpu, say_cpu
-from deepzero.comm.rank_process import RankReport, read_reports, root_cause
-from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
+from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
 from deepzero.config.strict import ConfigError
+from deepzero.launch.elastic import RESTART_VARIABLE
+from deepzero.launch.rank_process import RankReport, read_reports, root_cause
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
@@ -96,6 +95,8 @@ def choose_device(wanted: str, nproc: int) -> str:
         ConfigError: ``cuda`` is wanted, and there are too few.
     """
     import torch
+
+    from deepzero.comm.process_group import missing_gpu, say_cpu
 
     if wanted == "cpu" or (wanted == "auto" and os.environ.get("DEEPZERO_DEVICE") == "cpu"):
         return "cpu"
@@ -179,7 +180,7 @@ def _attempt(
             path.write_bytes(pickle.dumps(job))
             store = _store_in_memory(folder / STORE)
             for rank in range(nproc):
-                command = [sys.executable, "-m", "deepzero.comm.rank_process", str(path)]
+                command = [sys.executable, "-m", "deepzero.launch.rank_process", str(path)]
                 variables = _rank_environment(rank, nproc, environment)
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=store))
         except OSError as error:

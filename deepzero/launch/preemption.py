@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C as a request: a rank's program may ask for time to leave in order, with a checkpoint say.
 
-A rank ends at once on either (:mod:`deepzero.comm.rank_process`) unless its program has called
+A rank ends at once on either (:mod:`deepzero.launch.rank_process`) unless its program has called
 :func:`on_stop_request`. This is a module of its own because a rank that the launcher has started runs ``rank_process``
 as ``__main__``, and what the program imports under that name is a second copy of it; the request has to be one.
 """

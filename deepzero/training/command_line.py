@@ -1,0 +1,307 @@
+"""From the command line to ranks: Hydra composes, the settings are checked, ranks start, every error is one message.
+
+``python train.py`` starts its ranks on this machine; under ``torchrun`` this process is one. Hydra and OmegaConf are
+imported in this file only: what is behind :func:`read_config` are frozen dataclasses.
+
+Exit status: 0 done · 1 a rank failed · 2 settings that cannot be used · 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from deepzero.checkpoint.checkpoint_dir import holds, release
+from deepzero.config.hydra_errors import check_words, explain, plain_names
+from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
+from deepzero.launch import elastic, launcher
+from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
+from deepzero.monitor.metrics_file import write_error, write_failed_summary
+from deepzero.monitor.report.compare import runs_in, text_table
+from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.run_name import named
+from deepzero.monitor.terminal import say
+from deepzero.planning import plan
+from deepzero.planning.dry_run import ClusterShape, dry_run
+from deepzero.training.build_model import preflight, program_of
+from deepzero.training.command import Command, interpreter, torchrun_words
+from deepzero.training.run_folder import (
+    RUN_FOLDER_NOTE,
+    at_its_start,
+    cannot_write,
+    has_begun,
+    join,
+    remove_unused,
+    sweep_folder,
+    take,
+)
+from deepzero.utils.formatting import flatten
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# The one source of defaults: configs/train.yaml begins with what the dataclasses say, and its groups hold choices.
+ConfigStore.instance().store("dataclasses", RunConfig.defaults())
+NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
+
+
+class CommandLine:
+    """One call of ``train.py``: a run, or a sweep of runs.
+
+    Args:
+        train: the program of each rank, ``train(run, run_dir, command)``.
+        program: the file that defines it.
+    """
+
+    def __init__(self, train: Callable[[RunConfig, str, Command], None], program: Path) -> None:
+        self._train, self._program, self._process = train, program, os.getpid()
+        self.status = 0
+        """Exit status so far: a job of a sweep that fails does not stop the others."""
+
+    def run(self, job: Callable[[DictConfig], None]) -> NoReturn:
+        """Let Hydra compose and call ``job``, once or for each job of a sweep; leave with the exit status."""
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises its errors instead of printing them
+        # A launcher plugin's jobs unpickle what is defined in the program, in processes that start elsewhere.
+        paths = (str(self._program.parent), os.environ.get("PYTHONPATH"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        # Our preset has the name of the plugin's own; Hydra merges them, and says that it will not always do so.
+        warnings.filterwarnings("ignore", r"\s*'hydra/launcher/submitit_slurm' is validated against ConfigStore schema")
+        try:
+            _prepare_words()
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
+        except (HydraException, OmegaConfBaseException, ConfigError) as error:
+            self._refuse(ConfigError(explain(error, CONFIGS, valid_keys)))
+        except OSError as error:  # Hydra's: those of a run have been told
+            self._refuse(cannot_write(Path(), error))
+        except RuntimeError as error:
+            # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
+            missing = "Unknown plugin class" in str(error)
+            if not (missing or '"srun"' in str(error) or type(error).__module__.startswith("submitit.")):
+                raise
+            say(f"{error}; pip install 'deepzero[slurm]'" if missing else str(error))
+            self.status = CONFIG_ERROR_EXIT if missing else FAILURE_EXIT
+        except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
+            self.status = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+        if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
+            say("\n" + text_table(runs), sys.stdout)
+        remove_unused()
+        if under_launcher():
+            leave(self.status)
+        sys.exit(self.status)
+
+    def _refuse(self, problem: ConfigError) -> None:
+        if under_launcher():
+            fail_as_rank(problem)
+        say(plain_names(str(problem)))
+        self.status = CONFIG_ERROR_EXIT
+
+    def job(self, cfg: DictConfig) -> None:
+        """One run, or one point of a sweep."""
+        run_dir, command = Path(HydraConfig.get().runtime.output_dir), self._typed(cfg)
+        if under_launcher():
+            started = time.time()
+
+            def on_failure(reason: str) -> None:
+                if holds(run_dir):  # else it is another run's folder, or no run has begun
+                    _record_failure(run_dir, reason, settings_for_summary(cfg), started)
+                    say(command.way_on(run_dir, cfg.train.steps))
+
+            run_here(self._train_here, cfg, str(run_dir), command, on_failure=on_failure)
+            return
+        try:
+            run = read_config(cfg)
+            if run.plan:
+                print_plan(run)
+                return
+            self._start_ranks(run, run_dir, command)
+            if HydraConfig.get().mode != RunMode.MULTIRUN:
+                say(command.way_on(run_dir, run.train.steps), sys.stdout)
+        except (ConfigError, RankFailed, OSError) as error:
+            told = f"the run could not be started: {error}" if isinstance(error, OSError) else plain_names(str(error))
+            say(told)
+            self.status = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
+            if isinstance(error, RankFailed):
+                say(command.way_on(run_dir, run.train.steps))
+            if os.getpid() != self._process:  # a launcher plugin runs jobs elsewhere and must hear of it
+                raise
+        except Interrupted as error:
+            say(f"{error}; what there is lies in {run_dir}")
+            say(command.way_on(run_dir, run.train.steps))
+            # Not an Exception for Hydra to collect: it ends a sweep, too.
+            raise SystemExit(128 + error.signum) from None
+        finally:
+            remove_unused(run_dir)
+            release(run_dir)
+
+    def _typed(self, cfg: DictConfig) -> Command:
+        """The command of this job, to be kept and to be said again."""
+        hydra_cfg, words = HydraConfig.get(), sys.argv[1:]
+        if hydra_cfg.mode == RunMode.MULTIRUN:  # one run of the sweep is gone on with by itself
+            words = list(hydra_cfg.overrides.task)
+        start = torchrun_words(sys.argv[0]) if under_launcher() else (interpreter(),)
+        program = sys.argv[0] if Path(sys.argv[0]).name == self._program.name else str(self._program)
+        parts = {"config": cfg, "hydra": HydraConfig.instance().cfg, "overrides": hydra_cfg.overrides.task}
+        files = {f"{name}.yaml": OmegaConf.to_yaml(part) for name, part in parts.items()}
+        return Command((*start, program), words, files, under_launcher())
+
+    def _start_ranks(self, run: RunConfig, run_dir: Path, command: Command) -> None:
+        """Check what can be checked, start the ranks on this machine, wait for them."""
+        nproc = run.launch.nproc or default_nproc()
+        device = launcher.choose_device(run.launch.device, nproc)
+        take(run_dir)
+        run = at_its_start(run, run_dir, nproc)
+        preflight(run, nproc, device)
+        threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
+        environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
+        started, restarts = time.time(), run.launch.max_restarts
+        args = (run, str(run_dir), command)
+        try:
+            launch(str(self._program), "train", args, nproc=nproc, environment=environment, max_restarts=restarts)
+        except (ConfigError, RankFailed, Interrupted) as error:
+            if isinstance(error, ConfigError) and not has_begun(run_dir, started):
+                raise
+            if sys.stdout.isatty():
+                print()  # below the bar
+            failure = error.__cause__ if isinstance(error, Interrupted) else error
+            headline = failure.headline if isinstance(failure, RankFailed) else str(error)
+            _record_failure(run_dir, headline, dataclasses.asdict(run), started)
+            if isinstance(failure, RankFailed) and failure.full:
+                where = write_error(run_dir, failure.full)
+                told = RankFailed(failure.headline, f"{failure.frames}\n{where}".lstrip("\n"))
+                if failure is error:
+                    raise told from None
+                say(str(told))  # it failed before it was interrupted
+            raise
+
+    def _train_here(self, cfg: DictConfig, run_dir: str, command: Command) -> None:
+        """A rank that torchrun has started: what the launching process would have checked, then the program."""
+        first, started, folder = os.environ["RANK"] == "0", time.time(), Path(run_dir).resolve()
+        try:
+            run = read_config(cfg)
+            if run.plan:
+                raise ConfigError("plan=true starts nothing: run it with python, not with torchrun")
+            here, world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ["WORLD_SIZE"])
+            if run.launch.nproc not in (None, here):
+                what = f"launch.nproc={run.launch.nproc}, but torchrun has started {here} ranks here"
+                raise ConfigError(f"{what}; leave it out")
+            os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, here)
+            if run.launch.threads_per_rank is not None:
+                torch.set_num_threads(run.launch.threads_per_rank)
+            folder = join(run, run_dir)
+            if first:
+                take(folder)
+            run = at_its_start(run, folder, world_size)
+            preflight(run, world_size, device)
+            self._train(run, run_dir, command)
+        except ConfigError:
+            if not has_begun(folder, started):
+                remove_unused()
+                release(folder)
+            raise
+        if first:
+            say(command.way_on(folder, run.train.steps), sys.stdout)
+
+
+def _prepare_words() -> None:
+    """Refuse what Hydra would take without a word; say where Hydra makes no folder, or the one of an earlier start."""
+    words = sys.argv[1:]
+    check_words(words, CONFIGS)
+    sweep = bool({"-m", "--multirun"} & set(words))
+    if "plan=true" in map(str.lower, words) and not sweep:
+        sys.argv += NO_FOLDER  # nothing is run
+    if under_launcher():
+        if sweep:
+            raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
+        # Rank 0's Hydra makes the run folder; the others' Hydra must not make more of them.
+        earlier = elastic.recall(RUN_FOLDER_NOTE)
+        if os.environ["RANK"] != "0":
+            sys.argv += NO_FOLDER
+        elif earlier is not None:
+            sys.argv += [f"hydra.run.dir={earlier}"]  # its name was made of the time of the first start
+
+
+def _record_failure(run_dir: Path, reason: str, settings: dict[str, Any], started: float) -> None:
+    write_failed_summary(run_dir, reason, settings, time.time() - started)
+    write_report_or_tell(run_dir, say)
+
+
+def print_plan(run: RunConfig) -> None:
+    """``plan=true``: what this run would hold, send and fetch on this machine, in order."""
+    nproc = run.launch.nproc or default_nproc()
+    kind: Any = launcher.choose_device(run.launch.device, nproc)
+    preflight(run, nproc, kind)
+    say(plan.text(dry_run(program_of(run, nproc), ClusterShape(nproc, nproc, kind))), sys.stdout)
+
+
+def read_config(cfg: DictConfig) -> RunConfig:
+    """Hydra's mapping to the typed settings; everything after this is plain dataclasses."""
+    run = with_fallback_batch(RunConfig.from_mapping(settings_of(cfg)))
+    if HydraConfig.initialized():  # not where a test composes
+        hydra_cfg = HydraConfig.get()
+        sweep_dir = hydra_cfg.sweep.dir if hydra_cfg.mode == RunMode.MULTIRUN else None
+        run = dataclasses.replace(run, logger=named(run.logger, list(hydra_cfg.overrides.task), sweep_dir))
+    return run
+
+
+def with_fallback_batch(run: RunConfig) -> RunConfig:
+    """``train.fallback_batch_size`` where nothing else says how large a batch is."""
+    engine = run.engine
+    if engine.train_batch_size is None and engine.train_micro_batch_size_per_gpu is None:
+        engine = dataclasses.replace(engine, train_batch_size=run.train.fallback_batch_size)
+    return dataclasses.replace(run, engine=engine)
+
+
+def settings_of(cfg: DictConfig) -> dict[str, Any]:
+    """The composed config as plain dictionaries, interpolations resolved."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(settings, dict):
+        raise ConfigError("the composed config is not a mapping")
+    return {str(key): value for key, value in settings.items()}
+
+
+def settings_for_summary(cfg: DictConfig) -> dict[str, Any]:
+    """All settings with their defaults; where they cannot be read, what was composed."""
+    try:
+        return dataclasses.asdict(read_config(cfg))
+    except ConfigError:
+        return settings_of(cfg)
+
+
+def compose(overrides: Sequence[str]) -> RunConfig:
+    """The settings with which ``train.py`` would run with these words on its command line, for tools.
+
+    Raises:
+        ConfigError: as there.
+    """
+    check_words(overrides, CONFIGS)
+    try:
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            return RunConfig.from_mapping(settings_of(hydra.compose("train", overrides=list(overrides))))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error, CONFIGS, valid_keys)) from None
+
+
+def valid_keys() -> list[str]:
+    """Every key of the default config, dotted, Hydra's own included, and every group."""
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = OmegaConf.to_container(hydra.compose("train", return_hydra_config=True), resolve=False)
+    words = [key.split(".") for key in flatten(settings)]  # type: ignore[arg-type]
+    keys = [".".join(parts[:depth]) for parts in words for depth in range(1, len(parts) + 1)]
+    return list(dict.fromkeys([*keys, *(path.name for path in sorted(CONFIGS.iterdir()) if path.is_dir())]))
