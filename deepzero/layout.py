@@ -1,6 +1,6 @@
 r"""One layout serves all stages: parameters end to end, cut into buckets, every bucket cut into W equal parts.
 
-This module is pure integers: no tensor, no process. It can be asked about 10,000 ranks on a laptop.
+This module is pure integers, and needs no process: it can be asked about 10,000 ranks on a laptop.
 
 [Note: the tensors of ZeRO]
     ``W`` ranks · ``N`` true elements · ``P`` elements with padding · ``S = P / W`` a rank's share · ``B`` a bucket.
@@ -34,6 +34,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGN = 64
 """Elements. 64 bf16 are 128 bytes: a pair of cache lines, and what NCCL's fast paths ask for."""
@@ -84,6 +88,23 @@ class Bucket:
     def shard_numel(self) -> int:
         """Elements of one rank's part."""
         return self.numel // self.world_size
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This bucket's elements of a ``flat_P``, as a view."""
+        return flat[self.offset : self.offset + self.numel]
+
+    def shard_of(self, shard: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """This bucket's elements of a rank's ``master_S`` or ``grad_S``, as a view.
+
+        Args:
+            shard: 1-D, the rank's shard.
+            start: the element of the whole shard with which ``shard`` begins, where it is the end of one.
+        """
+        return shard[self.shard_offset - start :][: self.shard_numel]
+
+    def padding_of(self, rank: int) -> int:
+        """Elements of ``rank``'s part that belong to no parameter."""
+        return self.shard_numel - self.true_numel_of(rank)
 
     def part_start(self, rank: int) -> int:
         """Start of ``rank``'s part in ``flat_P``."""

@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (5850, 2720),
     "deepzero/runtime": (5200, 3050),
     "deepzero/runtime/zero": (7200, 4550),
-    "deepzero/offload": (2920, 2500),
+    "deepzero/offload": (2990, 2500),
     "deepzero/checkpoint": (4630, 2610),
     "deepzero/launch": (1150, 650),
     "deepzero/health": (850, 560),
@@ -251,11 +251,11 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if path
         else (0, 0)
     )
-    yield Row("lines of the reading path", sum(source.lines for source in path), 5500, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 6350, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", round(100 * comments / max(code, 1), 1), 3, 12, least=True)
 
     zero = [source for source in package(house) if source.path.startswith("deepzero/runtime/zero/")]
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 62, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 67, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 17, 0)
     core = [

@@ -28,7 +28,7 @@ from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, c
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.runtime.engine import Engine
-from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.utils.exit_hooks import before_the_end
 from deepzero.version import __version__
 

@@ -16,9 +16,9 @@ from torch import nn
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm.collectives import Communicator
 from deepzero.layout import Fragment
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
-from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+from deepzero.runtime.zero.sharded_step import ParamGroup
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 COMPILED = "_orig_mod."
 """What ``torch.compile`` puts into the names of a module that it wraps."""

@@ -44,7 +44,7 @@ from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
 from deepzero.checkpoint.shard_file import make_header
 from deepzero.comm import process_group
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
 MODEL_FILE = "model.safetensors"
 INDEX_SUFFIX = ".index.json"

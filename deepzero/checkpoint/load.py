@@ -32,7 +32,7 @@ from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, remaining
 from deepzero.checkpoint.save_plan import class_name
 from deepzero.comm import process_group
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from deepzero.comm import dry_run, flight_recorder, process_group
 from deepzero.comm.chaos import Chaos
 from deepzero.comm.comm_timer import CommTiming, OverlapMeter
-from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
+from deepzero.comm.flight_recorder import CollectiveRecord
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.topology import (
     Nodes,
@@ -50,44 +50,57 @@ _Works = Sequence[dist.Work | None]
 
 
 class Pending:
-    """A collective under way. Its tensors belong to it until :meth:`wait` returns."""
+    """A collective under way. Its tensors belong to it until :meth:`wait` returns.
 
-    def __init__(
-        self,
-        works: _Works,
-        ledger: Ledger,
-        chaos: Chaos,
-        watch: GroupObserver,
-        launch: CollectiveRecord,
-        flight: CommTiming | None = None,
-    ) -> None:
-        self._works = [work for work in works if work is not None]
-        self._ledger, self._chaos = ledger, chaos
-        self._watch, self._launch, self._flight = watch, launch, flight
+    As a context it surrounds the calls of torch that start the collective, whose works it is given inside.
+    """
+
+    def __init__(self, comm: Communicator, launch: CollectiveRecord) -> None:
+        self.works: _Works = ()
+        self._comm, self._launch = comm, launch
+        self._timing: CommTiming | None = None
         self._done = False
+
+    def __enter__(self) -> Pending:
+        # The host exchange blocks in its launch, and so does gloo when its buffers are full.
+        self._comm._watch.trail.waiting = self._launch
+        self._timing = self._comm.overlap.launch(self._launch.kind, self._launch.where)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._comm._watch.trail.waiting = None
+        if self._timing is None:
+            return
+        if error is None:
+            self._timing.launched()
+        else:
+            self._timing.landed()  # nobody will wait for it
+            if isinstance(error, RuntimeError):
+                self._comm._watch.explain(error)  # it raises an error of its own, if it knows why the group is broken
 
     def wait(self) -> None:
         """Return when the result may be read; on a GPU, in stream order. Waiting twice is harmless."""
         if self._done:
             return
-        self._chaos.delay()
-        trail = self._watch.trail
+        self._comm.chaos.delay()
+        trail = self._comm._watch.trail
         trail.waiting = self._launch
-        if self._flight is not None:
-            self._flight.standing()
+        if self._timing is not None:
+            self._timing.standing()
         try:
-            for work in self._works:
-                work.wait()
+            for work in self.works:
+                if work is not None:
+                    work.wait()
         except RuntimeError as error:
-            self._watch.explain(error)
+            self._comm._watch.explain(error)
             raise
         finally:
             trail.waiting = None
-            if self._flight is not None:
-                self._flight.landed()
-        self._works = []
+            if self._timing is not None:
+                self._timing.landed()
+        self.works = ()
         self._done = True
-        self._ledger.note("wait", self._launch.kind, self._launch.where)
+        self._comm.ledger.note("wait", self._launch.kind, self._launch.where)
 
 
 class Communicator:
@@ -106,7 +119,9 @@ class Communicator:
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
-        self._pairwise = self.backend == "gloo" and dry_run.real_device_type(device) == "cpu"
+        self.device_type = dry_run.real_device_type(device)
+        """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
+        self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
         self._pretends = dry_run.current() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
@@ -170,15 +185,25 @@ class Communicator:
         between = sum(send[sent[place]].nbytes for place in crossing)
         launch = self._before(kind, where)
         self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between, where, among.size)
+        pending = Pending(self, launch)
         if among.size == 1:
-            return self._pending(launch)
-        if self._pairwise:
-            return self._pending(launch, lambda: self._exchange_by_pairs(send, recv, among, launch.tag))
-        outputs = [self._unused(t) if q == among.index else t for q, t in enumerate(recv)]
-        inputs = [self._unused(t) if q == among.index else t for q, t in enumerate(send)]
-        if self.backend == "gloo":
-            return self._pending(launch, lambda: self._exchange_through_host(inputs, outputs, among))
-        return self._pending(launch, lambda: [dist.all_to_all(outputs, inputs, among.handle, async_op=True)])
+            return pending  # nothing travels
+        # torch is called right here, not by way of helpers: whoever follows a gradient comes to its end.
+        with pending:
+            if self._pretends:
+                pass
+            elif self._pairwise:
+                works = [dist.isend(send[q], among.ranks[q], tag=launch.tag) for q in sent]
+                receives = [q for q in reversed(among.peers) if recv[q].numel()]
+                pending.works = works + [dist.irecv(recv[q], among.ranks[q], tag=launch.tag) for q in receives]
+            else:
+                outputs = [t[:0] if q == among.index else t for q, t in enumerate(recv)]
+                inputs = [t[:0] if q == among.index else t for q, t in enumerate(send)]
+                if self.backend == "gloo":
+                    self._exchange_through_host(inputs, outputs, among)
+                else:
+                    pending.works = [dist.all_to_all(outputs, inputs, among.handle, async_op=True)]
+        return pending
 
     def all_gather(
         self,
@@ -204,7 +229,10 @@ class Communicator:
         elements = mine.numel() if numel is None else numel
         sent, between = others * mine.nbytes, crossing * mine.nbytes
         self.ledger.record(kind, others * elements, sent, padding, between, where, among.size, ring=True)
-        return self._pending(launch, lambda: [_all_gather_single(whole, mine, among.handle, async_op=True)])
+        with Pending(self, launch) as pending:
+            if not self._pretends:
+                pending.works = [_all_gather_single(whole, mine, among.handle, async_op=True)]
+        return pending
 
     def reduce_scatter(
         self, kind: str, output: torch.Tensor, whole: torch.Tensor, padding: int = 0, where: str = ""
@@ -214,7 +242,10 @@ class Communicator:
         between = (self.world_size - self.nodes.per_node) * output.nbytes
         sent = others * output.nbytes
         self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size, ring=True)
-        return self._pending(launch, lambda: [_reduce_scatter_single(output, whole, async_op=True)])
+        with Pending(self, launch) as pending:
+            if not self._pretends:
+                pending.works = [_reduce_scatter_single(output, whole, async_op=True)]
+        return pending
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
         """The backend's own sum, in place, on every rank; counted as a ring's, ``2 (W-1)/W`` per element.
@@ -226,9 +257,13 @@ class Communicator:
         nbytes = sent * tensor.element_size()
         between = nbytes * self.nodes.share_between
         self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size, ring=True)
+        pending = Pending(self, launch)
         if self.world_size == 1:
-            return self._pending(launch)
-        return self._pending(launch, lambda: [dist.all_reduce(tensor, async_op=True)])
+            return pending  # nothing travels
+        with pending:
+            if not self._pretends:
+                pending.works = [dist.all_reduce(tensor, async_op=True)]
+        return pending
 
     def broadcast(self, kind: str, tensor: torch.Tensor, src: int = 0) -> None:
         """Every rank's contiguous ``tensor``, of any dtype, becomes rank ``src``'s. Blocking: for setup only."""
@@ -245,40 +280,9 @@ class Communicator:
         self.chaos.delay()
         return self._watch.trail.launch(kind, where)
 
-    def _pending(self, launch: CollectiveRecord, start: Callable[[], _Works] | None = None) -> Pending:
-        """What ``start()`` has under way. It raises when the group is broken: the watchdog may know why."""
-        if start is None:  # nothing travels
-            return Pending([], self.ledger, self.chaos, self._watch, launch)
-        trail = self._watch.trail
-        if self._pretends:
-            start = list
-        trail.waiting = launch  # the host exchange blocks here, and so does gloo when its buffers are full
-        flight = self.overlap.launch(launch.kind, launch.where)
-        try:
-            works = start()
-        except BaseException as error:
-            flight.landed()  # nobody will wait for it
-            if isinstance(error, RuntimeError):
-                self._watch.explain(error)
-            raise
-        finally:
-            trail.waiting = None
-        flight.launched()
-        return Pending(works, self.ledger, self.chaos, self._watch, launch, flight)
-
-    def _unused(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[:0]
-
-    def _exchange_by_pairs(
-        self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup, tag: int
-    ) -> _Works:
-        works = [dist.isend(send[q], among.ranks[q], tag=tag) for q in among.peers if send[q].numel()]
-        receives = [dist.irecv(recv[q], among.ranks[q], tag=tag) for q in reversed(among.peers) if recv[q].numel()]
-        return works + receives
-
     def _exchange_through_host(
         self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup
-    ) -> _Works:
+    ) -> None:
         """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
         inputs = torch.cat(list(send)).cpu()
         outputs = torch.empty(sum(t.numel() for t in recv), dtype=inputs.dtype)
@@ -286,7 +290,6 @@ class Communicator:
         dist.all_to_all_single(outputs, inputs, splits_out, splits_in, among.handle)
         for target, source in zip(recv, outputs.split(splits_out), strict=True):
             target.copy_(source)
-        return []
 
 
 def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger) -> Communicator:

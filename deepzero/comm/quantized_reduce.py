@@ -194,7 +194,7 @@ class QuantizedReduce:
             for node, packed in zip(nodes, self._messages(recv_buffer.inside_send[peer], bucket), strict=True):
                 owner = node * per_node + peer
                 self._pack(inflight, [sent[owner]], packed, next(lost), scratch)
-                padding += bucket.shard_numel - bucket.true_numel_of(owner)
+                padding += bucket.padding_of(owner)
         inflight.pending = self.comm.exchange(
             INSIDE, recv_buffer.inside_send, recv_buffer.inside_recv, padding, f"bucket {bucket.index}", self.inside,
             len(nodes) * bucket.shard_numel,
@@ -221,7 +221,7 @@ class QuantizedReduce:
         for node in self._others(self.across):
             (packed,) = self._messages(recv_buffer.between_send[node], bucket)
             self._pack(inflight, shares[node], packed, next(lost), scratch)
-            padding += bucket.shard_numel - bucket.true_numel_of(self.across.ranks[node])
+            padding += bucket.padding_of(self.across.ranks[node])
         inflight.pending = self.comm.exchange(
             BETWEEN, recv_buffer.between_send, recv_buffer.between_recv, padding, f"bucket {bucket.index}", self.across,
             bucket.shard_numel,

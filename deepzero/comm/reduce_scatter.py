@@ -353,7 +353,7 @@ class BucketReducer:
 
     def _padding(self, bucket: Bucket) -> int:
         """How many of the elements of the other owners' parts are padding."""
-        mine = bucket.shard_numel - bucket.true_numel_of(self.comm.rank)
+        mine = bucket.padding_of(self.comm.rank)
         return bucket.numel - bucket.true_numel() - mine
 
     def _receivers(self, recv: torch.Tensor, bucket: Bucket) -> list[torch.Tensor]:
@@ -413,7 +413,7 @@ class BucketReducer:
     def _gather(self, whole: torch.Tensor, bucket: Bucket) -> None:
         """The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded."""
         comm = self.comm
-        padding = (comm.world_size - 1) * (bucket.shard_numel - bucket.true_numel_of(comm.rank))
+        padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
         kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
         self._gathers.append(comm.all_gather(kind, whole, padding, where))
 

@@ -21,3 +21,11 @@ def data_ptr_of(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     return (int(tensor.untyped_storage()._cdata) << 64) + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage of its own, so that views of the alias are told from views of the tensor.
+
+    On the meta device, where there is no memory, a tensor of the same kind.
+    """
+    return torch.empty_like(tensor) if tensor.is_meta else torch.from_dlpack(tensor)

@@ -30,24 +30,13 @@ from deepzero.config.strict import ConfigError, build, convert, unknown_key
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 
 _SCALARS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "steps_per_print",
-)
+)  # fmt: skip
 _BLOCKS = (
-    "activation_checkpointing",
-    "checkpoint",
-    "zero_optimization",
-    "fp16",
-    "bf16",
-    "bfloat16",
-    "comm",
-    "optimizer",
-    "scheduler",
-    "data_types",
-)
+    "activation_checkpointing", "checkpoint", "zero_optimization", "fp16", "bf16", "bfloat16", "comm", "optimizer",
+    "scheduler", "data_types",
+)  # fmt: skip
 _DTYPE_NAMES = {
     **dict.fromkeys(("fp32", "float32"), "fp32"),
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
@@ -103,61 +92,27 @@ SATISFIED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Keys that deepzero fulfils without reading, with the values for which that is true, and why."""
 
 NVME_ALONE = (
-    "buffer_count",
-    "buffer_size",
-    "fast_init",
-    "nvme_path",
-    "pipeline",
-    "pipeline_read",
-    "pipeline_write",
-)
+    "buffer_count", "buffer_size", "fast_init", "nvme_path", "pipeline", "pipeline_read", "pipeline_write",
+)  # fmt: skip
 """Keys of the offload blocks that DeepSpeed reads for NVMe alone: beside ``"device": "cpu"`` they say nothing."""
 
 SWITCHED_OFF = (
-    "amp",
-    "comet",
-    "comms_logger",
-    "csv_monitor",
-    "curriculum_learning",
-    "data_efficiency",
-    "eigenvalue",
-    "elasticity",
-    "flops_profiler",
-    "hybrid_engine",
-    "progressive_layer_drop",
-    "tensorboard",
-    "wandb",
-)
+    "amp", "comet", "comms_logger", "csv_monitor", "curriculum_learning", "data_efficiency", "eigenvalue",
+    "elasticity", "flops_profiler", "hybrid_engine", "progressive_layer_drop", "tensorboard", "wandb",
+)  # fmt: skip
 """Blocks of DeepSpeed's that ask for nothing while ``enabled`` is false or absent, whatever else stands in them."""
 
 NOT_IMPLEMENTED = (
-    "aio",
-    "autotuning",
-    "compile",
-    "compression_training",
-    "fp32_allreduce",
-    "monitor_config",
-    "nebula",
-    "pipeline",
-    "seq_parallel_communication_data_type",
-    "sparse_attention",
-    "tensor_parallel",
-    "zero_optimization.allgather_sequential",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    "zero_optimization.offload_optimizer.super_offload",
-    "zero_optimization.compute_grad_norm",
-    "zero_optimization.enable_sanity_checks",
-    "zero_optimization.leaf_module",
-    "zero_optimization.legacy_stage1",
-    "zero_optimization.log_trace_cache_warnings",
-    "zero_optimization.override_module_apply",
-    "zero_optimization.parameter_alignment",
-    "zero_optimization.pipeline_loading_checkpoint",
-    "zero_optimization.stage3_allgather_sequential",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-    "zero_optimization.zenflow",
-    "zero_optimization.zeropp_loco_param",
-)
+    "aio", "autotuning", "compile", "compression_training", "fp32_allreduce", "monitor_config", "nebula",
+    "pipeline", "seq_parallel_communication_data_type", "sparse_attention", "tensor_parallel",
+    "zero_optimization.allgather_sequential", "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    "zero_optimization.offload_optimizer.super_offload", "zero_optimization.compute_grad_norm",
+    "zero_optimization.enable_sanity_checks", "zero_optimization.leaf_module", "zero_optimization.legacy_stage1",
+    "zero_optimization.log_trace_cache_warnings", "zero_optimization.override_module_apply",
+    "zero_optimization.parameter_alignment", "zero_optimization.pipeline_loading_checkpoint",
+    "zero_optimization.stage3_allgather_sequential", "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+    "zero_optimization.zenflow", "zero_optimization.zeropp_loco_param",
+)  # fmt: skip
 """Keys that DeepSpeed has and deepzero has not, so that nobody looks for a spelling mistake in them."""
 
 INSTEAD = {

@@ -11,15 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deepzero.config.strict import ConfigError, require
+from deepzero.config.strict import ConfigError, Section, require
 from deepzero.config.zero import ZeroConfig
 
 DTYPES = ("bf16", "fp16", "fp32")
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Section):
     """``bf16`` and ``fp16`` of a DeepSpeed config, ``precision.*`` on the command line."""
+
+    where = "precision"
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     """Compute dtype of the model's parameters. With bf16 and fp16 the optimizer works on fp32 masters."""
@@ -46,15 +48,21 @@ class PrecisionConfig:
     """Cast floating-point inputs of ``engine(...)`` to the compute dtype."""
 
     def __post_init__(self) -> None:
-        require(self.loss_scale >= 0, "precision.loss_scale", self.loss_scale, "must be 0 (dynamic) or positive")
-        for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale"):
-            value = getattr(self, name)
-            require(value >= (0 if name == "initial_scale_power" else 1), f"precision.{name}", value, "is too small")
+        self.need(self.loss_scale >= 0, "loss_scale", "must be 0 (dynamic) or positive")
+        for name, least in (
+            ("initial_scale_power", 0),
+            ("loss_scale_window", 1),
+            ("hysteresis", 1),
+            ("min_loss_scale", 1),
+        ):
+            self.need(getattr(self, name) >= least, name, "is too small")
 
 
 @dataclass(frozen=True)
-class ChaosConfig:
+class ChaosConfig(Section):
     """Seeded disorder, to show that results do not depend on timing. See ``comm/chaos.py``."""
+
+    where = "comm.chaos"
 
     enabled: bool = False
     """Sleep at random before launches and waits, and fill released buffers with NaN."""
@@ -66,12 +74,14 @@ class ChaosConfig:
     """The longest single delay, in milliseconds."""
 
     def __post_init__(self) -> None:
-        require(self.max_delay_ms >= 0, "comm.chaos.max_delay_ms", self.max_delay_ms, "must not be negative")
+        self.least(0, "max_delay_ms")
 
 
 @dataclass(frozen=True)
-class CommConfig:
+class CommConfig(Section):
     """deepzero's own extension of the DeepSpeed config: how ranks talk."""
+
+    where = "comm"
 
     reduce: Literal["exact", "native"] | None = None
     """exact: all-to-all, then an fp32 sum in rank order (same bits for any bucketing). native: the backend's own
@@ -91,19 +101,19 @@ class CommConfig:
     """Disorder for tests; off."""
 
     def __post_init__(self) -> None:
-        ranks = self.ranks_per_node
-        require(ranks is None or ranks >= 1, "comm.ranks_per_node", ranks, "must be at least 1")
+        self.least(1, "ranks_per_node")
         for name in ("timeout_seconds", "save_timeout_seconds"):
-            seconds = getattr(self, name)
-            require(0 < seconds <= 1e9, f"comm.{name}", seconds, "must be positive, and at most 1e9: thirty years")
+            self.need(0 < getattr(self, name) <= 1e9, name, "must be positive, and at most 1e9: thirty years")
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointingConfig:
+class ActivationCheckpointingConfig(Section):
     """``activation_checkpointing`` of a DeepSpeed config: what is kept for the backward pass, and where.
 
     Which blocks are run again is the model's choice (``torch.utils.checkpoint``, ``model.activation_checkpointing``).
     """
+
+    where = "activation_checkpointing"
 
     cpu_checkpointing: bool = False
     """What autograd keeps for the backward pass waits in host memory: with checkpointing the inputs of blocks, without
@@ -117,12 +127,7 @@ class ActivationCheckpointingConfig:
     """Lock the pages, without which no copy runs in the background."""
 
     def __post_init__(self) -> None:
-        require(
-            self.cpu_checkpointing_min_bytes >= 0,
-            "activation_checkpointing.cpu_checkpointing_min_bytes",
-            self.cpu_checkpointing_min_bytes,
-            "must not be negative",
-        )
+        self.least(0, "cpu_checkpointing_min_bytes")
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Section):
     """Everything ``deepzero.initialize`` reads. Batch sizes are in sequences (samples)."""
 
     train_batch_size: int | None = None
@@ -184,16 +189,9 @@ class EngineConfig:
     """Print loss scale, learning rate and skipped steps on rank 0 every so many optimizer steps; None: never."""
 
     def __post_init__(self) -> None:
-        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "must be at least 1")
-        require(self.gradient_clipping >= 0, "gradient_clipping", self.gradient_clipping, "must not be negative")
-        require(
-            self.steps_per_print is None or self.steps_per_print >= 1,
-            "steps_per_print",
-            self.steps_per_print,
-            "must be at least 1",
-        )
+        self.least(1, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        self.least(0, "gradient_clipping")
+        self.least(1, "steps_per_print")
         require(
             not (self.zero.zero_quantized_gradients and self.comm.reduce == "native"),
             "comm.reduce",

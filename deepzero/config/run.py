@@ -11,21 +11,19 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from deepzero.config.engine import (
-    ActivationCheckpointingConfig,
-    CommConfig,
     EngineConfig,
     OptimizerConfig,
     PrecisionConfig,
     SchedulerConfig,
-    ZeroConfig,
-    require,
 )
-from deepzero.config.strict import ConfigError, build, unknown_key
+from deepzero.config.strict import ConfigError, Section, build, require, unknown_key
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Section):
     """``model.*``: a decoder-only transformer, from nano to a 7B in the Llama style. See ``models/gpt.py``."""
+
+    where = "model"
 
     name: str = "nano"
     """Shown in logs and tables; with ``library: hf`` the model type, for example ``gpt2`` or ``llama``."""
@@ -74,21 +72,19 @@ class ModelConfig:
     """Adam's learning rate for this shape; ``configs/optimizer/`` starts from it, and ``optimizer.lr`` sets another."""
 
     def __post_init__(self) -> None:
-        require(self.adam_lr > 0, "model.adam_lr", self.adam_lr, "must be positive")
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            require(getattr(self, name) >= 1, f"model.{name}", getattr(self, name), "must be at least 1")
-        require(self.n_embd % self.n_head == 0, "model.n_head", self.n_head, f"must divide model.n_embd={self.n_embd}")
+        self.need(self.adam_lr > 0, "adam_lr", "must be positive")
+        self.least(1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+        self.need(self.n_embd % self.n_head == 0, "n_head", f"must divide model.n_embd={self.n_embd}")
         if self.n_kv_head is not None:
             ok = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-            require(ok, "model.n_kv_head", self.n_kv_head, f"must divide model.n_head={self.n_head}")
+            self.need(ok, "n_kv_head", f"must divide model.n_head={self.n_head}")
         if self.position == "rope":
             head = self.n_embd // self.n_head
-            require(head % 2 == 0, "model.n_head", self.n_head, f"rope needs an even head width, here {head}")
+            self.need(head % 2 == 0, "n_head", f"rope needs an even head width, here {head}")
         for name, only in (("norm", "layernorm"), ("position", "learned"), ("activation", "gelu"), ("bias", True)):
-            value = getattr(self, name)
-            ok = self.library == "own" or value == only
-            require(ok, f"model.{name}", value, "a model of library=hf has its own; leave this out")
-        require(0.0 <= self.dropout < 1.0, "model.dropout", self.dropout, "must be in [0, 1)")
+            ok = self.library == "own" or getattr(self, name) == only
+            self.need(ok, name, "a model of library=hf has its own; leave this out")
+        self.need(0.0 <= self.dropout < 1.0, "dropout", "must be in [0, 1)")
 
 
 _DATA_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
@@ -101,8 +97,10 @@ _DATA_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section):
     """``data.*``: where tokens come from. See ``data/``."""
+
+    where = "data"
 
     name: Literal["stdlib", "text", "tokens"] = "stdlib"
     """stdlib: the source text of this Python's standard library; text: your text; tokens: nanoGPT's ``.bin`` files."""
@@ -127,16 +125,18 @@ class DataConfig:
                     f"data.{key}={value!r}: data={self.name} does not read it, only data={' and data='.join(readers)}; "
                     f"leave it out, or choose {' or '.join(f'data={name}' for name in readers)} as well"
                 )
-        require(0.0 < self.val_fraction < 1.0, "data.val_fraction", self.val_fraction, "must be between 0 and 1")
-        require(self.max_bytes is None or self.max_bytes >= 1, "data.max_bytes", self.max_bytes, "must be at least 1")
+        self.need(0.0 < self.val_fraction < 1.0, "val_fraction", "must be between 0 and 1")
+        self.least(1, "max_bytes")
         if self.name != "stdlib" and not self.path:
             what = "FILE_OR_FOLDER" if self.name == "text" else "FOLDER (with train.bin and val.bin)"
             raise ConfigError(f"data={self.name} needs data.path={what}")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """``train.*``: how long and how often."""
+
+    where = "train"
 
     steps: int = 400
     """Optimizer steps."""
@@ -183,21 +183,19 @@ class TrainConfig:
     """Begin with the weights of a checkpoint, a safetensors file or a folder of them; None: with random ones."""
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, "train.steps", self.steps, "must be at least 1")
-        ok = self.keep_last is None or self.keep_last >= 1
-        require(ok, "train.keep_last", self.keep_last, "must be at least 1, or null to keep all")
+        self.least(1, "steps", "eval_batches", "log_every", "fallback_batch_size")
+        self.least(0, "eval_every", "sample_tokens", "save_every", "timeline_step")
+        self.least(1, "keep_last", of=", or null to keep all")
         ok = self.init_from is None or self.resume in (None, "auto")
-        require(ok, "train.init_from", self.init_from, f"train.resume={self.resume} loads the weights; leave one out")
-        for name in ("eval_every", "sample_tokens", "save_every", "timeline_step"):
-            require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
-        for name in ("eval_batches", "log_every", "fallback_batch_size"):
-            require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        require(self.sample_temperature > 0, "train.sample_temperature", self.sample_temperature, "must be positive")
+        self.need(ok, "init_from", f"train.resume={self.resume} loads the weights; leave one out")
+        self.need(self.sample_temperature > 0, "sample_temperature", "must be positive")
 
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(Section):
     """``launch.*``: ranks that ``python train.py`` starts by itself. Ignored under torchrun, which has started them."""
+
+    where = "launch"
 
     nproc: int | None = None
     """Ranks on this machine; None: one per GPU, or 2 on a machine without GPU."""
@@ -212,19 +210,16 @@ class LaunchConfig:
     """How often the ranks are started again after one has failed or was killed; they go on from the last checkpoint."""
 
     def __post_init__(self) -> None:
-        require(self.max_restarts >= 0, "launch.max_restarts", self.max_restarts, "must not be negative")
-        require(self.nproc is None or self.nproc >= 1, "launch.nproc", self.nproc, "must be at least 1 rank")
-        require(
-            self.threads_per_rank is None or self.threads_per_rank >= 1,
-            "launch.threads_per_rank",
-            self.threads_per_rank,
-            "must be at least 1",
-        )
+        self.least(0, "max_restarts")
+        self.least(1, "nproc", of=" rank")
+        self.least(1, "threads_per_rank")
 
 
 @dataclass(frozen=True)
-class LoggerConfig:
+class LoggerConfig(Section):
     """``logger.*``: where metrics go besides ``metrics.jsonl``, which is always written."""
+
+    where = "logger"
 
     names: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Any of wandb and tensorboard."""
@@ -248,21 +243,22 @@ class LoggerConfig:
     """Steps between two measurements of every layer's gradient norm, also for ``metrics.jsonl``; 0: never."""
 
     def __post_init__(self) -> None:
-        every = self.gradient_norms_every
-        require(every >= 0, "logger.gradient_norms_every", every, "must not be negative; 0: never")
+        self.need(self.gradient_norms_every >= 0, "gradient_norms_every", "must not be negative; 0: never")
         for name in ("run_name", "group"):
             value = getattr(self, name)
-            require(value is None or 0 < len(value) <= 128, f"logger.{name}", value, "must have 1 to 128 characters")
+            self.need(value is None or 0 < len(value) <= 128, name, "must have 1 to 128 characters")
         for tag in self.tags:
             require(0 < len(tag) <= 64, "logger.tags", tag, "a tag must have 1 to 64 characters")
         # W&B's own rule; elsewhere it would be an error of W&B's in the middle of the start.
         ok = 0 < len(self.project) <= 128 and not set(self.project) & set("/\\#?%:")
-        require(ok, "logger.project", self.project, "must have 1 to 128 characters, none of / \\ # ? % :")
+        self.need(ok, "project", "must have 1 to 128 characters, none of / \\ # ? % :")
 
 
 @dataclass(frozen=True)
-class ProfilerConfig:
+class ProfilerConfig(Section):
     """``profiler.*``: torch.profiler traces into the run folder."""
+
+    where = "profiler"
 
     enabled: bool = False
     wait: int = 2
@@ -280,14 +276,15 @@ class ProfilerConfig:
     """The line of Python that called each operator: large traces, and slower steps."""
 
     def __post_init__(self) -> None:
-        for name in ("wait", "warmup", "active"):
-            require(getattr(self, name) >= 0, f"profiler.{name}", getattr(self, name), "must not be negative")
-        require(self.repeat >= 1, "profiler.repeat", self.repeat, "must be at least 1")
+        self.least(0, "wait", "warmup", "active")
+        self.least(1, "repeat")
 
 
 @dataclass(frozen=True)
-class DebugConfig:
+class DebugConfig(Section):
     """``debug.*``: switches for finding faults. ``debug=chaos`` sets ``comm.chaos``."""
+
+    where = "debug"
 
     detect_anomaly: bool = False
     """torch.autograd's anomaly mode: slow, names the forward operation of a NaN."""
@@ -297,7 +294,7 @@ class DebugConfig:
 
     def __post_init__(self) -> None:
         step = self.inject_overflow_at
-        require(step is None or step >= 1, "debug.inject_overflow_at", step, "steps are counted from 1")
+        self.need(step is None or step >= 1, "inject_overflow_at", "steps are counted from 1")
 
 
 @dataclass(frozen=True)
@@ -336,31 +333,17 @@ class RunConfig:
         Raises:
             ConfigError: anything that cannot be used, before a rank has started.
         """
-        readers: dict[str, Any] = {
-            "zero": ZeroConfig,
-            "precision": PrecisionConfig,
-            "comm": CommConfig,
-            "activation_checkpointing": ActivationCheckpointingConfig,
-            "optimizer": OptimizerConfig,
-            "scheduler": SchedulerConfig,
-        }
-        scalars: tuple[str, ...] = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        scalars += ("gradient_clipping", "grad_accum_dtype", "communication_data_type", "steps_per_print")
-        own = ("model", "data", "train", "launch", "logger", "profiler", "debug", "plan")
-        engine: dict[str, Any] = {}
-        rest: dict[str, Any] = {}
-        for key, value in mapping.items():
-            if key in ("optimizer", "scheduler"):
-                engine[key] = _with_params(readers[key], value, key)
-            elif key in readers:
-                engine[key] = build(readers[key], value, key)
-            elif key in scalars:
-                engine[key] = value
-            elif key in own:
-                rest[key] = value
-            else:
+        engine_keys = [f.name for f in fields(EngineConfig)]
+        own_keys = [f.name for f in fields(cls) if f.name != "engine"]
+        for key in mapping:
+            if key not in (*engine_keys, *own_keys):
                 # The last three are groups that set keys of others.
-                raise unknown_key(key, (*readers, *scalars, *own, "experiment", "offload", "zeropp"), "")
+                raise unknown_key(key, (*engine_keys, *own_keys, "experiment", "offload", "zeropp"), "")
+        engine = {key: value for key, value in mapping.items() if key in engine_keys}
+        for key, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
+            if key in engine:
+                engine[key] = _with_params(kind, engine[key], key)
+        rest = {key: value for key, value in mapping.items() if key in own_keys}
         return build(cls, {"engine": build(EngineConfig, engine), **rest})
 
 

@@ -31,6 +31,24 @@ def require(ok: bool, path: str, value: object, rule: str) -> None:
         raise ConfigError(f"{path}={value!r}: {rule}")
 
 
+class Section:
+    """A part of the settings; its ``__post_init__`` says, with these, what it refuses."""
+
+    where = ""
+    """The section's dotted path."""
+
+    def need(self, ok: bool, name: str, rule: str) -> None:
+        """Raise a :class:`ConfigError` with the path of field ``name``, its value and ``rule`` unless ``ok``."""
+        require(ok, f"{self.where}.{name}".lstrip("."), getattr(self, name), rule)
+
+    def least(self, least: int, *names: str, of: str = "") -> None:
+        """Raise unless each of the fields is None or at least ``least``; ``of`` follows the number in the message."""
+        for name in names:
+            value = getattr(self, name)
+            rule = f"must be at least {least}{of}" if least else "must not be negative"
+            self.need(value is None or value >= least, name, rule)
+
+
 def unknown_key(key: object, valid: typing.Iterable[str], where: str) -> ConfigError:
     """The error for a key that nobody reads.
 

@@ -9,16 +9,17 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from deepzero.config.strict import require
+from deepzero.config.strict import Section
+from deepzero.layout import ALIGN
 
 MOST = 1 << 20
-UNIT = 64
-"""Elements. Every rank's part is a multiple of it, so blocks have to be too: ``layout.ALIGN``, as a test sees to."""
 
 
 @dataclass(frozen=True)
-class OffloadOptimizerConfig:
+class OffloadOptimizerConfig(Section):
     """``zero_optimization.offload_optimizer``: masters, moments and reduced gradients in host memory."""
+
+    where = "zero.offload_optimizer"
 
     device: Literal["none", "cpu"] = "none"
     """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
@@ -41,23 +42,23 @@ class OffloadOptimizerConfig:
     """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
 
     def __post_init__(self) -> None:
-        where = "zero.offload_optimizer"
-        require(0.0 <= self.ratio <= 1.0, f"{where}.ratio", self.ratio, "must be between 0 and 1")
-        require(self.delay_after_steps >= 0, f"{where}.delay_after_steps", self.delay_after_steps, "is negative")
-        require(self.threads is None or self.threads >= 1, f"{where}.threads", self.threads, "must be at least 1")
+        self.need(0.0 <= self.ratio <= 1.0, "ratio", "must be between 0 and 1")
+        self.need(self.delay_after_steps >= 0, "delay_after_steps", "is negative")
+        self.least(1, "threads")
         # What would say nothing is refused; pin_memory alone is harmless.
         silent = {"ratio": 1.0, "threads": None, "delayed_update": False} if self.device == "none" else {}
         if not self.delayed_update:
             silent["delay_after_steps"] = 40
         for name, default in silent.items():
-            value = getattr(self, name)
             needs = "delayed_update=true" if name == "delay_after_steps" else "device=cpu"
-            require(value == default, f"{where}.{name}", value, f"needs {where}.{needs}")
+            self.need(getattr(self, name) == default, name, f"needs {self.where}.{needs}")
 
 
 @dataclass(frozen=True)
-class OffloadParamConfig:
+class OffloadParamConfig(Section):
     """``zero_optimization.offload_param``: stage 3's partitioned parameters in host memory."""
+
+    where = "zero.offload_param"
 
     device: Literal["none", "cpu"] = "none"
     """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
@@ -70,23 +71,15 @@ class OffloadParamConfig:
     DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
 
     def __post_init__(self) -> None:
-        require(
-            self.max_in_cpu is None or self.max_in_cpu >= 0,
-            "zero.offload_param.max_in_cpu",
-            self.max_in_cpu,
-            "must not be negative",
-        )
-        require(
-            self.max_in_cpu is None or self.device == "cpu",
-            "zero.offload_param.max_in_cpu",
-            self.max_in_cpu,
-            "needs zero.offload_param.device=cpu",
-        )
+        self.least(0, "max_in_cpu")
+        self.need(self.max_in_cpu is None or self.device == "cpu", "max_in_cpu", f"needs {self.where}.device=cpu")
 
 
 @dataclass(frozen=True)
-class QuantizationConfig:
+class QuantizationConfig(Section):
     """``zero.quantization``, deepzero's own: how qwZ and qgZ quantise. See ``comm/quantization.py``."""
+
+    where = "zero.quantization"
 
     weight_bits: int = 8
     """Of gathered parameters: 8, or 4 for bf16 and fp16 runs."""
@@ -113,27 +106,18 @@ class QuantizationConfig:
     """compiled: through ``torch.compile``; auto: where there is a compiler, and enough to do."""
 
     def __post_init__(self) -> None:
-        where = "zero.quantization"
         for name in ("weight_bits", "gradient_bits"):
-            require(getattr(self, name) in (4, 8), f"{where}.{name}", getattr(self, name), "must be 8 or 4")
-        require(
-            self.block_size <= MOST,
-            f"{where}.block_size",
-            self.block_size,
-            f"must be at most {MOST} elements: one scale for so many is no scale for most of them",
-        )
-        require(
-            self.block_size >= UNIT and self.block_size % UNIT == 0,
-            f"{where}.block_size",
-            self.block_size,
-            f"must be a multiple of {UNIT} elements: every rank's part is one, and is cut into blocks",
-        )
+            self.need(getattr(self, name) in (4, 8), name, "must be 8 or 4")
+        rule = f"must be at most {MOST} elements: one scale for so many is no scale for most of them"
+        self.need(self.block_size <= MOST, "block_size", rule)
+        rule = f"must be a multiple of {ALIGN} elements: every rank's part is one, and is cut into blocks"
+        self.need(self.block_size >= ALIGN and self.block_size % ALIGN == 0, "block_size", rule)
         for name in ("min_weight_snr_db", "min_gradient_snr_db"):
             value = getattr(self, name)
             finite = value is None or value == "never" or math.isfinite(value)
-            require(finite, f"{where}.{name}", value, "must be a number of dB, never, or null for the usual one")
-            require(self.meter_every > 0 or value is None, f"{where}.{name}", value, f"needs {where}.meter_every > 0")
-        require(self.meter_every >= 0, f"{where}.meter_every", self.meter_every, "must not be negative")
+            self.need(finite, name, "must be a number of dB, never, or null for the usual one")
+            self.need(self.meter_every > 0 or value is None, name, f"needs {self.where}.meter_every > 0")
+        self.least(0, "meter_every")
 
     def bound_db(self, what: Literal["weight", "gradient"]) -> float | None:
         """The ratio below which a bucket of ``what`` goes unquantised; None: it never does.
@@ -149,8 +133,10 @@ class QuantizationConfig:
 
 
 @dataclass(frozen=True)
-class ZeroConfig:
+class ZeroConfig(Section):
     """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
+
+    where = "zero"
 
     stage: int = 0
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
@@ -213,18 +199,12 @@ class ZeroConfig:
     """Parameters in host memory."""
 
     def __post_init__(self) -> None:
-        require(self.stage in (0, 1, 2, 3), "zero.stage", self.stage, "stages are 0, 1, 2 and 3")
-        for name in ("prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
-            value = getattr(self, f"stage3_{name}")
-            require(value >= 0, f"zero.stage3_{name}", value, "must not be negative")
-        for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size"):
-            require(getattr(self, name) >= 1, f"zero.{name}", getattr(self, name), "must be at least 1 element")
-        require(
-            self.reduce_scatter or self.stage == 1,
-            "zero.reduce_scatter",
-            self.reduce_scatter,
-            f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}",
-        )
+        self.need(self.stage in (0, 1, 2, 3), "stage", "stages are 0, 1, 2 and 3")
+        self.least(0, "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
+        sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_max_live_parameters", "sub_group_size")
+        self.least(1, *sizes, of=" element")
+        rule = f"the all-reduce variant exists for stage 1 alone, and zero.stage={self.stage}"
+        self.need(self.reduce_scatter or self.stage == 1, "reduce_scatter", rule)
         self._check_offload()
         self._check_zeropp()
 
@@ -235,85 +215,44 @@ class ZeroConfig:
 
     def _check_zeropp(self) -> None:
         size, mics, quantization = self.zero_hpz_partition_size, self.mics_shard_size, self.quantization
-        require(size >= 1, "zero.zero_hpz_partition_size", size, "must be at least 1 rank; 1 switches hpZ off")
-        require(mics == -1 or mics >= 1, "zero.mics_shard_size", mics, "must be at least 1 rank, or -1 for off")
-        require(
-            mics == -1 or size == 1,
-            "zero.mics_shard_size",
-            mics,
-            f"does not go with zero.zero_hpz_partition_size={size}: with MiCS no gather leaves the group anyway",
-        )
-        require(
-            mics == -1 or not (self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update),
-            "zero.mics_shard_size",
-            mics,
+        self.least(1, "zero_hpz_partition_size", of=" rank; 1 switches hpZ off")
+        self.need(mics == -1 or mics >= 1, "mics_shard_size", "must be at least 1 rank, or -1 for off")
+        rule = f"does not go with zero.zero_hpz_partition_size={size}: with MiCS no gather leaves the group anyway"
+        self.need(mics == -1 or size == 1, "mics_shard_size", rule)
+        on_host = self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update
+        rule = (
             "does not go with zero.offload_param or zero.offload_optimizer.delayed_update: every step sends the new "
-            "parameters to the other groups from the device",
+            "parameters to the other groups from the device"
         )
-        for name, off in (
-            ("zero_quantized_weights", False),
-            ("zero_quantized_nontrainable_weights", False),
-            ("zero_hpz_partition_size", 1),
-            ("mics_shard_size", -1),
-        ):
-            value = getattr(self, name)
+        self.need(mics == -1 or not on_host, "mics_shard_size", rule)
+        off = {"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False}
+        for name, value in {**off, "zero_hpz_partition_size": 1, "mics_shard_size": -1}.items():
             rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
-            require(value == off or self.stage == 3, f"zero.{name}", value, rule)
+            self.need(getattr(self, name) == value or self.stage == 3, name, rule)
         weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
-        gradients = self.zero_quantized_gradients
-        where = "zero.zero_quantized_gradients"
-        require(not gradients or self.stage >= 1, where, gradients, "needs reduced gradients: stage 1, 2 or 3")
-        require(
-            not gradients or self.reduce_scatter,
-            where,
-            gradients,
-            "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes",
-        )
+        gradients, where = self.zero_quantized_gradients, "zero_quantized_gradients"
+        self.need(not gradients or self.stage >= 1, where, "needs reduced gradients: stage 1, 2 or 3")
+        rule = "does not go with zero.reduce_scatter=False, whose all-reduce the backend makes"
+        self.need(not gradients or self.reduce_scatter, where, rule)
         # What would say nothing is refused.
-        needs = {
-            "weight_bits": (weights, "zero.zero_quantized_weights=true"),
-            "min_weight_snr_db": (weights, "zero.zero_quantized_weights=true"),
-            "gradient_bits": (gradients, f"{where}=true"),
-            "error_feedback": (gradients, f"{where}=true"),
-            "min_gradient_snr_db": (gradients, f"{where}=true"),
-        }
+        needs = dict.fromkeys(("weight_bits", "min_weight_snr_db"), (weights, "zero.zero_quantized_weights=true"))
+        of_gradients = ("gradient_bits", "error_feedback", "min_gradient_snr_db")
+        needs |= dict.fromkeys(of_gradients, (gradients, f"zero.{where}=true"))
         plain = QuantizationConfig()
         for name in (f.name for f in fields(quantization)):
             used, what = needs.get(name, (weights or gradients, "quantised weights or gradients"))
-            value = getattr(quantization, name)
-            require(used or value == getattr(plain, name), f"zero.quantization.{name}", value, f"needs {what}")
+            quantization.need(used or getattr(quantization, name) == getattr(plain, name), name, f"needs {what}")
 
     def _check_offload(self) -> None:
-        optimizer, param = self.offload_optimizer, self.offload_param
-        where = "zero.offload_optimizer.device"
-        require(
-            optimizer.device == "none" or self.stage >= 1,
-            where,
-            optimizer.device,
-            f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={self.stage}",
-        )
-        require(
-            optimizer.device == "none" or self.reduce_scatter,
-            where,
-            optimizer.device,
-            "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device",
-        )
-        where = "zero.offload_param.device"
-        require(
-            param.device == "none" or self.stage == 3,
-            where,
-            param.device,
-            f"parameters are partitioned in stage 3 alone, and zero.stage={self.stage}",
-        )
-        require(
-            param.device == "none" or optimizer.device == "cpu",
-            where,
-            param.device,
-            "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves",
-        )
-        require(
-            param.device == "none" or not optimizer.delayed_update,
-            where,
-            param.device,
-            "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches",
-        )
+        optimizer, param, stage = self.offload_optimizer, self.offload_param, self.stage
+        rule = f"offloading is for partitioned states (stages 1, 2, 3), and zero.stage={stage}"
+        optimizer.need(optimizer.device == "none" or stage >= 1, "device", rule)
+        rule = "does not go with zero.reduce_scatter=False, which keeps whole gradients on the device"
+        optimizer.need(optimizer.device == "none" or self.reduce_scatter, "device", rule)
+        if param.device == "none":
+            return
+        param.need(stage == 3, "device", f"parameters are partitioned in stage 3 alone, and zero.stage={stage}")
+        rule = "needs zero.offload_optimizer.device=cpu: masters on the device would take twice what this saves"
+        param.need(optimizer.device == "cpu", "device", rule)
+        rule = "does not go with zero.offload_optimizer.delayed_update: the step writes where the forward pass fetches"
+        param.need(not optimizer.delayed_update, "device", rule)

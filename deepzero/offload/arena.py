@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from deepzero.comm.storage import storage_ptr_of
+from deepzero.utils.formatting import binary_bytes
 
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
@@ -78,21 +79,8 @@ def describe_bytes(regions: Iterable[Region]) -> str:
     sums: dict[str, int] = {}
     for region in regions:
         sums[region.category] = sums.get(region.category, 0) + region.bytes
-    listed = ", ".join(f"{name.removeprefix('host_')} {in_words(size)}" for name, size in sums.items())
-    return f"{in_words(required_bytes(regions))} ({listed})" if sums else "0 B"
-
-
-def in_words(size: int) -> str:
-    """Bytes in the unit that fits.
-
-    Example:
-        >>> in_words(82_240), in_words(7 * 2**30)
-        ('80.3 KiB', '7 GiB')
-    """
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.3g} {unit}"
-    return f"{size} B"
+    listed = ", ".join(f"{name.removeprefix('host_')} {binary_bytes(size)}" for name, size in sums.items())
+    return f"{binary_bytes(required_bytes(regions))} ({listed})" if sums else "0 B"
 
 
 def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
@@ -110,8 +98,8 @@ def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: 
     needed = required_bytes(regions) * ranks_of_host
     if available is not None and needed > available:
         raise HostMemoryError(
-            f"offloading needs {in_words(needed)} of host memory, {describe_bytes(regions)} for each of the "
-            f"{ranks_of_host} ranks of this host, and {in_words(available)} are available; use more hosts, lower "
+            f"offloading needs {binary_bytes(needed)} of host memory, {describe_bytes(regions)} for each of the "
+            f"{ranks_of_host} ranks of this host, and {binary_bytes(available)} are available; use more hosts, lower "
             "zero.offload_optimizer.ratio, set grad_accum_dtype to bf16, or free memory"
         )
 

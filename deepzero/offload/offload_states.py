@@ -49,11 +49,11 @@ from deepzero.offload.arena import HostArena, HostMemoryError, Region, available
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.buffer_pool import references
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.metadata_functions import METADATA
+from deepzero.runtime.zero.guards import METADATA
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """What can be moved, in DeepSpeed's words."""
@@ -437,7 +437,7 @@ class StateOffloader:
         for group in self.engine.zero.stores:
             if isinstance(group, PartitionedParamGroup):
                 for bucket in group.buckets:
-                    bucket.away = notice if not bucket.shard_on_host else None
+                    bucket.away = notice if not bucket.gather.shard_on_host else None
 
     def _copier(self) -> HostDeviceCopier:
         if self._wire is None:

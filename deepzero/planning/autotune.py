@@ -52,7 +52,7 @@ class Option:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.step_seconds
 
 
@@ -74,7 +74,7 @@ class Refused:
 
 @dataclass
 class TuningAdvice:
-    """The answer."""
+    """The result of a search: what fits, what was not tried, what does not fit."""
 
     question: Question
     numel: int

@@ -29,7 +29,7 @@ def command(option: Option, question: Question) -> str:
 
 
 def text(advice: TuningAdvice) -> str:
-    """For a terminal."""
+    """Returns the advice as text for a terminal."""
     question = advice.question
     world, cluster = question.world, question.cluster
     nodes = world.world_size // world.ranks_of_host

@@ -23,7 +23,7 @@ from deepzero.planning.dry_run import ClusterShape, DryRunResult, TrainStep, dry
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a rank leaves the others."""
+    """The first collective in which a rank differs from the others."""
 
     rank: int
     reference: int

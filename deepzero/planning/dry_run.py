@@ -44,7 +44,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """How many ranks, and on what."""
+    """Number of ranks, how they share machines, and the kind of device."""
 
     world_size: int
     ranks_of_host: int
@@ -54,7 +54,7 @@ class ClusterShape:
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What a rank runs.
+    """One training step as a rank runs it: model, batch, settings.
 
     ``model`` is called with the meta device as torch's default, and so makes a model without memory. ``batch`` gives
     the arguments of one micro-batch's forward pass, on the meta device; the model's output has to be, or to hold, a
@@ -69,7 +69,7 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What one rank did."""
+    """Everything that a dry run recorded on one rank."""
 
     rank: int
     nodes: Nodes

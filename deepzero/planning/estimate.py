@@ -94,7 +94,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one setting."""
+    """Memory and time of one setting, estimated."""
 
     setting: Setting
     memory: dict[str, int]
@@ -112,7 +112,7 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """Of one rank, without buffers."""
+        """Host bytes of one rank, without buffers."""
         return sum(size for name, size in self.memory.items() if name.startswith("host_"))
 
 

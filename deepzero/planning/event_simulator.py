@@ -82,7 +82,7 @@ class _StreamClocks:
         self.line = SimulatedTimeline()
 
     def play(self) -> SimulatedTimeline:
-        """All of them."""
+        """Play all events; returns the timeline."""
         play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
         play |= {"step": self._step, "publish": self._publish}
         if self.rehearsal.delayed:

@@ -84,7 +84,7 @@ class WorkMeter(TorchDispatchMode):
         return float(len(self.work.flops))
 
     def restart_peak(self) -> None:
-        """The peak from here on."""
+        """Begin a new peak at what is alive now."""
         self.peak_bytes = self.alive_bytes
 
     def __torch_dispatch__(

@@ -34,7 +34,7 @@ _ZEROPP = ("zeropp", "zero.zero_", "zero.mics_", "zero.quantization.", "comm.ran
 
 @dataclass(frozen=True)
 class Question:
-    """What is given."""
+    """One request for advice: what the user has chosen, the cluster, the limits of the search."""
 
     words: tuple[str, ...]
     """The user's overrides, which stay."""
@@ -56,7 +56,7 @@ class Question:
 
     @property
     def device_bytes(self) -> float:
-        """What a rank may use."""
+        """Bytes of a device that a rank may use."""
         return self.cluster.memory_bytes * (1 - self.headroom)
 
     @property

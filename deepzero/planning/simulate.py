@@ -30,7 +30,7 @@ class Simulated:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Of all ranks of a node."""
+        """Host bytes of all ranks of a node together."""
         return self.rehearsal.host_bytes * self.rehearsal.nodes.per_node
 
     @property
@@ -50,7 +50,7 @@ class Simulated:
         return sum(self.rehearsal.work.flops) / (self.timeline.seconds * self.cluster.flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Returns the figures as plain numbers, for a JSON file."""
         line = self.timeline
         return {
             "cluster": self.cluster.name,
@@ -67,7 +67,7 @@ class Simulated:
         }
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Returns the result as lines for a terminal."""
         line, nodes = self.timeline, self.rehearsal.nodes
         speed = f", {short_number(self.tokens / line.seconds)} tokens/s" if self.tokens else ""
         room = "fits" if self.fits else "DOES NOT FIT"

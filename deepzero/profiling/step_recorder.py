@@ -69,7 +69,7 @@ class Point:
     """What the GPU's allocator had given out, activations included; None without GPU."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``timeline.json``."""
+        """Returns the point as ``timeline.json`` holds it."""
         entry = dict(vars(self))
         return entry if self.device_bytes is not None else {k: v for k, v in entry.items() if k != "device_bytes"}
 
@@ -108,14 +108,14 @@ class StepRecorder:
         self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """The step begins."""
+        """Start to record: the step begins."""
         self._started = self._clock()
         self._seen("begin", "", "")
         self._started, self.spent_seconds = self._clock(), 0.0  # the first weighing was before the step
         self.ledger.observer = self._seen
 
     def end(self) -> None:
-        """The step is over."""
+        """Stop recording: the step is over."""
         self.ledger.observer = None
         self.seconds = self._clock() - self._started - self.spent_seconds
         self._seen("end", "", "")

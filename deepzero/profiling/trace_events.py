@@ -99,7 +99,7 @@ class Trace:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Times:
-    """Merged.
+    """Merge intervals that touch or overlap.
 
     Example:
         >>> union([(5, 7), (0, 2), (1, 3), (7, 8)])
@@ -115,7 +115,7 @@ def union(spans: Iterable[tuple[float, float]]) -> Times:
 
 
 def inside(times: Times, begin: float, end: float) -> Times:
-    """What of ``times`` lies between two moments.
+    """The parts of ``times`` between two moments.
 
     Example:
         >>> inside([(0, 3), (5, 8)], 2, 6)
@@ -127,7 +127,7 @@ def inside(times: Times, begin: float, end: float) -> Times:
 
 
 def minus(times: Times, others: Times) -> Times:
-    """What of ``times`` is in none of ``others``.
+    """The parts of ``times`` that are in none of ``others``.
 
     Example:
         >>> minus([(0, 10), (20, 30)], [(2, 3), (9, 21)])
@@ -145,12 +145,12 @@ def minus(times: Times, others: Times) -> Times:
 
 
 def length(times: Times) -> float:
-    """Of all together."""
+    """Total length of non-overlapping intervals."""
     return sum(end - begin for begin, end in times)
 
 
 def times_of(spans: Iterable[TraceSpan]) -> Times:
-    """Merged."""
+    """The spans' times, merged."""
     return union((span.begin, span.end) for span in spans)
 
 

@@ -27,7 +27,7 @@ INTRODUCTION = (
 
 
 def page(summaries: Sequence[TraceSummary]) -> str:
-    """The whole page."""
+    """Returns the HTML page about all traces."""
     rows = [row(mean(summary), str(summary.trace.rank)) for summary in summaries]
     compared = between_ranks(summaries)
     return document(

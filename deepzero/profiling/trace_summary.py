@@ -134,7 +134,7 @@ class TraceSummary:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The trace file."""
         return self.trace.path
 
     def total(self, name: str) -> float:
@@ -160,7 +160,7 @@ class TraceSummary:
 
 
 def summarize(trace: Trace) -> TraceSummary:
-    """All steps of a trace."""
+    """Sum up every step of a trace, and list its gaps."""
     communication, copies = times_of(trace.communication), times_of(trace.copies)
     causes = _causes(trace)
     steps: list[StepTimes] = []

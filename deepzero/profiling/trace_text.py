@@ -14,7 +14,7 @@ COLUMNS = ("step", "length", "compute", "operators", "commun.", "copies", "expos
 
 
 def heading(summary: TraceSummary) -> str:
-    """Which rank, where, which file."""
+    """A line that names rank, device and file."""
     trace = summary.trace
     of = f" of {trace.world_size}" if trace.world_size else ""
     return f"rank {trace.rank}{of}, {'GPU' if trace.device == 'cuda' else 'CPU'}, {trace.path.name}"
@@ -51,7 +51,7 @@ def advice_line(advice: Advice) -> str:
 
 
 def lead_in(summary: TraceSummary) -> str:
-    """The result in one sentence."""
+    """One sentence: how long the rank stood still, and how much was hidden."""
     average = mean(summary)
     if average.under_way == 0:
         return "Nothing was sent or copied in these steps."

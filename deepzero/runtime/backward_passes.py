@@ -20,7 +20,7 @@ from deepzero.comm import profiler_ranges
 from deepzero.comm.ledger import Ledger
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
-from deepzero.runtime.zero.grad_accumulator import GradientHooks
+from deepzero.runtime.zero.gradient_reduction import BackwardHooks
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class BackwardPasses:
 
     Args:
         trained: parameters that get gradients.
-        stage: ``gradient_ready``, ``backward_end`` and ``forget_pass`` are called.
+        stage: ``reduce_ready_gradient``, ``backward_end`` and ``forget_pass`` are called.
         scaler: its ``scale`` multiplies losses.
         ledger: takes the events ``gradient_ready`` and ``backward_end``.
         reduces_now: whether the micro-batch under way is the last one of its optimizer step.
@@ -57,7 +57,7 @@ class BackwardPasses:
         self._seen_loss: torch.Tensor | None = None
         # Whether the pass under way is engine.backward's, and whether it carries the loss scale.
         self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
-        self.hooks = GradientHooks(trained, self._gradient_ready, self._end)
+        self.hooks = BackwardHooks(trained, self._gradient_ready, self._end)
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------
 
@@ -118,11 +118,14 @@ class BackwardPasses:
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
+        """Autograd's own hook, of each parameter whose ``.grad`` is complete."""
+        self.hooks.gradient_arrived()
         self._ledger.note("gradient_ready")
-        # Only fp16 has a scale other than 1. A pass that began at a scaled loss has multiplied every gradient already.
-        if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
-            self._apply_loss_scale_to_grad(param)
-        self._stage.gradient_ready(param, self._reduces_now())
+        with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
+            # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
+            if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
+                self._apply_loss_scale_to_grad(param)
+            self._stage.reduce_ready_gradient(param, self._reduces_now())
 
     @torch.no_grad()
     def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:

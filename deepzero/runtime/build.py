@@ -25,28 +25,26 @@ from deepzero.layout import bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger
-from deepzero.runtime.open_meter import build_quantization_monitor
+from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.build_stage3 import (
+from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
+from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
+from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
+from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
+from deepzero.runtime.zero.stage3 import (
     Partitioning,
+    ZeroStage3,
     is_real,
     partition_model,
     place_buffers,
     place_whole,
     plan_partitioning,
 )
-from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup, check_unclaimed, lost_on_error
-from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup, schedule
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.quantizers import build_quantizer
-from deepzero.runtime.zero.sharded_step import ShardedStep
-from deepzero.runtime.zero.stage3 import ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
-from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
+from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
 from deepzero.runtime.zero_components import Dtypes, ZeroComponents
 
 log = logging.getLogger(__name__)
@@ -245,7 +243,14 @@ def build_zero(
             TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
-        return dataclasses.replace(built, meter=build_quantization_monitor(built, config, comm, micro_batches))
+        buckets = partitioning.coordinator.buckets if partitioning is not None else []
+        if comm.device.type == "meta":  # a dry run has no values to measure
+            return built
+        monitor = build_quantization_monitor(
+            groups, buckets, built.quantized_grads, config.zero.quantization, comm,
+            lambda: predict_unquantized(built, comm, micro_batches, stage),
+        )  # fmt: skip
+        return dataclasses.replace(built, meter=monitor)
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
@@ -265,18 +270,18 @@ def _build_stage(
     config: EngineConfig,
     offload: Offload | None,
 ) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
-    order, comm, accumulation = schedule(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
+    order, comm, accumulation = reduce_order(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
     host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
-        return ZeroStage3(
-            model, groups, partitioning.frozen, order, source, reducer, comm,
-            partitioning.coordinator, accumulation, host,
-        )  # fmt: skip
+        return ZeroStage3(model, partitioning, order, source, reducer, accumulation, host)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
+    overlap = config.zero.overlap_comm and config.zero.stage > 0
+    gradients = GradientReducer(
+        groups, order, source, reducer, config.zero.stage == 2, overlap, accumulation, host=host
+    )
     if config.zero.stage == 0:
-        return ZeroStage0(flat, order, source, reducer, accumulation)
-    overlap = config.zero.overlap_comm
-    return ZeroStage1And2(flat, order, source, reducer, comm, config.zero.stage == 2, overlap, accumulation, host)
+        return ZeroStage0(flat, gradients)
+    return ZeroStage1And2(flat, gradients, comm)
 
 
 def _build_reducer(
@@ -324,6 +329,6 @@ def build_step(
     if comm.rank == 0:
         log.info(offload.describe(optimizer))
     step, settings = ShardedStep(optimizer, parts, limit, offload.host_steps(parts)), offload.settings
-    if settings.delayed_update and isinstance(gradients, GradientReducer):
+    if settings.delayed_update:
         return DelayedStep(step, gradients, groups, settings.delay_after_steps)
     return step

@@ -47,7 +47,7 @@ from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.quantized_forms import mail_bytes, reduction_traffic
-from deepzero.runtime.zero.publish import ALL_GATHER
+from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
 
 
 @dataclass(frozen=True)

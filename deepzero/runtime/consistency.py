@@ -29,6 +29,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
+from deepzero.utils.formatting import flatten
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class RankMismatchError(RuntimeError):
 
 def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Everything in which ranks must be alike, by name: settings, parameters, buffers, optimizer and its groups."""
-    lines = _flatten(dataclasses.asdict(config))
+    lines = {key: repr(value) for key, value in flatten(dataclasses.asdict(config)).items()}
     names = {param: name for name, param in model.named_parameters()}
     parameters = [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()]
     buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
@@ -127,16 +128,6 @@ def check_parameters(model: nn.Module) -> None:
                 f"parameters {name!r} and {another!r} share memory but are two objects; tie them by assigning one "
                 "nn.Parameter to both places"
             )
-
-
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = repr(value)
-    return flat
 
 
 def double_to_bits(value: float) -> int:

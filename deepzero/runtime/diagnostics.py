@@ -16,9 +16,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.grad_norm import layer_of
-from deepzero.runtime.zero.gathered_parameters import GatheredParameters
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
-from deepzero.runtime.zero.sharded_step import MasterFragment
+from deepzero.runtime.zero.partition_parameters import GatheredParameters
+from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 
 def params_sha256(model: nn.Module) -> str:

@@ -46,8 +46,8 @@ from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.zero.fragments import TensorFragments
 from deepzero.runtime.zero.sharded_step import clip_divisor
+from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
 BAD_LOSSES = 5
 """Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops.
@@ -274,7 +274,7 @@ class Engine(nn.Module):
         # 4 boundary: flush, wait. A rank in trouble does so too: the others count on its collectives.
         with profiler_ranges.span("boundary"):
             trouble = self._trouble()
-            zero.stage.finish_gradients()
+            zero.stage.reduce_gradients()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
         # place where ranks wait for one another's word, so everything that one rank knows alone travels in it.

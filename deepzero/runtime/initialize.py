@@ -20,10 +20,8 @@ from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.consistency import agree_to_start, check_parameters, check_precision, describe
 from deepzero.runtime.optimizers import build_optimizer, check_elementwise
-from deepzero.runtime.zero.flat_param_group import check_unclaimed
-from deepzero.runtime.zero.init_context import Init
-from deepzero.runtime.zero.partition_parameters import ZeroParameter
-from deepzero.runtime.zero.partitioned_param_group import unpartition
+from deepzero.runtime.zero.guards import check_unclaimed
+from deepzero.runtime.zero.partition_parameters import Init, ZeroParameter, unpartition
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
+from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.storage import storage_ptr_of
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import FlatLayout
@@ -25,13 +26,13 @@ from deepzero.runtime.closed_forms import (
     predicted_wire,
     wire_bytes,
 )
-from deepzero.runtime.quantized_forms import residual_bytes
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.forecast import expected, secondary_bytes
+from deepzero.runtime.forecast import expected, predict, secondary_bytes
+from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
 from deepzero.runtime.zero.master_shard import HOST_MASTERS
-from deepzero.runtime.zero.offload_setup import MOMENTS
-from deepzero.runtime.zero.partitioned_param_group import HOST_PARAMETERS, PartitionedParamGroup
-from deepzero.runtime.zero.stage_0 import ZeroStage0
+from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, MOMENTS
+from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
+from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
 
@@ -67,7 +68,9 @@ def build_ledger(
         traffic |= _wire(built, world, sizes)
 
     if built.partitioning is not None:
-        buckets = built.partitioning.coordinator.buckets
+        coordinator = built.partitioning.coordinator
+        coordinator.on_plan = partial(predict, coordinator, ledger)
+        buckets = coordinator.buckets
         traffic |= expected(buckets, micro_batches) if buckets else {}
         memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
     memory["buckets"] = bucket_bytes(layouts, world, comm.device, sizes, comm.nodes)
@@ -80,6 +83,26 @@ def build_ledger(
         memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
     ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
     _watch(built, optimizer, ledger)
+
+
+def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches: int, stage: int) -> None:
+    """Predict later steps anew: a bucket goes unquantised from now on, so every later step sends more."""
+    ledger, quantized_grads = comm.ledger, built.quantized_grads
+    if built.partitioning is not None:
+        buckets = built.partitioning.coordinator.buckets
+        with ledger.aside():  # secondary partitions that have changed their form are empty
+            send_to_replicas(buckets)
+        ledger.predicted_traffic |= expected(buckets, micro_batches) if buckets else {}
+        built.partitioning.coordinator.predict_anew()
+        ledger.predicted_memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
+    if quantized_grads is not None:
+        layouts = [group.layout for group in built.groups]
+        for kind in (INSIDE, BETWEEN):
+            ledger.predicted_traffic.pop(kind, None)
+        ledger.predicted_traffic |= reduction_traffic(
+            layouts, comm.nodes, quantized_grads.format, built.dtypes.wire.itemsize,
+            lambda group, bucket: not quantized_grads.takes((group, bucket)), micro_batches if stage >= 2 else 1,
+        )  # fmt: skip
 
 
 def _bucket_buffers(built: ZeroComponents) -> list[torch.Tensor]:
@@ -171,8 +194,7 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
             count(category, tensor, sum(p.numel for p in fragments if span.holds(p.shard_start)))
-    gradients, whole = built.stage.gradients, built.reducer.whole
-    sums = gradients.grad_P if isinstance(gradients, ZeroStage0) else gradients.grad_S
+    sums, whole = built.stage.gradients.grad_S, built.reducer.whole
     for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
         count("gradients", flat, group.layout.numel)
         there = group.placement.optimizer_numel

@@ -14,7 +14,7 @@ from operator import is_
 import torch
 from torch import nn
 
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.runtime.zero.sharded_step import ParamGroup
 
 ADVICE = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
 

@@ -11,15 +11,14 @@ from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.runtime.trained import TrainedParameters
-from deepzero.runtime.zero.build_stage3 import Partitioning
 from deepzero.runtime.zero.delayed_update import DelayedStep
-from deepzero.runtime.zero.grad_accumulator import GradAccumulator, ParamGroup
+from deepzero.runtime.zero.gradient_reduction import GradAccumulator
 from deepzero.runtime.zero.offload_setup import Offload
-from deepzero.runtime.zero.quantization_monitor import QuantizationMonitor
-from deepzero.runtime.zero.sharded_step import ShardedStep
-from deepzero.runtime.zero.stage3 import ZeroStage3
+from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
+from deepzero.runtime.zero.stage3 import Partitioning, ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
+from deepzero.runtime.zero.zeropp import QuantizationMonitor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 _HOME = {
-    "deepzero.runtime.zero.module_hooks": ("set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
+    "deepzero.runtime.zero.module_registry": ("set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
     "deepzero.runtime.zero.tensor_fragment": (
         "safe_get_full_fp32_param",
         "safe_get_full_grad",

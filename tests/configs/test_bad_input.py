@@ -64,10 +64,8 @@ VALUES = [
     (["train.steps=1.5"], ["train.steps=1.5", "integer"]),
     (["train_batch_size=7"], ["train_batch_size=7", "6 or 8"]),
     (["train_batch_size=12", "train_micro_batch_size_per_gpu=4"], ["train_batch_size=12", "8 or 16"]),
-    (
-        ["train_batch_size=16", "train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=4"],
-        ["train_batch_size=16", "32"],
-    ),
+    (["train_batch_size=16", "train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=4"],
+     ["train_batch_size=16", "32"]),
     (["comm.reduce=exactly"], ["comm.reduce='exactly'", "'exact'"]),
     (["optimizer.lr=fast"], ["optimizer.lr='fast'"]),
     (["optimizer._target_=torch.optim.AdamX"], ["AdamX"]),
@@ -92,7 +90,7 @@ VALUES = [
     (["logger.names=[wandb,neptune]"], ["neptune", "tensorboard"]),
     (["logger.project=a/b"], ["logger.project='a/b'", "none of /"]),
     (["logger.run_name=''"], ["logger.run_name=''", "1 to 128"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("override", "fragments"), KEYS, ids=[override for override, _ in KEYS])

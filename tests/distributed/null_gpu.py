@@ -366,13 +366,13 @@ def _nccl(machine, method, uses, mirrored):
         for tensor, writes in touched:
             machine.touch(machine.network, tensor, writes, kind)
         pending = method(self, kind, *args, **kwargs)
-        for work in pending._works:
+        for work in pending.works:
             work.wait()
         if self._pretends:
             with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
                 mirrored(self, *args, **kwargs)
         if touched:
-            pending._works = [_Work(machine, dict(machine.network.clock))]
+            pending.works = [_Work(machine, dict(machine.network.clock))]
         return pending
 
     return collective

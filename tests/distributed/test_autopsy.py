@@ -71,32 +71,14 @@ def test_summary_of_a_rank_that_is_busy():
     assert lines[-1].endswith("raise comm.timeout_seconds")
 
 
-@pytest.mark.parametrize(
-    ("states", "gone", "world", "said"),
-    [
-        (
-            {0: state("ab", True)},
-            {},
-            2,
-            "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:",
-        ),
-        (
-            {0: state("ab", True), 1: state("ac", True)},
-            {},
-            2,
-            "has launched collective 2, gather of c in place of coll",
-        ),
-        (
-            {0: state("ab", True), 1: state("ab", True)},
-            {},
-            2,
-            "rank 0 and rank 1 wait for collective 2, gather of b, wh",
-        ),
-        ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
-        ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
-        ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
-    ],
-)
+@pytest.mark.parametrize(("states", "gone", "world", "said"), [
+    ({0: state("ab", True)}, {}, 2, "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:"),
+    ({0: state("ab", True), 1: state("ac", True)}, {}, 2, "has launched collective 2, gather of c in place of coll"),
+    ({0: state("ab", True), 1: state("ab", True)}, {}, 2, "rank 0 and rank 1 wait for collective 2, gather of b, wh"),
+    ({0: state("ab", True)}, {1: DepartedRank(1, "has failed: E")}, 2, "for rank 1, which has failed: E"),
+    ({0: state("abc", True), 1: state("ab", True)}, {}, 2, "rank 1 is waiting for collective 2, gather of b"),
+    ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
+])  # fmt: skip
 def test_summary(states, gone, world, said):
     assert said in summary(states, gone, world, 3.0)
 

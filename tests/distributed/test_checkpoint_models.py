@@ -109,12 +109,9 @@ SCHEDULES = {
     "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=9),
     "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=20),
     "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
-        milestones=[2],
-    ),
-}
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
+     torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]),
+}  # fmt: skip
 
 
 def go(engine, rank, world, until):

@@ -77,7 +77,6 @@ class Several(TinyModel):
     """Loss and logits, as Hugging Face models return them."""
 
     def forward(self, ids, labels):
-        """A dict with two outputs on one path."""
         x = self.embed(ids)
         for block in self.blocks:
             x = x + block(x)

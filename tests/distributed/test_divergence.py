@@ -24,6 +24,7 @@ from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
 QUICK_SECONDS = 0.5
+BY_HAND = pytest.mark.exhaustive
 
 
 def waiting_state(launches, waits_for, beat=1):
@@ -165,15 +166,10 @@ def take_different_paths(rank, world, how):
         process_group.shutdown()
 
 
-MISMATCHES = [
-    ("exchange", 2),
-    pytest.param("exchange", 3, marks=pytest.mark.exhaustive),
-    pytest.param("blocking", 3, marks=pytest.mark.exhaustive),
-    pytest.param("running", 3, marks=pytest.mark.exhaustive),
-]
-
-
-@pytest.mark.parametrize(("how", "world"), MISMATCHES)
+@pytest.mark.parametrize(
+    ("how", "world"),
+    [("exchange", 2), *(pytest.param(how, 3, marks=BY_HAND) for how in ("exchange", "blocking", "running"))],
+)
 def test_different_collectives(ranks, how, world):
     ends = ranks.run(take_different_paths, how, world_size=world, process_group=False)
     assert len({text for text, _ in ends}) == 1  # all say the same
@@ -186,64 +182,53 @@ def test_different_collectives(ranks, how, world):
     assert all(seconds < 15 for _, seconds in ends)
 
 
-def be_slow(rank, world, seconds):
+@pytest.mark.exhaustive
+@on_ranks(3, process_group=False)
+def test_a_slow_rank_is_no_divergence(rank, world):
     comm = join()
     try:
         out = [one_exchange(comm, "before")]
-        time.sleep(seconds if rank == 0 else 0)
+        time.sleep(5 if rank == 0 else 0)
         out.append(one_exchange(comm, "after", 200_000))
         process_group.barrier()
-        return out
+        assert out == [[-1.0 if q == rank else float(q) for q in range(3)]] * 2
     finally:
         process_group.shutdown()
 
 
-@pytest.mark.exhaustive
-def test_a_slow_rank_is_no_divergence(ranks):
-    ends = ranks.run(be_slow, 5.0, world_size=3, process_group=False)
-    assert ends == [[[-1.0 if q == r else float(q) for q in range(3)]] * 2 for r in range(3)]
-
-
-def one_backward_more(rank, world, stage):
+@pytest.mark.slow
+@on_ranks(process_group=False)
+def test_one_rank_runs_one_backward_pass_more(rank, world):
     join(desync_watchdog.DIVERGENCE_SECONDS)
     try:
-        engine = start(make_model(), stage=stage, optimizer=SGD, bucket=800)
+        engine = start(make_model(), stage=2, optimizer=SGD, bucket=800)
         batch = my_micro_batches(0, rank, world, 2, 1)[0]
         started = time.monotonic()
         with pytest.raises(RankDivergenceError) as error:
             for _ in range(1 + rank):
                 engine.backward(engine(*batch))
             engine.step()
-        return str(error.value), time.monotonic() - started
+        assert time.monotonic() - started < 15
     finally:
         process_group.shutdown()
+    text = str(error.value)
+    assert all(f"rank {r}: step 1, in reduction of the bucket of " in text for r in range(2))
+    assert "waiting for collective" in text and "gradients.reduce_scatter" in text
 
 
-@pytest.mark.slow
-def test_one_rank_runs_one_backward_pass_more(ranks):
-    ends = ranks.run(one_backward_more, 2, world_size=2, process_group=False)
-    for rank in range(2):
-        assert all(f"rank {rank}: step 1, in reduction of the bucket of " in text for text, _ in ends)
-    assert all("waiting for collective" in text and "gradients.reduce_scatter" in text for text, _ in ends)
-    assert all(seconds < 15 for _, seconds in ends)
-
-
-def one_step_less(rank, world):
+@on_ranks(process_group=False)
+def test_a_rank_that_leaves_is_named(rank, world):
     comm = join()
     try:
         one_exchange(comm, "the first")
         if rank == 1:
             comm.position = "step 1"
-            return ""
+            return
         with pytest.raises(RankLeftError) as error:
             one_exchange(comm, "the second")
-        return str(error.value)
     finally:
         process_group.shutdown()
-
-
-def test_a_rank_that_leaves_is_named(ranks):
-    text = ranks.run(one_step_less, world_size=2, process_group=False)[0]
+    text = str(error.value)
     assert "rank 1 has left the process group (step 1). Rank 0 still needs it" in text
     assert "waiting for collective 2, parameters.all_gather of the second" in text
 
@@ -273,7 +258,6 @@ class Branching(nn.Module):
         self.first, self.left, self.right = (nn.Linear(16, 16, bias=False) for _ in range(3))
 
     def forward(self, x, way):
-        """Left or right."""
         return ((self.right if way else self.left)(self.first(x))).sum()
 
 
@@ -290,9 +274,6 @@ def test_stage_3_names_the_modules(rank, world):
         engine.backward(engine(torch.ones(2, 16), rank))
     process_group.shutdown()
     text, seconds = str(error.value), time.monotonic() - started
-    assert (
-        "in reduction of the bucket of right.weight" in text
-        and "in forward of right" in text
-        and "set_z3_leaf_modules" in text
-    )
+    for said in ("in reduction of the bucket of right.weight", "in forward of right", "set_z3_leaf_modules"):
+        assert said in text
     assert seconds < 15

@@ -109,7 +109,6 @@ class Odd(nn.Module):
         self.register_buffer("offset", torch.full((3,), 0.25))
 
     def forward(self, ids, labels, extra=False):
-        """A nested output; the loss lies inside."""
         loss = self.tiny(ids, labels) * self.scale
         if extra:
             loss = loss + self.sometimes.sum()
@@ -158,7 +157,6 @@ class Chosen(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 1, bias=False) for _ in range(6))
 
     def forward(self, x, used):
-        """The sum over the layers in use."""
         return sum(self.layers[i](x).sum() for i in used)
 
 
@@ -229,7 +227,6 @@ class Checkpointed(TinyModel):
         self.reentrant = reentrant
 
     def forward(self, ids, labels):
-        """As TinyModel, with each block under torch's checkpoint."""
         x = self.embed(ids)
         for block in self.blocks:
 
@@ -318,7 +315,6 @@ class Breaks(nn.Module):
         self.broken = False
 
     def forward(self, x):
-        """Two layers with a hook between that may raise."""
         y = self.b(x)
         if y.requires_grad:
             y.register_hook(self._maybe)

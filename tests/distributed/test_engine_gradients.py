@@ -104,7 +104,6 @@ class SparseTwice(nn.Module):
         self.embed = nn.Embedding(9, 4, sparse=True)
 
     def forward(self, ids, dense):
-        """The sum of squares of some rows, or of all."""
         return (self.embed.weight if dense else self.embed(ids)).square().sum()
 
 
@@ -136,7 +135,6 @@ class Energy(nn.Module):
         self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 1)
 
     def forward(self, x):
-        """The mean of a small network."""
         return self.second(torch.tanh(self.first(x))).mean()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero.quantization_monitor import METER
+from deepzero.runtime.zero.zeropp import METER
 from tests.distributed.training import config
 
 SIZE = 128
@@ -53,7 +53,7 @@ def run(rank, world, given, outlier, steps):
             messages.append(record.getMessage())
 
     handler = Keep()
-    logging.getLogger("deepzero.runtime.zero.quantization_monitor").addHandler(handler)
+    logging.getLogger("deepzero.runtime.zero.zeropp").addHandler(handler)
     engine, *_ = deepzero.initialize(model=model(outlier), config=given)
     generator = torch.Generator().manual_seed(rank)
     seen = []
@@ -63,7 +63,7 @@ def run(rank, world, given, outlier, steps):
         engine.step()
         same = {name: value for name, value in engine.step_metrics().items() if not name.startswith("comm/")}
         seen.append((same, engine.quantization_report()))
-    logging.getLogger("deepzero.runtime.zero.quantization_monitor").removeHandler(handler)
+    logging.getLogger("deepzero.runtime.zero.zeropp").removeHandler(handler)
     return seen, messages, engine.report(), engine.params_sha256()
 
 

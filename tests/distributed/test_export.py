@@ -38,7 +38,6 @@ class Buffered(nn.Module):
         self.register_buffer("scratch", torch.ones(2), persistent=False)
 
     def forward(self, ids, labels):
-        """A loss that uses everything that floats."""
         return self.tiny(ids, labels) * self.scale + 0 * self.frozen.sum()
 
 
@@ -155,7 +154,6 @@ class Wide(nn.Module):
         self.head = nn.Linear(1 << 17, 1)
 
     def forward(self, ids, labels):
-        """Any number that depends on both."""
         return self.head(self.embed(ids)).mean()
 
 
@@ -200,7 +198,6 @@ class Wrapper(nn.Module):
         self.model = make_model()
 
     def forward(self, ids, labels):
-        """As the inner one."""
         return self.model(ids, labels)
 
 
@@ -385,7 +382,6 @@ class Wrapped(nn.Module):
         self.model = hf_model(kind)
 
     def forward(self, ids):
-        """The loss."""
         return self.model(input_ids=ids, labels=ids).loss
 
 

@@ -292,23 +292,20 @@ def refused(rank, world, changes):
     return None
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "stages 1, 2, 3"),
-        ({"stage": 2, "offload_param": {"device": "cpu"}}, "stage 3 alone"),
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, "needs zero_optimization.offload_optimizer.device=cpu"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "between 0 and 1"),
-        ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, "nvme"),
-        ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "not one of none, cpu"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "raito": 1}}, "ratio"),
-        ({"stage": 1, "reduce_scatter": False, "offload_optimizer": {"device": "cpu"}}, "reduce_scatter"),
-        ({"stage": 2, "offload_optimizer": {"device": "none", "ratio": "half"}}, "must be a number"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "threads": 5000}}, "only wait for each other"),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu", "delay_after_steps": 3}}, "delayed_update=true"),
-        ({"stage": 2, "offload_optimizer": "cpu"}, "must be an object"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "stages 1, 2, 3"),
+    ({"stage": 2, "offload_param": {"device": "cpu"}}, "stage 3 alone"),
+    ({"stage": 3, "offload_param": {"device": "cpu"}}, "needs zero_optimization.offload_optimizer.device=cpu"),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 1.5}}, "between 0 and 1"),
+    ({"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}, "nvme"),
+    ({"stage": 2, "offload_optimizer": {"device": "gpu"}}, "not one of none, cpu"),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "raito": 1}}, "ratio"),
+    ({"stage": 1, "reduce_scatter": False, "offload_optimizer": {"device": "cpu"}}, "reduce_scatter"),
+    ({"stage": 2, "offload_optimizer": {"device": "none", "ratio": "half"}}, "must be a number"),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "threads": 5000}}, "only wait for each other"),
+    ({"stage": 2, "offload_optimizer": {"device": "cpu", "delay_after_steps": 3}}, "delayed_update=true"),
+    ({"stage": 2, "offload_optimizer": "cpu"}, "must be an object"),
+])  # fmt: skip
 def test_bad_settings(ranks, changes, words):
     case = config()
     case["zero_optimization"] = changes

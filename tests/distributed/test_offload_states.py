@@ -10,7 +10,7 @@ from torch import nn
 
 import deepzero
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step
 
@@ -326,7 +326,7 @@ def test_the_ledger_shows_it(rank, world, stage):
     assert engine.report()["memory"][HOST_STATES]["largest"] >= host
     for group in engine.zero.groups:
         if isinstance(group, FlatParamGroup):
-            assert group._places == [param.data_ptr() for param in group.params]
+            assert group._data_ptrs == [param.data_ptr() for param in group.params]
 
 
 def dropped(rank, world, stage, away):

@@ -9,7 +9,7 @@ from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run, follow
-from deepzero.runtime.zero.quantization_monitor import METER
+from deepzero.runtime.zero.zeropp import METER
 
 MODEL = ModelConfig(n_layer=3, n_embd=64, n_head=2, block_size=32, vocab_size=128)
 MICRO_BATCH = 2

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import warnings
 from pathlib import Path
@@ -27,7 +26,6 @@ class Odd(Exception):
 
 
 def sum_of_ranks(rank, world_size, start):
-    """A collective over the pool's default group."""
     x = start + rank
     dist.all_reduce(x)
     return rank, x.tolist()
@@ -53,65 +51,38 @@ def leave_environment(rank, world_size, folder):
     torch.manual_seed(99)
 
 
-def raise_on(rank, world_size, bad):
-    """One rank raises while the others wait for it."""
-    if rank == bad:
-        raise KeyError(f"rank {rank} has no such key")
-    dist.barrier()
-
-
-def die_on(rank, world_size, bad):
-    """One rank is killed while the others wait for it."""
-    if rank == bad:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-
 def stay_silent(rank, world_size):
-    """Rank 0 never answers."""
-    if rank == 0:
-        time.sleep(3600)
+    time.sleep(3600)
 
 
-def warn(rank, world_size):
-    """A warning is an error on a rank too."""
-    warnings.warn("careful", UserWarning, stacklevel=1)
+def misbehave(rank, world_size, how, bad):
+    """One rank does as ``how`` says while the others wait for it."""
+    if rank != bad:
+        dist.barrier()
+    elif how == "raise":
+        raise KeyError(f"rank {rank} has no such key")
+    elif how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "warn":
+        warnings.warn("careful", UserWarning, stacklevel=1)
+    elif how == "unpicklable":
+        raise Odd(3, 4)
+    elif how == "assert":
+        seventeen = 17
+        assert seventeen == 18
+    elif how == "skip":
+        pytest.skip("not today")
+    elif how == "dtype":
+        torch.set_default_dtype(torch.float64)
+    elif how == "group":
+        dist.destroy_process_group()
+    elif how == "destructor":  # Python only prints such an error
 
+        class Bad:
+            def __del__(self):
+                raise ValueError("in the background")
 
-def raise_unpicklable(rank, world_size):
-    """An exception that cannot travel."""
-    raise Odd(3, 4)
-
-
-def assert_false(rank, world_size):
-    """A bare assert, whose values the traceback must show."""
-    seventeen = 17
-    assert seventeen == 18
-
-
-def skip(rank, world_size):
-    """A rank may skip the test."""
-    pytest.skip("not today")
-
-
-def change_dtype(rank, world_size):
-    """Leaves a state that would change the next test."""
-    torch.set_default_dtype(torch.float64)
-
-
-def destroy_group(rank, world_size):
-    """Takes the pool's process group away."""
-    dist.destroy_process_group()
-
-
-def fail_in_destructor(rank, world_size):
-    """Python only prints such an error."""
-
-    class Bad:
-        def __del__(self):
-            raise ValueError("in the background")
-
-    Bad()
+        Bad()
 
 
 def own_group(rank, world_size):
@@ -146,23 +117,20 @@ def test_ranks_are_reused_and_start_from_the_same_state(ranks, tmp_path):
 def test_exception_has_its_type_and_traceback(ranks):
     began = time.monotonic()
     with pytest.raises(KeyError, match="rank 1 has no such key") as caught:
-        ranks.run(raise_on, 1)
-    assert "in raise_on" in str(caught.value.__cause__)
+        ranks.run(misbehave, "raise", 1)
+    assert "in misbehave" in str(caught.value.__cause__)
     assert "rank 0 of 2 has not answered and is here" in str(caught.value.__cause__), "the waiting rank is shown"
     assert time.monotonic() - began < 20
     assert ranks.run(surroundings)[1]["group"] == (1, 2), "new ranks answer"
 
 
-def test_dead_rank_is_reported_at_once(ranks):
+def test_a_dead_rank_is_reported_at_once(ranks):
     ranks.run(surroundings)
     began = time.monotonic()
-    with pytest.raises(RankDied, match="rank 0 of 2 died in die_on: signal SIGKILL"):
-        ranks.run(die_on, 0)
+    with pytest.raises(RankDied, match="rank 0 of 2 died in misbehave: signal SIGKILL"):
+        ranks.run(misbehave, "die", 0)
     assert time.monotonic() - began < 10
-
-
-def test_rank_that_died_between_calls_is_reported(ranks):
-    os.kill(ranks.run(surroundings)[1]["pid"], signal.SIGKILL)
+    os.kill(ranks.run(surroundings)[1]["pid"], signal.SIGKILL)  # between two calls
     time.sleep(0.2)
     with pytest.raises(RankDied, match="rank 1 of 2"):
         ranks.run(surroundings)
@@ -175,35 +143,19 @@ def test_silence_shows_the_stack(ranks):
     assert "stay_silent" in str(caught.value).split("is here")[1]
 
 
-def test_warnings_are_errors(ranks):
-    with pytest.raises(UserWarning, match="careful"):
-        ranks.run(warn, world_size=1)
-
-
-def test_exception_that_does_not_pickle(ranks):
-    with pytest.raises(RankError, match="Odd: 3 and 4"):
-        ranks.run(raise_unpicklable, world_size=1)
-
-
-def test_assert_shows_values(ranks):
-    with pytest.raises(AssertionError) as caught:
-        ranks.run(assert_false, world_size=1)
-    assert "seventeen = 17" in str(caught.value.__cause__)
-
-
-def test_skip_travels(ranks):
-    with pytest.raises(pytest.skip.Exception, match="not today"):
-        ranks.run(skip, world_size=1)
-
-
-@pytest.mark.parametrize(("fn", "what"), [
-    (change_dtype, "get_default_dtype"),
-    pytest.param(destroy_group, "default process group", marks=pytest.mark.slow),
-    pytest.param(fail_in_destructor, "background", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("how", "error", "said"), [
+    ("warn", UserWarning, "careful"),  # a warning is an error on a rank too
+    ("unpicklable", RankError, "Odd: 3 and 4"),
+    ("assert", AssertionError, ""),
+    ("skip", pytest.skip.Exception, "not today"),
+    ("dtype", LeakedState, "get_default_dtype"),
+    pytest.param("group", LeakedState, "default process group", marks=pytest.mark.exhaustive),
+    pytest.param("destructor", LeakedState, "background", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_leaks_are_refused(ranks, fn, what):
-    with pytest.raises(LeakedState, match=what):
-        ranks.run(fn, world_size=1)
+def test_what_comes_of_a_rank(ranks, how, error, said):
+    with pytest.raises(error, match=said or None) as caught:
+        ranks.run(misbehave, how, 0, world_size=1)
+    assert how != "assert" or "seventeen = 17" in str(caught.value.__cause__), "as pytest would have shown it"
     assert ranks.run(own_group, world_size=1, process_group=False) == [1.0]
 
 
@@ -235,29 +187,21 @@ def test_close_leaves_no_process():
 )
 def test_ranks_end_with_their_session(end, tmp_path):
     program = tmp_path / "session.py"
+    # A shell starts its background jobs with Ctrl-C ignored, and that is inherited.
     program.write_text(
-        textwrap.dedent(
-            """
-            import signal
-            from tests.distributed.pool import RankPool
-            from tests.distributed.test_pool import stay_silent, surroundings
-            # A shell starts its background jobs with Ctrl-C ignored, and that is inherited.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            if __name__ == "__main__":
-                pool = RankPool()
-                pool.run(surroundings)
-                print(*pool.pids(), flush=True)
-                pool.run(stay_silent)
-            """
-        )
+        "import signal\n"
+        "from tests.distributed.pool import RankPool\n"
+        "from tests.distributed.test_pool import stay_silent, surroundings\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RankPool()\n"
+        "    pool.run(surroundings)\n"
+        "    print(*pool.pids(), flush=True)\n"
+        "    pool.run(stay_silent)\n"
     )
-    session = subprocess.Popen(
-        [sys.executable, str(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    session = subprocess.Popen([sys.executable, str(program)], env=environment, **pipes)
     try:
         assert session.stdout is not None
         pids = [int(pid) for pid in session.stdout.readline().split()]

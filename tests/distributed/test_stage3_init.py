@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero import init_context
+from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
@@ -157,7 +157,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         before = layers[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="must match the size") as caught:
             layers[0].weight.data.copy_(torch.ones(5))
-        assert not init_context._OPEN and not whole() and caught.tb is not None
+        assert not partition_parameters._OPEN and not whole() and caught.tb is not None
         assert torch.equal(layers[0].weight, before)
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
@@ -174,7 +174,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         kept = layers[1].weight[1:3]
         kept.fill_(2.0)
         raise KeyError
-    assert not init_context._OPEN and not whole()
+    assert not partition_parameters._OPEN and not whole()
 
     def lost(*_):
         raise RuntimeError("connection lost")
@@ -184,7 +184,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         layers += [nn.Linear(6, 4), nn.Linear(6, 4)]
         views = [layer.weight[1:3] for layer in layers[2:]]
         context.comm.broadcast = lost
-    assert len(views) == 2 and not init_context._OPEN and not whole()
+    assert len(views) == 2 and not partition_parameters._OPEN and not whole()
     with Init():
         layers.append(nn.Linear(6, 4))
     assert values_of(layers[-1])["weight"].shape == (4, 6)
@@ -272,7 +272,7 @@ def odd_settings(rank, world):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    init_context._say_not_pinned.cache_clear()
+    partition_parameters._say_not_pinned.cache_clear()
     logging.getLogger("deepzero").addHandler(handler)
     with mock.patch("torch.cuda.is_available", return_value=False):
         for _ in range(2):

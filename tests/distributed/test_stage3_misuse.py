@@ -12,8 +12,8 @@ import deepzero
 from deepzero import zero
 from deepzero.health.desync_watchdog import RankLeftError
 from deepzero.runtime.consistency import RankMismatchError
-from deepzero.runtime.zero import grad_accumulator
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero import gradient_reduction
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import WHOLE, Base, Moe, batch, make
@@ -246,11 +246,11 @@ def discarded_on_the_way(rank, world):
             seen.append((bool((mine == 7.0).all()), bucket in [owner for owner, _ in bucket.pool.owners.values()]))
 
     bucket.gather._pending = Arrival()
-    bucket.discard()
+    bucket.release(discard=True)
     assert seen == [(True, True)]  # nobody has touched the buffer, or given it back, before
     assert weight.ds_status is zero.ZeroParamStatus.NOT_AVAILABLE and not (bucket.shard == 7.0).any()
-    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be discarded"):
-        bucket.discard()
+    with pytest.raises(RuntimeError, match="NOT_AVAILABLE and cannot be released"):
+        bucket.release(discard=True)
     step(engine, rank)
     return True
 
@@ -301,7 +301,7 @@ def gradient_of_the_input(rank, world):
     zero.set_z3_leaf_modules(model, [Tail])
     engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
     x = batch(0, rank).requires_grad_()
-    with mock.patch.object(grad_accumulator.log, "warning") as said:
+    with mock.patch.object(gradient_reduction.log, "warning") as said:
         for number in range(2):
             torch.autograd.grad(engine(x).sum(), x)
             engine.backward(engine(batch(number, rank)).pow(2).mean())

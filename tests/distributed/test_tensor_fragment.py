@@ -9,7 +9,7 @@ from torch import nn
 
 import deepzero
 from deepzero import utils
-from deepzero.runtime.zero import fragments
+from deepzero.runtime.zero import tensor_fragment
 from deepzero.zero import GatheredParameters
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import config, make_batch, make_model, my_micro_batches, one_step, start
@@ -206,13 +206,10 @@ def same(a, b):
     return tensors and a[2:] == b[2:]
 
 
-@pytest.mark.parametrize(
-    ("precision", "world"),
-    [
-        pytest.param("bf16", 2, marks=BY_HAND),
-        *(pytest.param(*one, marks=BY_HAND) for one in (("fp32", 3), ("fp32", 2), ("bf16", 3))),
-    ],
-)
+@pytest.mark.parametrize(("precision", "world"), [
+    pytest.param("bf16", 2, marks=BY_HAND),
+    *(pytest.param(*one, marks=BY_HAND) for one in (("fp32", 3), ("fp32", 2), ("bf16", 3))),
+])  # fmt: skip
 def test_what_was_set_is_used_in_every_stage(ranks, precision, world):
     reference = ranks.run(set_and_step, 0, precision, False, {}, world_size=world)[0]
     assert reference[2] > 0.5 == pytest.approx(reference[3], rel=1e-4)  # clipped, by the norm of what was set
@@ -241,11 +238,9 @@ def pieces(rank, world, stage):
         found[name] = [
             (utils.safe_get_full_fp32_param(param), utils.safe_get_local_fp32_param(param)),
             (utils.safe_get_full_grad(param), utils.safe_get_local_grad(param)),
-            *(
-                (utils.safe_get_full_optimizer_state(param, key), utils.safe_get_local_optimizer_state(param, key))
-                for key in MOMENTS
-            ),
-        ]
+            *((utils.safe_get_full_optimizer_state(param, key), utils.safe_get_local_optimizer_state(param,
+             key)) for key in MOMENTS),
+        ]  # fmt: skip
     return found
 
 
@@ -423,10 +418,10 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     engine.step()
     assert engine.ledger.last_step.keys() == expected.keys()
     asked = {kind for kind in engine.ledger.between_steps if kind.endswith("_on_request")}
-    records = len(fragments._ADDRESSES)
+    records = len(tensor_fragment._ADDRESSES)
     engine.destroy()
     gc.collect()
-    asked, gone = len(asked), records - len(fragments._ADDRESSES) == len(list(engine.module.parameters()))
+    asked, gone = len(asked), records - len(tensor_fragment._ADDRESSES) == len(list(engine.module.parameters()))
     assert asked > 0 and gone
 
 

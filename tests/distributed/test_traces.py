@@ -60,11 +60,9 @@ def recorded(rank, world, folder, changes, **profiler):
 RUNS = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3, "zero": WHOLE},
-    "offload": {
-        "stage": 3,
-        "zero": {**WHOLE, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    },
-}
+    "offload": {"stage": 3, "zero": {**WHOLE, "offload_optimizer": {"device": "cpu"},
+     "offload_param": {"device": "cpu"}}},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=RUNS)

@@ -176,22 +176,14 @@ CHANGES = {
     "row lost": (lambda c: first_rows(c).pop(0), "its header has '", "no shard has elements"),
     "row twice": (lambda c: first_rows(c).append(first_rows(c)[0]), "are stored twice", "its header has no"),
     "offset": (lambda c: first_rows(c)[1].update(offset=64), "in its header, and"),
-    "unknown": (
-        lambda c: c["parameters"].pop("tiny.norm.bias"),
-        "holds master of 'tiny.norm.bias', which the manifest does not know",
-    ),
-    "shape": (
-        lambda c: c["parameters"]["tiny.norm.bias"].update(shape=[25]),
-        "no shard has elements 24 to 25 of master of 'tiny.norm.bias'",
-    ),
-    "dtype": (
-        lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].update(exp_avg="BF16"),
-        "exp_avg of 'tiny.norm.bias' is F32, and should be BF16",
-    ),
-    "no values": (
-        lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].pop("master"),
-        "parameter 'tiny.norm.bias' has no values",
-    ),
+    "unknown": (lambda c: c["parameters"].pop("tiny.norm.bias"),
+     "holds master of 'tiny.norm.bias', which the manifest does not know"),
+    "shape": (lambda c: c["parameters"]["tiny.norm.bias"].update(shape=[25]),
+     "no shard has elements 24 to 25 of master of 'tiny.norm.bias'"),
+    "dtype": (lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].update(exp_avg="BF16"),
+     "exp_avg of 'tiny.norm.bias' is F32, and should be BF16"),
+    "no values": (lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].pop("master"),
+     "parameter 'tiny.norm.bias' has no values"),
     "buffer": (lambda c: c["buffers"]["mean"].update(shape=[12]), "buffer of 'mean' has elements up to 13"),
     "client": (lambda c: c["client_state"]["seen"].update(shape=[6]), "no shard has elements 5 to 6 of client of"),
     "ranks": (lambda c: c.update(world_size=3), "of 3 ranks"),
@@ -201,7 +193,7 @@ CHANGES = {
     "block": (lambda c: c["files"][WHERE].update(block_bytes=0), "cannot be followed"),
     "huge block": (lambda c: c["files"][WHERE].update(block_bytes=1 << 60), "digits of CRC-32 for 1 blocks"),
     "words": (lambda c: first_rows(c)[0].update(numel="many"), "cannot be followed"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CHANGES)

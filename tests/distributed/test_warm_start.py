@@ -110,7 +110,6 @@ class Wrapped(nn.Module):
         self.model = buffered()
 
     def forward(self, ids, labels):
-        """As the inner one."""
         return self.model(ids, labels)
 
 

@@ -8,8 +8,7 @@ from torch import nn
 
 import deepzero
 from deepzero.comm.ledger import SECONDARY
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
-from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD, TO_REPLICAS
 from tests.distributed.test_zeropp_weights import WHOLE, settings
 
 SIZE = 128

@@ -5,15 +5,13 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from tests.distributed.training import config, make_model, my_micro_batches
 
 ALL = {
-    "stage3_param_persistence_threshold": 0,
-    "zero_quantized_weights": True,
-    "zero_hpz_partition_size": 2,
+    "stage3_param_persistence_threshold": 0, "zero_quantized_weights": True, "zero_hpz_partition_size": 2,
     "zero_quantized_gradients": True,
-}
+}  # fmt: skip
 SHORT = {"block_size": 64, "meter_every": 2}
 CPU = {"device": "cpu"}
 

@@ -31,19 +31,21 @@ def contents(run_dir):
 REFUSED = {
     "train.resume=null": "train.resume=null, and {run}/checkpoints holds checkpoints of an earlier run (step_",
     "launch.nproc=5": "the checkpoint was trained with train_batch_size=12, which 5 ranks cannot share evenly",
-    "train.steps=3": "train.steps=3: {run}/checkpoints/step_00000004 was saved after step 4",
+    "train.steps=3": "train.steps=3: {run}/checkpoints/step_00000010 was saved after step 10",
     "train.resume=nowhere hydra.run.dir=new": "train.resume=nowhere: nowhere is not a folder",
     "train.init_from=nowhere hydra.run.dir=new": "train.init_from=nowhere: no such file or folder",
 }
 
 
-def test_refused_before_anything_is_started(used, tiny):
-    before = contents(used)
+def test_refused_before_anything_is_started(sweep, tiny):
+    run_dir = sweep[0] / "2"
+    before = contents(run_dir)
     for overrides, said in REFUSED.items():
-        done = runs.refused(*tiny, *SHORT, *overrides.split(), cwd=used)
+        done = runs.refused(*tiny, f"hydra.run.dir={run_dir}", *overrides.split(), cwd=run_dir.parent)
         assert (done.status, done.out, done.err.count("\n")) == (2, "", 1), done.err
-        assert done.err.startswith(said.format(run=used / "run"))
-    assert contents(used) == before
+        assert done.err.startswith(said.format(run=run_dir))
+    assert contents(run_dir) == before
+    assert not (run_dir.parent / "new").exists()
 
 
 @pytest.mark.slow

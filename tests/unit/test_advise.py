@@ -192,21 +192,18 @@ def test_nothing_fits(capsys, tmp_path):
     assert all(refused["too_much"] > 0 for refused in written["refused"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ranks", "0"], "--ranks 0: there has to be at least one"),
-        (["--ranks", "12"], "does not divide it; say --ranks-per-node"),
-        (["--ranks", "8", "--ranks-per-node", "3"], "1, 2, 4 or 8"),
-        (["--memory-gb", "nan"], "--memory-gb nan: must be a positive number"),
-        (["--headroom", "1"], "--headroom 1.0: must be a part"),
-        (["--cluster", "b200"], "cluster=b200: there are h100"),
-        (["--global-batch", "9", "--ranks", "2"], "train_batch_size=9: does not divide"),
-        (["--global-batch", "8", "train_batch_size=4", "--ranks", "2"], "leave one of them out"),
-        (["zero.stgae=2"], "stgae"),
-        (["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--ranks", "0"], "--ranks 0: there has to be at least one"),
+    (["--ranks", "12"], "does not divide it; say --ranks-per-node"),
+    (["--ranks", "8", "--ranks-per-node", "3"], "1, 2, 4 or 8"),
+    (["--memory-gb", "nan"], "--memory-gb nan: must be a positive number"),
+    (["--headroom", "1"], "--headroom 1.0: must be a part"),
+    (["--cluster", "b200"], "cluster=b200: there are h100"),
+    (["--global-batch", "9", "--ranks", "2"], "train_batch_size=9: does not divide"),
+    (["--global-batch", "8", "train_batch_size=4", "--ranks", "2"], "leave one of them out"),
+    (["zero.stgae=2"], "stgae"),
+    (["launch.nproc=4", "--ranks", "8"], "launch.nproc=4: advice is for 8 ranks"),
+])  # fmt: skip
 def test_bad_input(arguments, said, capsys, tmp_path):
     file = tmp_path / "advice.json"
     assert tool.main([*arguments, "--json", str(file)]) == 2

@@ -16,7 +16,7 @@ from deepzero.offload.arena import HostArena
 from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.zero import partitioned_param_group
+from deepzero.runtime.zero import stage3
 from deepzero.runtime.zero.master_shard import MasterShard
 from tests.distributed.training import config
 
@@ -72,7 +72,7 @@ def peak_of(settings, world, given_on_device, frozen, monkeypatch):
         if on_host:
             patched.setattr(build, "allocate_state", meter.on_host(build.allocate_state))
         if not given_on_device:
-            patched.setattr(partitioned_param_group, "lies_on", lambda params, device: False)
+            patched.setattr(stage3, "lies_on", lambda params, device: False)
         with torch.device("meta"), meter if given_on_device else contextlib.nullcontext():
             model = Stack(frozen)
         given = 4 * sum(param.numel() for param in model.parameters()) if given_on_device else 0

@@ -218,33 +218,26 @@ class TestRefused:
             optimizer.add_param_group({"params": [torch.zeros(2, dtype=torch.float64, requires_grad=True)]})
         assert len(optimizer.param_groups) == 1
 
-    @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
-        [
-            (
-                {"grads": [torch.ones(5)]},
-                ValueError,
-                r"grads=...\) has 1 entries for the 2 parameters of the optimizer",
-            ),
-            ({"grads": torch.ones(2, 5)}, TypeError, r"grads=...\) must be a list of tensors, not Tensor"),
-            ({"out": [None]}, ValueError, r"out=...\) has 1 entries for the 2 parameters"),
-            ({"grads": [None, 1.0]}, TypeError, f"{GRAD} is float, not a tensor"),
-            ({"grads": [None, torch.ones(6)]}, ValueError, rf"{GRAD} has shape \[6\], the parameter has \[5\]"),
-            ({"grads": [None, torch.ones(10)[::2]]}, ValueError, f"{GRAD} of shape .* is not contiguous"),
-            ({"grads": [None, torch.ones(5).int()]}, ValueError, f"{GRAD} has dtype torch.int32; CPUAdam takes bf"),
-            ({"grads": [None, sparse()]}, ValueError, rf"{GRAD} is sparse .*to_dense\(\)"),
-            ({"grads": [None, torch.ones(5, device="meta")]}, ValueError, f"{GRAD} lies on meta, the parameter on cpu"),
-            ({"out": [None, torch.ones(4)]}, ValueError, f"the output for {NAME} has shape"),
-            ({"out": [None, torch.ones(5).double()]}, ValueError, f"the output for {NAME} has dtype torch.float64"),
-            ({"scale": 0.0}, ValueError, "scale=0.0, but gradients are divided by it"),
-            ({"scale": float("nan")}, ValueError, "scale=nan"),
-            ({"scale": 1e-60}, ValueError, "positive and finite in fp32"),
-            ({"scale": -1.0}, ValueError, "scale=-1.0"),
-            ({"scale": torch.ones(2)}, ValueError, r"scale has shape \[2\]; give a number or a one-element tensor"),
-            ({"scale": "two"}, TypeError, "scale='two' is not a number"),
-            ({"only": [torch.ones(5)], "grads": [torch.ones(5)]}, ValueError, r"only\[0\] is not a parameter"),
-        ],
-    )
+    @pytest.mark.parametrize(("arguments", "error", "message"), [
+        ({"grads": [torch.ones(5)]}, ValueError, r"grads=...\) has 1 entries for the 2 parameters of the optimizer"),
+        ({"grads": torch.ones(2, 5)}, TypeError, r"grads=...\) must be a list of tensors, not Tensor"),
+        ({"out": [None]}, ValueError, r"out=...\) has 1 entries for the 2 parameters"),
+        ({"grads": [None, 1.0]}, TypeError, f"{GRAD} is float, not a tensor"),
+        ({"grads": [None, torch.ones(6)]}, ValueError, rf"{GRAD} has shape \[6\], the parameter has \[5\]"),
+        ({"grads": [None, torch.ones(10)[::2]]}, ValueError, f"{GRAD} of shape .* is not contiguous"),
+        ({"grads": [None, torch.ones(5).int()]}, ValueError, f"{GRAD} has dtype torch.int32; CPUAdam takes bf"),
+        ({"grads": [None, sparse()]}, ValueError, rf"{GRAD} is sparse .*to_dense\(\)"),
+        ({"grads": [None, torch.ones(5, device="meta")]}, ValueError, f"{GRAD} lies on meta, the parameter on cpu"),
+        ({"out": [None, torch.ones(4)]}, ValueError, f"the output for {NAME} has shape"),
+        ({"out": [None, torch.ones(5).double()]}, ValueError, f"the output for {NAME} has dtype torch.float64"),
+        ({"scale": 0.0}, ValueError, "scale=0.0, but gradients are divided by it"),
+        ({"scale": float("nan")}, ValueError, "scale=nan"),
+        ({"scale": 1e-60}, ValueError, "positive and finite in fp32"),
+        ({"scale": -1.0}, ValueError, "scale=-1.0"),
+        ({"scale": torch.ones(2)}, ValueError, r"scale has shape \[2\]; give a number or a one-element tensor"),
+        ({"scale": "two"}, TypeError, "scale='two' is not a number"),
+        ({"only": [torch.ones(5)], "grads": [torch.ones(5)]}, ValueError, r"only\[0\] is not a parameter"),
+    ])  # fmt: skip
     def test_before_anything_is_written(self, arguments, error, message):
         params = leaves(5, 5)
         optimizer = CPUAdam(params)

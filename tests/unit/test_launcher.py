@@ -43,21 +43,15 @@ def test_the_rank_that_fails_ends_the_others():
     assert launcher._wait(start("exit 0"), launcher._Signals()) == {}
 
 
-def test_ranks_that_do_not_listen_are_killed(monkeypatch):
-    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
+@pytest.mark.parametrize("received", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
+def test_ranks_that_do_not_listen_are_killed(received, monkeypatch):
+    """After a while, and at once where Ctrl-C was pressed twice."""
+    if len(received) == 1:
+        monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
     signals = launcher._Signals()
     with ignored(signal.SIGTERM):
         ranks = start("exec sleep 60")
-    signals.received.append(signal.SIGTERM)
-    launcher._wait(ranks, signals)
-    assert ranks[0].returncode == -signal.SIGKILL
-
-
-def test_ctrl_c_twice_does_not_wait():
-    signals = launcher._Signals()
-    with ignored(signal.SIGTERM):
-        ranks = start("exec sleep 60")
-    signals.received += [signal.SIGINT, signal.SIGINT]
+    signals.received += received
     launcher._wait(ranks, signals)
     assert ranks[0].returncode == -signal.SIGKILL
 

@@ -96,20 +96,17 @@ def test_first_loss_is_that_of_a_uniform_guess(config):
 # ---- the pieces against their formulas -------------------------------------------------------------------------------
 
 
-def test_layernorm_formula():
-    norm = make_norm(GPT2)
-    x = torch.randn(5, 16, dtype=torch.float64) * 3 + 1
-    expected = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + NORM_EPS).sqrt()
-    torch.testing.assert_close(norm.double()(x), expected)
-
-
-def test_rmsnorm_formula():
-    norm = make_norm(LLAMA).double()
+@STYLES
+def test_norm_formula(config):
+    norm = make_norm(config).double()
     with torch.no_grad():
         norm.weight.copy_(torch.randn(16))
     x = torch.randn(5, 16, dtype=torch.float64) * 3 + 1
-    expected = x / (x.square().mean(-1, keepdim=True) + NORM_EPS).sqrt() * norm.weight
-    torch.testing.assert_close(norm(x), expected)
+    if config is GPT2:
+        expected = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + NORM_EPS).sqrt()
+    else:
+        expected = x / (x.square().mean(-1, keepdim=True) + NORM_EPS).sqrt()
+    torch.testing.assert_close(norm(x), expected * norm.weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -341,13 +338,12 @@ def test_dropout_only_in_training():
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_wrong_shapes_are_named():
-    model = GPT(GPT2)
-    with pytest.raises(ValueError, match=r"13 tokens is longer than model.block_size=12"):
-        model(torch.zeros(1, 13, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"\[batch, tokens\].*\(5,\)"):
-        model(torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="at least one token"):
-        model(torch.zeros(1, 0, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"labels \(1, 4\)"):
-        model(torch.zeros(1, 5, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
+@pytest.mark.parametrize(("shapes", "message"), [
+    ([(1, 13)], r"13 tokens is longer than model.block_size=12"),
+    ([(5,)], r"\[batch, tokens\].*\(5,\)"),
+    ([(1, 0)], "at least one token"),
+    ([(1, 5), (1, 4)], r"labels \(1, 4\)"),
+])  # fmt: skip
+def test_wrong_shapes_are_named(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        GPT(GPT2)(*(torch.zeros(shape, dtype=torch.int64) for shape in shapes))

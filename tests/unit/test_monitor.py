@@ -62,12 +62,9 @@ def test_floats_come_back_with_the_same_bits(tmp_path):
     assert [entry["loss"] for entry in read_metrics(tmp_path)] == values
 
 
-def test_not_a_number_is_null():
+def test_not_a_number_is_null_and_what_json_cannot_say_is_refused():
     text = to_json({"a": math.nan, "b": [math.inf, -math.inf, 1.0], "c": {"d": True, "e": None}})
     assert json.loads(text) == {"a": None, "b": [None, None, 1.0], "c": {"d": True, "e": None}}
-
-
-def test_what_json_cannot_say_is_refused():
     with pytest.raises(TypeError, match="no place in a JSON file"):
         to_json({"a": {1, 2}})
 
@@ -81,34 +78,27 @@ def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path):
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
 
 
-def test_no_metrics_yet(tmp_path):
-    assert read_metrics(tmp_path) == []
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
 
 
 def test_a_failed_run_says_how_far_it_came(tmp_path):
+    assert read_metrics(tmp_path) == []
     file = MetricsFile(tmp_path)
     file.validation({"step": 0, "val_loss": 5.0})
     file.step(step(1, loss=4.0))
     file.step(step(2, loss=3.0))
     write_failed_summary(tmp_path, "rank 1 failed", {"x": 1}, 12.0)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "failed"
-    assert summary["error"] == "rank 1 failed"
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["error"]) == ("failed", "rank 1 failed")
     assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
-
-
-def test_a_run_that_a_signal_ended_has_not_failed(tmp_path):
-    for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):
+    for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):  # which is no failure
         write_failed_summary(tmp_path, reason, {}, 1.0)
-        summary = json.loads((tmp_path / "summary.json").read_text())
-        assert (summary["status"], summary["error"]) == ("stopped", reason)
-
-
-def test_a_finished_run_stays_finished(tmp_path):
+        assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("stopped", reason)
     write_summary(tmp_path, {"status": "finished"})
     write_failed_summary(tmp_path, "late", {}, 1.0)
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "finished"}
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    assert summary_of(tmp_path) == {"status": "finished"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
 
 
 @pytest.mark.parametrize(
@@ -168,21 +158,12 @@ def test_a_bar_on_a_terminal():
 
 def test_the_table_shows_both_numbers_and_the_padding():
     table = ledger_table(FACTS)
-    assert "gradients.reduce_scatter" in table
-    assert "1 calls, 10 elements + 2 padding" in table
+    assert "gradients.reduce_scatter" in table and "1 calls, 10 elements + 2 padding" in table
     assert table.count("1.0000") == 3
-
-
-@pytest.mark.parametrize(("predicted", "measured", "ratio"), [(0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")])
-def test_ratios(predicted, measured, ratio):
-    report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}
-    assert ledger_table(report).splitlines()[1].split()[-1] == ratio
-
-
-def test_units():
-    assert short_number(1234567) == "1.23M"
-    assert short_number(0.5) == "0.5"
-    assert short_bytes(2.5e9) == "2.5 GB"
+    for predicted, measured, ratio in ((0, 0, "-"), (0, 5, "inf"), (4, 5, "1.2500")):
+        report = {"memory": {"masters": {"predicted": predicted, "measured": measured}}, "communication": {}}
+        assert ledger_table(report).splitlines()[1].split()[-1] == ratio
+    assert (short_number(1234567), short_number(0.5), short_bytes(2.5e9)) == ("1.23M", "0.5", "2.5 GB")
 
 
 def test_peaks():
@@ -205,16 +186,10 @@ def test_a_run_from_first_step_to_summary(tmp_path):
     assert [entry.get("tokens_seen") for entry in entries] == [0, 100, 200, 200]
     assert entries[2]["tokens_per_second"] == 400.0
     assert entries[3]["val_bits_per_byte"] == pytest.approx(4.0 / math.log(2))
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["status"], summary["loss"], summary["val_loss_first"], summary["val_loss"]) == (
-        "finished",
-        2.0,
-        5,
-        4,
-    )
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["loss"], summary["val_loss_first"], summary["val_loss"]) == ("finished", 2, 5, 4)
     assert summary["sample"] == "\x1b[2Jhello"
-    assert "?[2Jhello" in stream.getvalue()
-    assert "\x1b" not in stream.getvalue()
+    assert "?[2Jhello" in stream.getvalue() and "\x1b" not in stream.getvalue()
     assert re.search(r"^2 steps in \d+\.\d s; ", stream.getvalue(), re.M)
 
 

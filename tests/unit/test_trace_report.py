@@ -62,11 +62,9 @@ class TestFigures:
         ]
 
     def test_what_overlaps_counts_once(self, tmp_path):
-        path = save(
-            tmp_path / "a.json",
-            step(1, 0, 10),
-            [event("nccl:a", 1, 5, "kernel", 7), event("nccl:b", 3, 6, "kernel", 8), event("gemm", 4, 9, "kernel", 9)],
-        )
+        path = save(tmp_path / "a.json", step(1, 0, 10), [
+            event("nccl:a", 1, 5, "kernel", 7), event("nccl:b", 3, 6, "kernel", 8), event("gemm", 4, 9, "kernel", 9),
+        ])  # fmt: skip
         (found,) = read(path).steps
         assert (found.communication, found.compute, found.exposed) == pytest.approx((5, 5, 3))
 

@@ -73,11 +73,11 @@ class Link:
 
 def throttle() -> Link:
     """Put one link under every collective of this process."""
-    from deepzero.comm.collectives import Communicator, Pending
+    from deepzero.comm.collectives import Pending
     from deepzero.comm.ledger import Ledger
 
     link = Link()
-    record, pending, wait = Ledger.record, Communicator._pending, Pending.wait
+    record, started, wait = Ledger.record, Pending.__exit__, Pending.wait
 
     def recorded(
         self: Ledger, kind: str, elements: int, sent_bytes: int, padding: int = 0, between_bytes: float = 0
@@ -85,10 +85,9 @@ def throttle() -> Link:
         record(self, kind, elements, sent_bytes, padding, between_bytes)
         link.send(between_bytes)
 
-    def launched(self: Communicator, *arguments: Any) -> Pending:
-        made = pending(self, *arguments)
-        made.__dict__["arrival"] = link.arrival()
-        return made
+    def launched(self: Pending, *arguments: Any) -> None:
+        started(self, *arguments)
+        self.__dict__["arrival"] = link.arrival()
 
     def waited(self: Pending) -> None:
         wait(self)
@@ -96,7 +95,7 @@ def throttle() -> Link:
         if left > 0:
             time.sleep(left)
 
-    Ledger.record, Communicator._pending, Pending.wait = recorded, launched, waited  # type: ignore[method-assign]
+    Ledger.record, Pending.__exit__, Pending.wait = recorded, launched, waited  # type: ignore[method-assign]
     return link
 
 

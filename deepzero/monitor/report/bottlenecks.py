@@ -21,16 +21,8 @@ MANY_CALLS = 8
 MUCH = 0.2
 """From this part of a step on waiting is what limits it first."""
 ON_DEVICE = (
-    "parameters",
-    "secondary",
-    "gradients",
-    "masters",
-    "moments",
-    "gathered",
-    "buckets",
-    "padding",
-    "activations",
-)
+    "parameters", "secondary", "gradients", "masters", "moments", "gathered", "buckets", "padding", "activations",
+)  # fmt: skip
 LEVERS = {
     "parameters": "zero.stage=3 cuts the parameters",
     "gradients": "zero.stage=2 cuts the gradients; grad_accum_dtype=bf16 halves them",

@@ -70,7 +70,7 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 
 def _loss(run: Run) -> str:
-    """Of validation where there is one."""
+    """The validation loss as text; the training loss where nothing was validated."""
     of_validation = number(run.summary.get("val_loss"))
     loss = of_validation if of_validation is not None else number(run.summary.get("loss"))
     return "–" if loss is None else f"{loss:.4f}"

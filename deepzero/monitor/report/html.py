@@ -77,7 +77,7 @@ def text(value: object) -> str:
 
 
 def document(title: str, body: str) -> str:
-    """The whole file."""
+    """Returns an HTML document with the style, around ``body``."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'

@@ -38,7 +38,7 @@ def number(value: Any) -> float | None:
 
 @dataclass
 class Run:
-    """What is known of one run."""
+    """The contents of one run folder."""
 
     folder: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def stage(self) -> int | None:
-        """Of ZeRO; None: not known."""
+        """The ZeRO stage; None if it is not known."""
         value = number(self.setting("zero.stage"))
         return None if value is None else int(value)
 

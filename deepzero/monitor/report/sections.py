@@ -22,7 +22,7 @@ from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 
 def report(run: Run) -> str:
-    """The page."""
+    """Returns the report of one run as an HTML page."""
     parts = [
         top(run),
         section("What limits it", limits(run)),
@@ -255,7 +255,7 @@ def _size(value: Any) -> str:
 
 
 def sample(run: Run) -> str:
-    """What the model wrote at the end."""
+    """The text that the model wrote at the end, as HTML."""
     words = run.summary.get("sample")
     return f"<pre>{text(words)}</pre>" if isinstance(words, str) and words else ""
 
@@ -278,7 +278,7 @@ def settings(run: Run) -> str:
 
 
 def environment(run: Run) -> str:
-    """As noted by the run itself."""
+    """Versions and machine, as the run itself noted them."""
     noted = run.summary.get("environment")
     rows = [[key, value] for key, value in noted.items()] if isinstance(noted, dict) else []
     if isinstance(digest := run.summary.get("params_sha256"), str):

@@ -23,31 +23,64 @@
     and no parameter from elsewhere is used before it: then the gradient is NaN, which no step takes.
 
     Once the order of a step is known, every pass begins with exactly the buffers that the plans need
-    (:meth:`BufferPool.settle`, ``buffer_plan.py``), whatever was gathered in between: so what is held is known, too.
+    (:meth:`BufferPool.settle`), whatever was gathered in between: so what is held is known, too.
+
+[Note: which buffers a pass takes]
+    What is gathered at the same time is known from the plan. But a buffer that is kept for the next bucket is at least
+    as large as it, and often larger; and one that a view still shows cannot be taken again. So memory is more than the
+    sum of what is gathered, and depends on the order of takings. :class:`BufferForecast` makes the pool's choices over
+    plain numbers before the pass runs.
+
+    A *run* is a block of activation checkpointing that the backward pass runs again. With torch's non-reentrant
+    checkpointing autograd keeps views of its weights until the backward pass is through the block: until then their
+    buffers are not free, released or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from deepzero.comm.dry_run import real_device_type
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.storage import alias_of, storage_ptr_of
+from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+
+ROUNDS = 8
+"""Passes after which it is taken for stable; a second one rarely takes anything that the first did not."""
 
 
 class BufferPool:
-    """Kept one-dimensional buffers of one dtype and device. See [Note: buffers and who still holds them]."""
+    """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, limit_numel: int) -> None:
-        self.dtype, self.device, self.limit_numel = dtype, device, limit_numel
+    Args:
+        dtype: of the elements.
+        device: where.
+        limit_numel: free buffers go before all together exceed so many elements.
+        chaos: poisons what is given back.
+        keeps: False on a GPU, whose caching allocator is a pool already, ordered by streams.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        limit_numel: int = 0,
+        chaos: Chaos | None = None,
+        keeps: bool = True,
+    ) -> None:
+        self.dtype, self.device, self.limit_numel, self._chaos, self.keeps = dtype, device, limit_numel, chaos, keeps
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
         self.owners: dict[int, tuple[Any, int]] = {}
-        """Whose values, of which generation, a buffer holds, by where it begins: also after the release, as long as it
-        is not filled anew. So it does not depend on timing whether autograd is known to save a weight, or an old view
-        of it."""
+        """Storage pointer -> (bucket, generation) whose values the buffer holds. The entry outlives :meth:`give` until
+        the buffer is refilled, so a view that autograd saves after a release is still recognised as that parameter;
+        whether the pool has already reused the memory must not decide it."""
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
         # Where the buffers that were planned lie; None: nothing is known, and all are kept.
         self._planned: set[int] | None = None
@@ -67,7 +100,7 @@ class BufferPool:
         if self._exact:
             self._planned = set()
             self._trim(0)
-        elif real_device_type(self.device) == "cpu":
+        elif self.keeps:
             missing, free, self._free = sorted(sizes), self._free, []
             for buffer in free:
                 if buffer.numel() in missing and self.is_alone(buffer):
@@ -88,8 +121,13 @@ class BufferPool:
         """:attr:`most_numel` begins again with what is held now."""
         self.most_numel = self.numel()
 
-    def take(self, numel: int) -> torch.Tensor:
-        """A buffer of ``numel`` elements or more; its contents are whatever was there."""
+    def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """A buffer of ``numel`` elements or more, with old contents.
+
+        Args:
+            numel: of the bucket.
+            shard: this rank's of it.
+        """
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:
@@ -105,8 +143,10 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as nobody holds a view of it."""
         del self._taken[storage_ptr_of(buffer)]
+        if self._chaos is not None and self._chaos.enabled and self.is_alone(buffer):
+            self._chaos.poison(buffer)
         extra = self._planned is not None and not self._exact and storage_ptr_of(buffer) not in self._planned
-        if real_device_type(self.device) == "cpu" and not extra:
+        if self.keeps and not extra:
             self._free.append(buffer)
         else:
             self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may give this place to anybody
@@ -138,6 +178,207 @@ class BufferPool:
         return [*self._free, *self._taken.values()]
 
 
+class InPlacePool(BufferPool):
+    """With one rank a shard on the device is the whole bucket: it is used where it is, and nothing is copied."""
+
+    def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """The shard's memory under a storage of its own, by which views of it are told from the shard."""
+        if shard is None:
+            raise RuntimeError(f"a buffer of {numel} elements lies in place of no shard")
+        return alias_of(shard)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """The memory stays the shard's."""
+
+    def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
+        """Have no buffers; whose shard a view shows is remembered from pass to pass."""
+        self._planned = set()
+
+
+# ---- which buffers a pass takes --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Moment:
+    """One use of buckets, and what was released and taken for it, in this order."""
+
+    keys: tuple[int, ...]
+    run: int
+    released: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+
+
+def moments_of(uses: Sequence[ModuleUse], plan: Sequence[FetchAction]) -> list[Moment]:
+    """What a pass along ``plan`` will do."""
+    return [
+        Moment(use.keys, use.run, list(action.release), [*action.fetch, *(key for key, _ in action.prefetch)])
+        for use, action in zip(uses, plan, strict=True)
+    ]
+
+
+class Shelf:
+    """The pool without memory.
+
+    Args:
+        sizes: elements of the buffers that it begins with.
+        numel: elements of each bucket that takes a buffer.
+        keeps: buffers that it did not begin with are kept as well when they are given back.
+        limit: free buffers go, the smallest first, before all together exceed so many elements.
+    """
+
+    def __init__(self, sizes: Sequence[int], numel: Mapping[int, int], keeps: bool, limit: int) -> None:
+        self.free, self.numel, self.keeps, self.limit = list(sizes), numel, keeps, limit
+        self._taken: dict[int, tuple[int, bool]] = {}
+        self._shown: list[tuple[int, bool]] = []
+        self.most = self.most_live = 0
+        """Elements of all buffers at any time; of those that are taken, or still shown."""
+
+    def follow(self, moments: Sequence[Moment]) -> None:
+        """One pass; afterwards everything is free."""
+        run, seen = 0, set[int]()
+        for moment in moments:
+            if moment.run != run:
+                run, seen = moment.run, set()
+                self._end_run()
+            for key in moment.released:
+                if key in self._taken:
+                    self._give(self._taken.pop(key), run > 0 and key in seen)
+            seen.update(moment.keys)
+            for key in moment.taken:
+                if key in self.numel and key not in self._taken:
+                    self._taken[key] = self._take(self.numel[key])
+        self._end_run()
+        for buffer in self._taken.values():
+            self._give(buffer, False)
+        self._taken = {}
+
+    def _take(self, numel: int) -> tuple[int, bool]:
+        fitting = [size for size in self.free if size >= numel]
+        size = min(fitting, default=numel)
+        if fitting:
+            self.free.remove(size)
+        else:
+            self.free.sort()
+            while self.free and self._total() + numel > self.limit:
+                self.free.pop(0)
+        self.most = max(self.most, self._total() + size)
+        self.most_live = max(self.most_live, sum(size for size, _ in self._taken.values()) + size + self._still_shown())
+        return size, not fitting
+
+    def _total(self) -> int:
+        return sum(self.free) + sum(size for size, _ in self._taken.values()) + self._still_shown()
+
+    def _still_shown(self) -> int:
+        return sum(size for size, _ in self._shown)
+
+    def _give(self, buffer: tuple[int, bool], shown: bool) -> None:
+        if shown:
+            self._shown.append(buffer)
+        elif self.keeps or not buffer[1]:
+            self.free.append(buffer[0])
+
+    def _end_run(self) -> None:
+        shown, self._shown = self._shown, []
+        for buffer in shown:
+            self._give(buffer, False)
+
+
+def stable_sizes(passes: Sequence[Sequence[Moment]], numel: Mapping[int, int]) -> list[int]:
+    """Buffers with which none of ``passes`` takes another one, in whatever order they come.
+
+    Example:
+        >>> step = [Moment((0,), 0, [], [0, 1]), Moment((1,), 0, [0], []), Moment((2,), 0, [1], [2])]
+        >>> stable_sizes([step], {0: 64, 1: 256, 2: 128})
+        [64, 256]
+    """
+    sizes: list[int] = []
+    for _ in range(ROUNDS):
+        before = sizes
+        for moments in passes:
+            shelf = Shelf(sizes, numel, keeps=True, limit=1 << 62)
+            shelf.follow(moments)
+            sizes = sorted(shelf.free)
+        if sizes == before:
+            break
+    return sizes
+
+
+class BufferForecast:
+    """What the pool of one coordinator will hold, from its plans, and from the passes in which they were recorded.
+
+    Args:
+        numel: elements of each bucket that takes a buffer.
+        limit: ``stage3_max_live_parameters``.
+        keeps: as in :class:`BufferPool`; else views are the caching allocator's matter.
+    """
+
+    def __init__(self, numel: Mapping[int, int], limit: int, keeps: bool) -> None:
+        self._numel, self._limit, self._keeps = numel, limit, keeps
+        self.moments: list[Moment] = []
+        """Of the pass under way."""
+        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
+        self._never_shown: set[int] = set()
+        self._sizes: list[int] = []
+        self._most_planned: int | None = None
+        self._most_recorded = 0
+
+    @property
+    def most_numel(self) -> int:
+        """The most elements that the pool holds at any time of a training pass."""
+        return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
+
+    def released(self, key: int, alone: bool) -> None:
+        """A bucket has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
+        now = self.moments[-1]
+        now.released.append(key)
+        if alone and now.run and self._keeps:
+            run = itertools.takewhile(lambda moment: moment.run == now.run, reversed(self.moments))
+            if any(key in moment.keys for moment in run):
+                self._never_shown.add(key)
+
+    def recorded(self) -> None:
+        """The pass that ends now was the first of its kind, or left the plan."""
+        shelf = Shelf(self._sizes, self._numel, self._keeps and self._most_planned is None, self._limit)
+        shelf.follow(self._seen(self.moments))
+        self._most_recorded = max(self._most_recorded, shelf.most)
+
+    def expect(self, passes: Sequence[Sequence[Moment]]) -> None:
+        """From now on passes are these, in any order."""
+        passes = [self._seen(moments) for moments in passes]
+        self._sizes = stable_sizes(passes, self._numel) if self._keeps else []
+        if sum(self._sizes) > self._limit:
+            # So tight that buffers are made for each size anew: then no more is held than is gathered.
+            self._sizes = []
+        self._most_planned = 0
+        for moments in passes:
+            shelf = Shelf([], self._numel, False, 0)
+            shelf.follow(moments)
+            self._most_planned = max(self._most_planned, shelf.most_live)
+
+    def settle(self, pool: BufferPool) -> None:
+        """Let the pool have what the plans need, once there is one."""
+        if self._most_planned is not None:
+            pool.settle(self._sizes, self._limit if self._sizes else self._most_planned)
+
+    def _seen(self, moments: Sequence[Moment]) -> list[Moment]:
+        if not self._keeps:
+            return [replace(moment, run=0) for moment in moments]
+        hidden = self._never_shown
+        return [replace(moment, keys=tuple(k for k in moment.keys if k not in hidden)) for moment in moments]
+
+
 def references(tensor: torch.Tensor) -> int:
     """How many tensors and handles refer to the tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def return_freed_memory() -> None:
+    """Ask the C library to give freed pages back to the system.
+
+    glibc keeps chunks below 32 MiB in its heap, where a few small objects between them make new holes of the old ones:
+    a model of 3 GB took 0.9 GB more than its share on some ranks. Other C libraries, and systems, have no such call.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -33,9 +33,8 @@ from deepzero.comm import process_group, profiler_ranges
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.sharded_step import ShardedStep, SubGroup, bytes_of_step, cpu_threads
+from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep, SubGroup, bytes_of_step, cpu_threads
 from deepzero.utils.threads import start_thread
 
 

@@ -1,38 +1,293 @@
-"""Reduced gradients, partitioned: from autograd to this rank's ``grad_S``. Shared by stages 1, 2 and 3, composed.
+"""Gradients: from autograd, through a bucket, to this rank's ``grad_S``. All stages share this file.
 
-Steps 2 and 3 of a training step. Gradients leave bucket by bucket, in one order on all ranks, each as soon as it is
-complete and next; what no gradient has completed when the backward pass ends counts as zeros.
+Steps 3 and 4 of a training step. One gradient's way::
 
-Sources: ``reduce_ipg_grads`` and ``independent_gradient_partition_epilogue`` in DeepSpeed's ``stage_1_and_2.py``.
+    autograd completes param.grad   the engine's hook -> the stage -> GradientReducer.reduce_ready_gradient
+    it is taken out of param.grad   GradAccumulator.accumulate: it waits, or is added to what waits
+    its bucket is complete          GradientReducer._reduce_bucket: GradAccumulator.fill copies it there and frees it
+    the bucket leaves               BucketReducer.launch (comm/reduce_scatter.py): each part to its owner
+    the sum arrives                 in grad_S: this rank's shard, or all of it (stage 0)
+    the boundary                    GradientReducer.reduce_gradients: what is left leaves; wait
+
+Stages 2 and 3 send the buckets of every micro-batch while autograd goes on, stages 0 and 1 the sums of all
+micro-batches once. All ranks launch buckets in one order, each as soon as it is complete and next; what no gradient has
+completed when the backward pass ends counts as zeros.
+
+Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
+``independent_gradient_partition_epilogue`` in DeepSpeed's ``stage_1_and_2.py``.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
-from deepzero.comm import profiler_ranges
+from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.reduce_scatter import BucketReducer, Measure
 from deepzero.layout import Bucket
 from deepzero.offload.host_gradients import HostGradients
 from deepzero.runtime.grad_norm import BlockNorms
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
-from deepzero.runtime.zero.sharded_step import MasterFragment
+from deepzero.runtime.zero.buffer_pool import references
+from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BucketRef:
+    """One bucket in the order of reduction: ``groups[group].layout.buckets[bucket.index]``."""
+
+    group: int
+    bucket: Bucket
+
+
+def reduce_order(groups: Sequence[ParamGroup], arrival: dict[nn.Parameter, int]) -> list[BucketRef]:
+    """The order in which buckets are launched: by the expected arrival of their last gradient.
+
+    Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
+    gradients come would pair different buckets as soon as one of them skips a branch of the model.
+
+    Args:
+        groups: all groups.
+        arrival: for every parameter, its place in the expected order of arrival.
+    """
+    entries = [
+        (max(arrival[group.params[slot.index]] for slot in bucket.slots), g, bucket)
+        for g, group in enumerate(groups)
+        for bucket in group.layout.buckets
+    ]
+    entries.sort(key=lambda entry: (entry[0], entry[1], entry[2].index))
+    return [BucketRef(g, bucket) for _, g, bucket in entries]
+
+
+class BackwardHooks:
+    """Tells a completed gradient, and the end of each backward pass, for any way in which a pass is begun.
+
+    The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
+    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the
+    hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them
+    only when nothing else has.
+
+    ``torch.autograd.grad`` runs the same hooks of outputs, and accumulates nothing: ``reached`` says whether any
+    parameter got a gradient.
+
+    Args:
+        params: whose gradients are waited for.
+        ready: torch calls it with each parameter whose ``.grad`` is complete. It calls :meth:`gradient_arrived` first.
+        end: called with ``reached`` once at the end of each pass.
+    """
+
+    def __init__(
+        self, params: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None], end: Callable[[bool], None]
+    ) -> None:
+        self._end = end
+        self._armed = self._reached = False
+        # torch calls ``ready`` itself: a function of ours in between would be one more on every gradient's way.
+        self._handles = [param.register_post_accumulate_grad_hook(ready) for param in params]
+
+    def gradient_arrived(self) -> None:
+        """Note that the pass under way has reached a parameter."""
+        self.arm()
+        self._reached = True
+
+    def backward_aborted(self) -> bool:
+        """Whether a backward pass has reached parameters, never ended, and is not under way now."""
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        if not self._reached:
+            self._armed = False  # one that broke off before it reached a parameter has left nothing behind
+        return self._reached
+
+    def arm(self) -> None:
+        """Ask to be called at the end of the backward pass that is under way."""
+        if not self._armed:
+            self._armed = True
+            Variable._execution_engine.queue_callback(self._on_end)
+
+    def disarm(self) -> None:
+        """Forget a backward pass that broke off with an exception."""
+        self._armed = self._reached = False
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _on_end(self) -> None:
+        reached = self._reached
+        self.disarm()
+        self._end(reached)
+
+
+class GradAccumulator:
+    """The unreduced gradients of all groups: as autograd made them, or summed over micro-batches in a flat buffer.
+
+    They are taken out of ``param.grad`` as they come, so that no ``zero_grad`` of the program's reaches them.
+
+    Args:
+        groups: all groups.
+        accumulate_dtype: dtype in which micro-batches are summed before they are reduced; None sums them in the
+            parameters' dtype, as autograd does in ``param.grad``.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], accumulate_dtype: torch.dtype | None) -> None:
+        self.groups = list(groups)
+        # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
+        self._unused: list[str] = []
+        self._unused_named: set[str] = set()
+        self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.buckets}
+        self._place = {
+            param: (g, slot)
+            for g, group in enumerate(groups)
+            for param, slot in zip(group.params, group.layout.slots, strict=True)
+        }
+        # What waits: autograd's own tensors, or which parameters' places in the flat buffers are filled.
+        self._grads: dict[nn.Parameter, torch.Tensor] = {}
+        self._arrived: set[nn.Parameter] = set()
+        self._later: dict[nn.Parameter, torch.Tensor] = {}
+        self._alone = references(torch.empty(0))
+        self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
+        for g, group in enumerate(self.groups):
+            if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
+                self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
+
+    def held(self) -> list[torch.Tensor]:
+        """Tensors counted as gradients: those that wait now, and the flat buffers."""
+        return [*self._grads.values(), *self._later.values(), *(flat for flat in self.flat if flat is not None)]
+
+    @torch.no_grad()
+    def accumulate(self, param: nn.Parameter, again: bool = False) -> None:
+        """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
+
+        Args:
+            param: its ``.grad`` is complete.
+            again: it is the parameter's second one in a pass whose gradients leave as they come. It waits apart and is
+                sent after the first, also where the first is still here: the sum's bits do not depend on the buckets.
+        """
+        if param.grad is None:
+            return
+        grad = param.grad.detach()  # with create_graph=True it would keep its graph alive
+        free_grad_in_param_list([param])
+        g, slot = self._place[param]
+        flat = self.flat[g]
+        if flat is None or again:
+            waiting = self._later if again else self._grads
+            before = waiting.get(param)
+            waiting[param] = grad if before is None else self._sum(before, grad)
+        elif param in self._arrived:
+            flat[slot.offset : slot.end].add_(_dense(grad))
+        else:
+            flat[slot.offset : slot.end].copy_(_dense(grad))
+            self._arrived.add(param)
+
+    def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
+        if before.is_sparse:
+            return before.add_(grad) if grad.is_sparse else grad + before
+        # Autograd may leave views of one gradient in several parameters (a sum of two flattened ones).
+        return before.add_(grad) if references(before) <= self._alone else before + grad
+
+    def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """1-D: what waits to be sent next of one parameter, or None."""
+        g, slot = self._place[param]
+        flat = self.flat[g]
+        if flat is not None and param in self._arrived:
+            return flat[slot.offset : slot.end]
+        grad = self._grads.get(param, self._later.get(param))
+        return _dense(grad) if grad is not None else None
+
+    def _sent(self, param: nn.Parameter) -> None:
+        """Free what :meth:`waiting_of` gave: it has been laid into a bucket."""
+        if param in self._arrived:
+            self._arrived.discard(param)
+        elif self._grads.pop(param, None) is None:
+            del self._later[param]
+
+    def waiting(self, entry: BucketRef) -> bool:
+        """Whether any gradient of a bucket waits to be sent."""
+        if not (self._grads or self._arrived or self._later):  # as at the end of nearly every pass
+            return False
+        params = [self.groups[entry.group].params[slot.index] for slot in entry.bucket.slots]
+        return any(param in waiting for param in params for waiting in (self._grads, self._arrived, self._later))
+
+    @torch.no_grad()
+    def fill(self, entry: BucketRef, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
+        """Lay a bucket's gradients into ``send_buffer`` and free them. A parameter without gradient counts as zeros.
+
+        Args:
+            entry: which bucket.
+            send_buffer: 1-D, the bucket's extent, in the wire dtype.
+            name_unused: :meth:`name_unused` will say which parameters got no gradient.
+        """
+        group, bucket = self.groups[entry.group], entry.bucket
+        for lo, hi in self._gaps[entry.group, bucket.index]:
+            send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
+        for slot in bucket.slots:
+            param = group.params[slot.index]
+            place = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
+            waiting = self.waiting_of(param)
+            if waiting is not None:
+                place.copy_(waiting)  # casts to the wire dtype
+                self._sent(param)
+            else:
+                place.zero_()
+                self._unused += [group.names[slot.index]] if name_unused else []
+
+    def forget_pass(self) -> None:
+        """Forget which parameters a pass left out: it is over, and says nothing about the next one."""
+        self._unused = []
+
+    def name_unused(self) -> None:
+        """Log on rank 0, after a pass, the unused parameters that were not named before. Other ranks' may differ."""
+        new = [name for name in self._unused if name not in self._unused_named]
+        self._unused_named.update(new)
+        self.forget_pass()
+        if new and process_group.rank() == 0:
+            names = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+            log.warning("no gradient in this backward pass, so it counts as zeros (said once): %s", names)
+
+    def discard(self) -> None:
+        """Drop everything that waits."""
+        self._grads.clear()
+        self._arrived.clear()
+        self._later.clear()
+        self.forget_pass()
+        for group in self.groups:
+            free_grad_in_param_list(group.params)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """A 1-D view of a gradient; ``nn.Embedding(sparse=True)`` makes sparse ones, which are filled up."""
+    return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+
+
+def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
+    """Let go of the gradients of ``params``; their memory is free for the next ones.
+
+    DeepSpeed calls its function of this name in the step, for gradients of other ranks' partitions. Here a gradient is
+    freed as soon as it is taken, so that it is never held twice.
+    """
+    for param in params:
+        param.grad = None
 
 
 class GradientReducer:
-    """``grad_S``, and the way to it.
+    """Reduces gradients bucket by bucket into ``grad_S``.
 
     Args:
         groups: each with this rank's masters.
         order: the buckets in launching order, the same on all ranks.
         source: the unreduced gradients.
-        reducer: sends them to their owners.
-        every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stage 1).
+        reducer: sends them to their owners; with ``reducer.whole`` every rank gets the whole sum.
+        every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stages 0 and 1).
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
         grad_dtype: dtype of ``grad_S``.
         launched: called with each bucket whose gradients are complete and have been sent.
@@ -57,7 +312,7 @@ class GradientReducer:
         self.leaf_params: set[nn.Parameter] = set()
         """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
         they count as complete all at once, at a moment that is the same on all ranks."""
-        # With reduce_scatter=False the reducer hands out whole sums, of which this rank then uses its W-th part.
+        # Stage 0 uses whole sums; stage 1 with reduce_scatter=False gets them, and uses a W-th.
         extents = [
             g.layout.padded_numel if reducer.whole else g.layout.shard_numel - g.placement.optimizer_numel
             for g in groups
@@ -66,10 +321,10 @@ class GradientReducer:
             torch.zeros(extent, dtype=grad_dtype, device=group.device)
             for extent, group in zip(extents, groups, strict=True)
         ]
-        # Of every group, taken as the sums are written; and which buckets' are up to date.
+        # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
         self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in groups]
         self._measured: set[tuple[int, int]] = set()
-        # Position in ``order`` within this backward pass, which gradients have arrived in it, and how many are missing
+        # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
         self._cursor = 0
         self._arrived: set[nn.Parameter] = set()
@@ -88,10 +343,10 @@ class GradientReducer:
         """Whether ``grad_S`` holds gradients of this step, to which the next reduction adds; else they wait in the
         source."""
 
-    # ---- 2: gradient ready -------------------------------------------------------------------------------------------
+    # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """2: keep the gradient, or launch every bucket that is now complete and next in order.
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+        """3: keep the gradient, or launch every bucket that is now complete and next in order.
 
         Args:
             param: its ``.grad`` is complete.
@@ -102,29 +357,34 @@ class GradientReducer:
         if not leaves:
             return
         self._pass_began = True
-        if param not in self.leaf_params:
-            self._count(param)
-            self._launch_complete(boundary)
+        if param in self.leaf_params:
+            return
+        self._count(param)
+        for entry in self._complete_buckets():
+            self._reduce_bucket(entry, boundary)
 
     def leaf_grads_complete(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
-        """All gradients of some of :attr:`leaf_params` are there; those that did not come count as zeros."""
-        if self._leaves_now(boundary):
-            self._pass_began = True
-            mine = [param for param in params if param in self._place]
-            for position in {self._place[param] for param in mine}:
-                self._completions[position] = self._completions.get(position, 0) + 1
-            for param in mine:
-                self._count(param)
-            self._launch_complete(boundary)
+        """Count all gradients of some :attr:`leaf_params` as arrived; those that did not come count as zeros."""
+        if not self._leaves_now(boundary):
+            return
+        self._pass_began = True
+        mine = [param for param in params if param in self._place]
+        for position in {self._place[param] for param in mine}:
+            self._completions[position] = self._completions.get(position, 0) + 1
+        for param in mine:
+            self._count(param)
+        for entry in self._complete_buckets():
+            self._reduce_bucket(entry, boundary)
 
     def _count(self, param: nn.Parameter) -> None:
         if param not in self._arrived:
             self._arrived.add(param)
             self._missing[self._place[param]] -= 1
 
-    def _launch_complete(self, boundary: bool) -> None:
+    def _complete_buckets(self) -> Iterator[BucketRef]:
+        """The buckets that are complete and next in order."""
         while self._cursor < len(self.order) and self._missing[self._cursor] == 0:
-            self._reduce(self.order[self._cursor], boundary)
+            yield self.order[self._cursor]
             self._cursor += 1
 
     def _leaves_now(self, boundary: bool) -> bool:
@@ -137,20 +397,20 @@ class GradientReducer:
         if not self._leaves_now(boundary) or not self._pass_began:
             return
         for entry in self.order[self._cursor :]:
-            self._reduce(entry, boundary)
+            self._reduce_bucket(entry, boundary)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
         # second is sent after the first and added to it, also where the first's bucket was still here when it came:
         # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
         for position, entry in enumerate(self.order):
             if self._completions.get(position, 0) > 1 or self.source.waiting(entry):
-                self._reduce(entry, boundary, again=True)
+                self._reduce_bucket(entry, boundary, again=True)
         self.source.name_unused()
         self.forget_pass()
         self.reduced = True
 
     def forget_pass(self) -> None:
-        """The next gradient belongs to another backward pass."""
+        """Begin anew: the next gradient belongs to another backward pass."""
         self._cursor = 0
         self._pass_began = False
         self._completions.clear()
@@ -158,24 +418,22 @@ class GradientReducer:
         self._missing = [len(entry.bucket.slots) for entry in self.order]
         self.source.forget_pass()
 
-    def _reduce(self, entry: BucketRef, boundary: bool, again: bool = False) -> None:
-        """Lay one bucket into a bucket, free its gradients, and send it to its owners.
-
-        At the boundary nothing is added to the sum afterwards, so its block norms are taken as it is written.
-        """
-        key = (entry.group, entry.bucket.index)
-        self._measured.discard(key)
+    def _reduce_bucket(self, entry: BucketRef, boundary: bool, again: bool = False) -> None:
+        """Lay one bucket's gradients into a buffer, free them, and send them to their owners."""
+        g, bucket = entry.group, entry.bucket
+        self._measured.discard((g, bucket.index))
         measure: Measure | None = None
         if boundary and not self.reducer.whole:
-            measure = partial(self._norms[entry.group].measure, entry.bucket.shard_offset)
-            self._measured.add(key)
+            # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
+            measure = partial(self._norms[g].measure, bucket.shard_offset)
+            self._measured.add((g, bucket.index))
         accumulate = self.reduced or again
         output, measure, leave = self._destination(entry, accumulate, measure)
-        first = self.groups[entry.group].names[entry.bucket.slots[0].index]
-        with profiler_ranges.span("reduce", entry.bucket.index, first):
-            send_buffer = self.reducer.acquire(entry.bucket, output, accumulate)
+        first = self.groups[g].names[bucket.slots[0].index]
+        with profiler_ranges.span("reduce", bucket.index, first):
+            send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.source.fill(entry, send_buffer, name_unused=not again)
-            self.reducer.launch(entry.bucket, output, accumulate, measure, leave, entry.group, first)
+            self.reducer.launch(bucket, output, accumulate, measure, leave, g, first)
         if self._launched is not None:
             self._launched(entry)
 
@@ -187,47 +445,46 @@ class GradientReducer:
         if self._host is None or not self._host.holds(group, bucket):
             return self._sum_of(group, bucket), measure, None
         slot, output = self._host.stage(bucket, accumulate)
-        padding = bucket.shard_numel - bucket.true_numel_of(self.reducer.comm.rank)
+        padding = bucket.padding_of(self.reducer.comm.rank)
         # What is added on the host is measured there.
         there = measure if accumulate else None
         leave = partial(self._host.leave, slot, group, bucket, accumulate, padding, there)
         return output, None if accumulate else measure, leave
 
-    # ---- 3: boundary -------------------------------------------------------------------------------------------------
+    # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
-    def finish_gradients(self) -> None:
-        """3 boundary: flush and wait. What has left during the backward pass has only its last buckets to wait for."""
+    def reduce_gradients(self) -> None:
+        """4: flush and wait. Of what has left during the backward pass only the last buckets have to be waited for."""
         self.reduce_now()
         self.present = self.reduced = False
 
     def reduce_now(self) -> None:
         """Send what waits, if nothing has been sent in this step; wait for what is under way."""
         if not self.reduced:
-            # Stage 1 without overlap; or no gradient at all since the last step: zeros, as every rank would send.
+            # Stages 0 and 1 without overlap; or no gradient at all since the last step: zeros, as every rank sends.
             for entry in self.order:
-                self._reduce(entry, boundary=True)
+                self._reduce_bucket(entry, boundary=True)
             self.source.name_unused()
         self.drain()
         self.reduced = True
 
     def drain(self) -> None:
-        """Everything that is under way has arrived."""
+        """Wait for everything that is under way."""
         self.reducer.drain()
         if self._host is not None:
             self._host.drain()
 
-    def written(self, group: int, bucket: Bucket) -> None:
-        """Somebody has changed sums of this bucket: its norms have to be taken anew."""
+    def sums_changed(self, group: int, bucket: Bucket) -> None:
+        """Take the norms of this bucket anew: somebody has written into its sums."""
         self._measured.discard((group, bucket.index))
 
     def _sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
-        """Where the reducer writes: this rank's part of the bucket, or all of it with ``reduce_scatter=False``."""
+        """Where the reducer writes: this rank's part of the bucket, or all of it."""
         if self.reducer.whole:
-            return self.grad_S[group][bucket.offset : bucket.offset + bucket.numel]
-        start = bucket.shard_offset - self.groups[group].placement.optimizer_numel
-        return self.grad_S[group][start : start + bucket.shard_numel]
+            return bucket.of(self.grad_S[group])
+        return bucket.shard_of(self.grad_S[group], self.groups[group].placement.optimizer_numel)
 
-    # ---- 4: step -----------------------------------------------------------------------------------------------------
+    # ---- 5 step: what the optimizer and the norm read ----------------------------------------------------------------
 
     def _my_sum(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients."""
@@ -237,31 +494,38 @@ class GradientReducer:
         return grad.split(bucket.shard_numel)[self.reducer.comm.rank] if self.reducer.whole else grad
 
     def master_parts(self) -> list[MasterFragment]:
-        """This rank's piece of every parameter."""
+        """This rank's fragment of every parameter."""
         masters = (master for group in self.groups for master in group.masters)
-        return [MasterFragment(master, grad) for master, grad in zip(masters, self._pieces_of_sums(), strict=True)]
+        return [MasterFragment(master, grad) for master, grad in zip(masters, self._grad_fragments(), strict=True)]
 
-    def _pieces_of_sums(self) -> Iterator[torch.Tensor]:
-        """This rank's piece of every parameter's sum, in the order of the groups' pieces."""
+    def _grad_fragments(self) -> Iterator[torch.Tensor]:
+        """This rank's fragment of every parameter's sum, in the order of the groups' fragments."""
         for g, group in enumerate(self.groups):
             starts = [bucket.shard_offset for bucket in group.layout.buckets]
             for fragment in group.fragments:
+                if group.whole:
+                    yield self.grad_S[g][fragment.shard_start :][: fragment.numel]
+                    continue
                 bucket = group.layout.buckets[bisect.bisect_right(starts, fragment.shard_start) - 1]
                 yield self._my_sum(g, bucket)[fragment.shard_start - bucket.shard_offset :][: fragment.numel]
 
     def swap_host_sums(self, parts: Sequence[MasterFragment]) -> None:
-        """The optimizer still reads this step's sums on the host: the next step's go to their other copy.
+        """Let the next step's sums go to their other copy on the host: the optimizer still reads this step's.
 
         Args:
             parts: from :meth:`master_parts`; their gradients are turned to that copy.
         """
         if self._host is not None:
             self._host.swap()
-            for part, grad in zip(parts, self._pieces_of_sums(), strict=True):
+            for part, grad in zip(parts, self._grad_fragments(), strict=True):
                 part.grad.set_(grad)  # type: ignore[call-overload]
 
     def norm_sq_partials(self) -> torch.Tensor:
-        """This rank's share of the global norm, see ``grad_norm.py``: its own part of every bucket."""
+        """This rank's share of the global norm, see ``grad_norm.py``: of its own part of every bucket, in all stages.
+
+        Returns:
+            int64 ``[WORDS]``; ranks add theirs up.
+        """
         for entry in self.order:
             if (entry.group, entry.bucket.index) not in self._measured:
                 mine = self._my_sum(entry.group, entry.bucket)
@@ -270,13 +534,14 @@ class GradientReducer:
         return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
 
     def param_norm_sq(self) -> list[torch.Tensor]:
-        """Of every group, by parameter: sums of squares of this rank's part of the sums that the norm was last of."""
+        """Sums of squares of this rank's part of the last norm's sums, by parameter: fp64, one tensor a group."""
+        rank = self.reducer.comm.rank
         return [
-            norms.squares(group.fragments, len(group.names))
+            norms.squares(group.layout.fragments(rank), len(group.names))
             for norms, group in zip(self._norms, self.groups, strict=True)
         ]
 
-    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+    # ---- between steps -----------------------------------------------------------------------------------------------
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""

@@ -27,8 +27,7 @@ fetches for the backward pass at module boundaries, and replaces ``F.linear`` by
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,16 +35,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.comm.dry_run import real_device_type
 from deepzero.runtime.pytree import output_tensors
+from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
 
 log = logging.getLogger(__name__)
-
-_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -96,16 +92,14 @@ class ModuleHooks:
         if module in seen:
             return
         seen.add(module)
-        declared = module in _LEAVES
+        declared = z3_leaf_module(module)
         leaf = declared or is_compiled(module)
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
             self.leaf_params.update(module.parameters())
-        before = self._before_leaf if declared else self._before
-        after = _hook(self._after_leaf, params) if leaf else _hook(self._after)
         self._handles += [
-            module.register_forward_pre_hook(_hook(before, params), prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
         ]
         if not leaf:
             for child in module.children():
@@ -121,32 +115,47 @@ class ModuleHooks:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def _before(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """1 pre-forward: fetch_sub_module."""
-        if not self._stack:
-            self.coordinator.begin_forward()
-        self._enter(module)
-        keys = self._keys_of(module, params)
-        if keys:
-            self.coordinator.fetch_sub_module(keys, self._names[module])
+    # Hooks are plain functions: dynamo can step around those, not around an object.
+
+    def _pre_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+        @torch.compiler.disable
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+            """1 fetch: the module's parameters are gathered before it runs."""
+            with unseen():
+                if not self._stack:
+                    self.coordinator.begin_forward()
+                self._enter(module)
+                keys = self._keys_of(module, params)
+                if keys:
+                    self.coordinator.fetch_sub_module(keys, self._names[module])
+                if leaf:
+                    self._count_leaf_call(module, args, kwargs)
+
+        return pre_forward
+
+    def _post_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
+        @torch.compiler.disable
+        def post_forward(module: nn.Module, args: Any, output: Any) -> None:
+            """Also when the module has raised."""
+            with unseen():
+                if leaf:
+                    self._fetch_for_backward(module, params, output)
+                if not self._stack or self._stack[-1][0] is not module:
+                    return  # its pre-hook did not run: another one raised before it
+                self.coordinator.end_sub_module(self._names[module])
+                self._leave()
+                if not self._stack:
+                    self.coordinator.end_forward()
+
+        return post_forward
 
     def _keys_of(self, module: nn.Module, params: list[ZeroParameter]) -> tuple[int, ...]:
         """The buckets of a module's own parameters, looked up once; of registered ones too, which may change."""
         keys = self._own_keys.get(module)
         if keys is None:
             keys = self._own_keys[module] = keys_of(params)
-        if module in _EXTERNAL:
-            keys = keys_of([*params, *(p for p in _EXTERNAL[module] if isinstance(p, ZeroParameter))])
-        return keys
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """2 post-forward: release_sub_module; also when the module has raised."""
-        if not self._stack or self._stack[-1][0] is not module:
-            return  # its pre-hook did not run: another one raised before it
-        self.coordinator.release_sub_module(self._names[module])
-        self._leave()
-        if not self._stack:
-            self.coordinator.end_forward()
+        external = external_parameters(module)
+        return keys_of([*params, *(p for p in external if isinstance(p, ZeroParameter))]) if external else keys
 
     def _enter(self, module: nn.Module | None) -> None:
         self._stack.append((module, self._become_innermost()))
@@ -159,19 +168,17 @@ class ModuleHooks:
         if not self._stack:
             self.coordinator.hide_all()
 
-    def _before_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _count_leaf_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
-        self._before(params, module, args, kwargs)
         if not torch.is_grad_enabled():
-            return None
+            return
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
-            return None  # non-reentrant checkpointing runs it again: the first run has been counted
+            return  # non-reentrant checkpointing runs it again: the first run has been counted
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
                 tensor.register_hook(lambda _: self._one_call_done(module))
                 break
-        return None
 
     def _one_call_done(self, module: nn.Module) -> None:
         """The backward pass is through one call of a leaf; with the last one its gradients are complete."""
@@ -183,14 +190,13 @@ class ModuleHooks:
         """Calls that this backward pass did not reach will be counted as they come."""
         self._leaf_calls.clear()
 
-    def _after_leaf(self, params: list[ZeroParameter], module: nn.Module, args: Any, output: Any) -> None:
+    def _fetch_for_backward(self, module: nn.Module, params: list[ZeroParameter], output: Any) -> None:
         """A leaf module is fetched as one for its backward pass too: when its output gets its gradient."""
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 # Not shown: no module is under way.
                 tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
-        self._after(module, args, output)
 
     def reset(self) -> None:
         """After an exception in a forward pass, should a hook have been skipped."""
@@ -211,7 +217,7 @@ class ModuleHooks:
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
         if name.startswith("_checkpoint_hook"):
             return False  # non-reentrant checkpointing keeps nothing in the forward pass
-        if not self._warned_autocast and torch.is_autocast_enabled(real_device_type(self.coordinator.device)):
+        if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.comm.device_type):
             self._warned_autocast = True
             log.warning(
                 "torch.autocast under stage 3: autograd keeps the casts of all weights for the backward pass, whole on "
@@ -253,11 +259,11 @@ class ModuleHooks:
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
         if isinstance(tensor, PartitionedParameter):
-            home, slot = tensor._zero.placed()
+            home, _ = tensor._zero.placed()
             if not self.coordinator.has(home):
                 return tensor
             with self._one_operation([home], f"kept view of {tensor._zero.name}"), unseen():
-                view: torch.Tensor = home.value(slot)
+                view: torch.Tensor = home.value(tensor)
                 return view
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
@@ -338,84 +344,3 @@ class _Chain:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the module runs as compiled code: ``torch.compile(module)``, or ``module.compile()``."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
-
-
-def _hook(method: Callable[..., Any], *given: Any) -> Callable[..., Any]:
-    """A hook that brings ``given`` along. A plain function: dynamo can step around that, not around an object."""
-
-    @torch.compiler.disable
-    def hook(module: nn.Module, *rest: Any) -> Any:
-        with unseen():
-            return method(*given, module, *rest)
-
-    return hook
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
-
-    Args:
-        model: where to look.
-        leaf_module_classes: classes, or their names.
-
-    Returns:
-        The modules found.
-
-    Raises:
-        ValueError: none is there.
-    """
-    classes = list(leaf_module_classes)
-    kinds = tuple(c for c in classes if isinstance(c, type))
-    names = {c for c in classes if isinstance(c, str)}
-    found = [m for m in model.modules() if isinstance(m, kinds) or type(m).__name__ in names]
-    if not found:
-        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
-    _LEAVES.update(found)
-    return found
-
-
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
-    classes = list(leaf_module_classes)
-    kinds = tuple(c for c in classes if isinstance(c, type))
-    names = {c for c in classes if isinstance(c, str)}
-    found = [m for m in model.modules() if m in _LEAVES and (isinstance(m, kinds) or type(m).__name__ in names)]
-    for module in found:
-        _LEAVES.discard(module)
-    return found
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether ``module`` has been declared a leaf."""
-    return module in _LEAVES
-
-
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
-
-    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier, in one with the
-    module's own.
-
-    Raises:
-        TypeError: not a module, or not a parameter.
-    """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        raise TypeError(
-            f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
-            f"{type(parameter).__name__}"
-        )
-    known = _EXTERNAL.setdefault(module, [])
-    if not any(p is parameter for p in known):
-        known.append(parameter)
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The inverse of :func:`register_external_parameter`.
-
-    Raises:
-        ValueError: it was not registered.
-    """
-    known = _EXTERNAL.get(module, [])
-    if not any(p is parameter for p in known):
-        raise ValueError("this parameter is not registered with this module")
-    _EXTERNAL[module] = [p for p in known if p is not parameter]

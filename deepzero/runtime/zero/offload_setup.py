@@ -19,7 +19,7 @@ from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
-from deepzero.layout import FlatLayout
+from deepzero.layout import Bucket, FlatLayout
 from deepzero.offload.arena import (
     HostArena,
     HostMemoryError,
@@ -33,15 +33,33 @@ from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.host_gradients import HostGradients, HostGradLayout
 from deepzero.offload.offload_plan import OffloadPlan, most_count, nearest_count
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.offload.param_fetch import HostShard
 from deepzero.runtime.zero.master_shard import master_regions
 from deepzero.runtime.zero.param_upload import HostParamUpload, OnUploaded, Staging, staged_parts, staging_regions
-from deepzero.runtime.zero.partitioned_param_group import HostMemory, parameter_regions
-from deepzero.runtime.zero.sharded_step import HostStepPlan, MasterFragment
+from deepzero.runtime.zero.sharded_step import HostStepPlan, MasterFragment, ParamGroup
 
 log = logging.getLogger(__name__)
 
 MOMENTS = "host_moments"
+HOST_PARAMETERS = "host_parameters"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Where offloaded tensors live, and the way there."""
+
+    arena: HostArena
+    wire: HostDeviceCopier
+
+    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> HostShard:
+        """How a shard in host memory reaches the device."""
+        return HostShard(self.wire, bucket, comm, where)
+
+
+def parameter_regions(placement: OffloadPlan, dtype: torch.dtype) -> list[Region]:
+    """What the arena has to hold for one group's partitioned parameters."""
+    numel = placement.parameter_numel
+    return [Region(HOST_PARAMETERS, numel, dtype)] if numel else []
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,8 @@ class Offload:
         self.ways = []
         turn = 0
         for g, group in enumerate(groups):
-            group.before_write = self.side.wire.finish_reads
+            if group.before_write is None:  # partitioned groups have it since they were built
+                group.before_write = self.side.wire.finish_reads
             for bucket in (i for i in group.layout.buckets if group.placement.steps_on_host(i)):
                 self.ways.append(HostParamUpload(g, group, bucket, rank, self.side.wire, staging, turn, arrived))
                 turn += not group.placement.keeps_on_host(bucket)

@@ -26,8 +26,7 @@ from deepzero.layout import Bucket, Fragment
 from deepzero.offload.arena import HostArena, Region
 from deepzero.offload.copy_streams import TO_DEVICE, HostDeviceCopier, PendingCopy
 from deepzero.offload.offload_plan import OffloadPlan
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
-from deepzero.runtime.zero.sharded_step import MasterFragment
+from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 STAGING = "host_buffers"
 
@@ -104,7 +103,7 @@ class HostParamUpload:
         self.masters = [master for _, master in inside]
         self.parts: list[MasterFragment] = []
         """Masters and gradients, in the order of :attr:`fragments`; put in by whoever knows the gradients."""
-        self._padding = bucket.shard_numel - bucket.true_numel_of(rank)
+        self._padding = bucket.padding_of(rank)
         self._on_host = group.placement.keeps_on_host(bucket)
         self._staging = staging if group.dtype != torch.float32 and not self._on_host else None
         self._turn = turn

@@ -1,16 +1,20 @@
-"""How a bucket is put together: by one all-gather over all ranks, or ZeRO++'s cheaper ways.
+"""How a bucket is put together: one all-gather over all ranks, or one of ZeRO++'s cheaper ways.
+
+Which way is chosen when stage 3 is built (:meth:`GatherConfig.build`), bucket by bucket; a step only calls
+``launch`` and ``finish``.
 
 [Note: messages and partitions]
-    On the wire a bucket is W equal *messages*, one from each rank: its part as it is, or quantised (**qwZ**). The
-    W messages lie side by side in the *target*: the bucket's own buffer, or, quantised, a buffer of bytes from which
-    the values are decoded when all have arrived. Every rank decodes every message, its own too: all compute with the
-    same values, which are those of no rank's part exactly.
+    On the wire a bucket is W equal *messages*, one from each rank: its shard as it is (:class:`PlainAllGather`), or
+    quantised (:class:`QuantizedAllGather`, qwZ). The W messages lie side by side in the *target*: the bucket's own
+    buffer, or, quantised, a buffer of bytes from which the values are decoded when all have arrived. Every rank decodes
+    every message, its own too: all compute with the same values, which are those of no rank's shard exactly.
 
-    The *primary* partition is a rank's part, one message of W. The *secondary* one (**hpZ**) are the W/H messages that
-    a rank keeps of a gathered bucket for its group of H consecutive ranks, a node: rank r those with numbers
-    ``[r % H * W/H, (r % H + 1) * W/H)``. Together the group has all of them, so as long as the values do not change,
-    the bucket can be gathered again inside the node, message by message as it was: with the same bits. That is so
-    from the forward pass's gather on until the next optimizer step; for frozen parameters, for the whole run::
+    The *primary* partition is a rank's shard, one message of W. The *secondary* one (:class:`SecondaryAllGather`, hpZ)
+    are the W/H messages that a rank keeps of a gathered bucket for its group of H consecutive ranks, a node: rank r
+    those with numbers ``[r % H * W/H, (r % H + 1) * W/H)``. Together the group has all of them, so as long as the
+    values do not change, the bucket can be gathered again inside the node, message by message as it was: with the same
+    bits. That is so from the forward pass's gather until the next optimizer step; for frozen parameters, for the whole
+    run::
 
         W = 4, H = 2    target   | m0 | m1 | m2 | m3 |
                         primary     0    1    2    3         one message each
@@ -28,8 +32,11 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 202
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,40 +45,166 @@ from deepzero.comm.ledger import Traffic
 from deepzero.comm.quantization import Quantizer
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket
-from deepzero.offload.copy_streams import FETCH, FETCH_BETWEEN_STEPS, HostDeviceCopier, PendingCopy
 from deepzero.runtime.zero.buffer_pool import BufferPool
 
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+
+# The ledger's names for what is sent of parameters.
+SETUP = "setup.gather"
+FORWARD = "parameters.all_gather_forward"
+BACKWARD = "parameters.all_gather_backward"
+EVALUATION = "parameters.all_gather_evaluation"
+ON_REQUEST = "parameters.all_gather_on_request"
+ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
 TO_REPLICAS = "parameters.publish_to_replicas"
 
 
-@dataclass(frozen=True)
-class GatherConfig:
-    """How the buckets of one group travel."""
+class DeviceShard:
+    """Where a rank's shard of one bucket lies: on the device, with nothing to fetch. ``HostShard`` overrides it all."""
 
-    inside: RankGroup | None = None
-    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
-    replicated: bool = False
-    """MiCS: it is renewed at the end of each step."""
-    quantizer: Quantizer | None = None
-    """qwZ."""
-    messages: BufferPool | None = None
-    """qwZ: where buffers for quantised messages come from."""
-    room: int = 0
-    """qwZ: bytes of each of them, which any bucket's messages fit into, so that all serve all."""
-    fixed: bool = False
-    """Frozen parameters, whose values do not change from step to step."""
+    on_host = False
+
+    def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """A context in which the shard's values are on the device, for the stream that is current inside it.
+
+        Args:
+            kind: the ledger's name for the gather that needs them.
+            shard: 1-D, ``[shard_numel]``.
+            place: as large, on the device: where values may be copied to.
+        """
+        return nullcontext(shard)
+
+    def wait(self) -> None:
+        """Let the current stream wait for the last fetch."""
+
+    def finish(self) -> None:
+        """Block until no fetch reads the shard any more: it is about to be overwritten."""
 
 
-class ParameterAllGather:
-    """Puts one bucket together, again and again.
+class PlainAllGather:
+    """One all-gather over all ranks, again and again, of each rank's shard of one bucket as it is.
 
     Args:
         bucket: which.
         dtype: of its elements.
         comm: the ranks.
-        rules: how.
-        wire: between host and device, where something is offloaded.
+        source: where this rank's shard is.
         where: the bucket's name, for traces.
+    """
+
+    quantizer: Quantizer | None = None
+    buffers: BufferPool | None = None
+    """Where those for quantised messages come from."""
+    scratch_bytes = 0
+    """Bytes of a buffer for quantised messages, beside the bucket's own, while they are on their way."""
+    group: RankGroup | None = None
+    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
+    always_inside = False
+    """The secondary partition is never stale, so that every gather stays in the group (MiCS, frozen parameters)."""
+    mics = False
+    secondary_shard: torch.Tensor | None = None
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str) -> None:
+        self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
+        self.shard_on_host = source.on_host
+        self.message_bytes = bucket.shard_numel * dtype.itemsize
+        self.lossy = False
+        """Whether the values that have arrived last were quantised."""
+        self._padding = (comm.world_size - 1) * self._padding_of(comm.rank)
+        self._pending: Pending | None = None
+        self._target = torch.empty(0)
+        """The W messages of the gather under way."""
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether values for computing travel quantised."""
+        return self.quantizer is not None
+
+    def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
+        """Where the W messages of a gather that begins now lie side by side, until :meth:`finish`."""
+        self._target = whole
+        return whole
+
+    def launch(
+        self,
+        kind: str,
+        whole: torch.Tensor,
+        shard: Callable[[], torch.Tensor],
+        generation: int,
+        exact: bool = True,
+        keep: bool = False,
+    ) -> None:
+        """Launch what fills ``whole``; it belongs to the gather until :meth:`finish`.
+
+        Args:
+            kind: the ledger's name for it.
+            whole: 1-D on the device, ``[W * shard_numel]``.
+            shard: gives this rank's shard, ``[shard_numel]``; not called when nothing of it is needed.
+            generation: of the values, which counts their changes.
+            exact: the very values, as they are in the ranks' shards; else quantised ones will do.
+            keep: for training: a secondary partition of what arrives may serve training.
+        """
+        numel = self.bucket.shard_numel
+        mine = part_of(self.target(whole, exact), self.comm.rank, self.comm.world_size)
+        with self.source.fetch(kind, shard(), mine) as values:
+            if values.data_ptr() != mine.data_ptr():  # with one rank the shard is the buffer
+                mine.copy_(values)
+            self._pending = self.comm.all_gather(kind, whole, self._padding, self.where, numel=numel)
+
+    def arrive(self) -> None:
+        """The messages are complete in their target, for the current stream."""
+        if self._pending is not None:
+            self._pending.wait()
+            self.source.wait()
+            self._pending = None
+
+    def finish(self) -> None:
+        """``whole`` is complete, for the current stream. Harmless when it was already."""
+        self.arrive()
+        self._target = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
+
+    def unquantized(self) -> PlainAllGather:
+        """The same without quantisation, for the gathers from now on; nothing is under way."""
+        return self
+
+    def _padding_of(self, rank: int) -> int:
+        return self.bucket.shard_numel - self.bucket.true_numel_of(rank)
+
+    # ---- messages to those that keep them: see SecondaryAllGather.publish --------------------------------------------
+
+    def message(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard as it travels; until :meth:`release_message`."""
+        return shard
+
+    def release_message(self) -> None:
+        """What :meth:`message` gave is not needed any more."""
+
+    def publish(self, shard: torch.Tensor, generation: int) -> Pending | None:
+        """Launch this rank's new message to the ranks that keep it. None: there are none."""
+        return None
+
+    # ---- what it will send -------------------------------------------------------------------------------------------
+
+    def forecast(self, inside: bool) -> Traffic:
+        """What one gather sends, mean over ranks; with ``inside`` from the secondary partition."""
+        nodes, world = self.comm.nodes, self.comm.world_size
+        return self._traffic(world - 1, world - nodes.per_node, (world - 1) / world)
+
+    def _traffic(self, sends: int, crossing: float, share: float) -> Traffic:
+        """``sends`` messages a rank, ``crossing`` of them to other nodes; ``share`` of the bucket's elements."""
+        true, size = self.bucket.true_numel(), self.message_bytes
+        return Traffic(1, true * share, (self.bucket.numel - true) * share, size * sends, size * crossing)
+
+
+class QuantizedAllGather(PlainAllGather):
+    """qwZ: values for computing travel quantised; exact ones still travel as they are.
+
+    Args:
+        bucket: as in :class:`PlainAllGather`, and so are ``dtype``, ``comm``, ``source`` and ``where``.
+        quantizer: encodes and decodes a message.
+        buffers: where buffers for the W messages come from, uint8.
+        scratch_bytes: of each of them, which any bucket's messages fit into, so that all serve all.
     """
 
     def __init__(
@@ -79,246 +212,256 @@ class ParameterAllGather:
         bucket: Bucket,
         dtype: torch.dtype,
         comm: Communicator,
-        rules: GatherConfig,
-        wire: HostDeviceCopier | None,
+        source: DeviceShard,
         where: str,
+        quantizer: Quantizer,
+        buffers: BufferPool,
+        scratch_bytes: int,
     ) -> None:
-        self.bucket, self.dtype, self.comm, self.rules, self.where = bucket, dtype, comm, rules, where
-        self._wire = wire
-        self.quantizes = rules.quantizer is not None and comm.world_size > 1
-        """False also once the error meter has found quantised values too far off."""
-        self.lossy = False
-        """Whether the values that have arrived last were quantised."""
-        self.last_fetch: PendingCopy | None = None
-        """From host memory: before the host is written, it has to end."""
-        self._pending: Pending | None = None
-        self._fetch: PendingCopy | None = None
-        self._target, self._whole, self._buffer = torch.empty(0), torch.empty(0), torch.empty(0)
-        self._keeps: int | None = None
-        self.secondary: torch.Tensor | None = None
-        """What this rank keeps for its group; its values are those of generation …"""
-        self._secondary_of = -1
-        self._kept_in_training = False
-        self._make_secondary()
+        super().__init__(bucket, dtype, comm, source, where)
+        self.quantizer: Quantizer = quantizer
+        self.buffers: BufferPool = buffers
+        self.scratch_bytes = scratch_bytes
+        self.message_bytes = quantizer.format.message_bytes(bucket.shard_numel)
+        self._whole = self._buffer = torch.empty(0)
 
-    @property
-    def message_bytes(self) -> int:
-        """Of one rank's part on the wire."""
-        if self.quantizes and self.rules.quantizer is not None:
-            return self.rules.quantizer.format.message_bytes(self.bucket.shard_numel)
-        return self.bucket.shard_numel * self.dtype.itemsize
-
-    @property
-    def message_room(self) -> int:
-        """Bytes that quantised messages take beside the bucket's own buffer, while they are on their way."""
-        return self.comm.world_size * self.message_bytes if self.quantizes else 0
-
-    @property
-    def kept_messages(self) -> int:
-        """W/H: how many messages a rank keeps for its group."""
-        inside = self.rules.inside
-        return self.comm.world_size // inside.size if inside is not None else 0
-
-    def _make_secondary(self) -> None:
-        if self.rules.inside is not None and self.comm.world_size > 1:
-            dtype = torch.uint8 if self.quantizes else self.dtype
-            numel = self.kept_messages * self.message_bytes // dtype.itemsize
-            self.secondary = torch.zeros(numel, dtype=dtype, device=self.comm.device)
-            self._secondary_of = -1
-
-    def drop_secondary(self) -> None:
-        """Its memory goes; nothing is gathered here any more."""
-        self.secondary, self._secondary_of = None, -1
-
-    def stop_quantizing(self) -> None:
-        """From the next gather on the values travel as they are."""
-        if self.quantizes:
-            self.quantizes = False
-            self._make_secondary()
-
-    # ---- launch → finish ---------------------------------------------------------------------------------------------
+    def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
+        """The bucket's own buffer for exact values, else one for quantised messages, to be decoded into ``whole``."""
+        self.lossy = not exact
+        if not exact:
+            self._whole, whole = whole, self._take(self.comm.world_size * self.message_bytes)
+        return super().target(whole, exact)
 
     def launch(
         self,
         kind: str,
         whole: torch.Tensor,
         shard: Callable[[], torch.Tensor],
-        on_host: bool,
         generation: int,
-        exact: bool,
-        keep: bool,
+        exact: bool = True,
+        keep: bool = False,
     ) -> None:
-        """Launch what fills ``whole``; it belongs to the gather until :meth:`finish`.
-
-        Args:
-            kind: the ledger's name for it.
-            whole: 1-D on the device, the bucket's extent.
-            shard: gives this rank's part, 1-D; not asked when nothing of it is needed.
-            on_host: the part is in host memory.
-            generation: of the values.
-            exact: the very values, as they are in the ranks' parts.
-            keep: for training. What an evaluation has kept serves evaluations alone: else what a step sends would
-                depend on whether one came before it, and could not be said in advance.
-        """
-        self._whole, self.lossy = whole, self.quantizes and not exact
-        self._target = self._take(self.message_room) if self.lossy else whole
-        # Quantised messages are not the very values.
-        inside = self.rules.inside if self.secondary is not None and (not exact or not self.quantizes) else None
-        if inside is not None and self._secondary_of == generation and (self._kept_in_training or not keep):
-            self._launch_inside(kind, inside)
+        """As :meth:`PlainAllGather.launch`; without ``exact`` in quantised messages."""
+        if exact:
+            super().launch(kind, whole, shard, generation)
             return
-        self._keeps = generation if inside is not None else None
-        self._kept_in_training = keep or self.rules.fixed
-        if on_host and self._wire is not None:
-            mine = _part_of(whole, self.comm.rank, self.comm.world_size)
-            padding = self._padding_of(self.comm.rank)
-            aside = kind in self.comm.ledger.untracked_kinds
-            fetch = FETCH_BETWEEN_STEPS if aside else FETCH
-            self._fetch = self.last_fetch = self._wire.to_device(fetch, mine, shard(), padding, self.where)
-            # Behind the copy on its own stream: the model goes on computing, as it does while others send.
-            with self._fetch.afterwards(alone=self.comm.world_size == 1):
-                self._launch_over_all(kind, mine)
-        else:
-            self._launch_over_all(kind, shard())
-
-    def _launch_over_all(self, kind: str, mine: torch.Tensor) -> None:
-        rank, world = self.comm.rank, self.comm.world_size
-        place = _part_of(self._target, rank, world)
-        if self.lossy:
-            self._pack(mine, place)
-        elif place.data_ptr() != mine.data_ptr():
-            place.copy_(mine)
-        padding = (world - 1) * self._padding_of(rank)
-        numel = self.bucket.shard_numel
-        self._pending = self.comm.all_gather(kind, self._target, padding, self.where, numel=numel)
-
-    def _launch_inside(self, kind: str, inside: RankGroup) -> None:
-        if self.secondary is None:
-            raise RuntimeError(f"{self.where} has no secondary partition")
-        kept = self.kept_messages
-        _part_of(self._target, inside.index, inside.size).copy_(self.secondary)
-        padding = (inside.size - 1) * sum(self._padding_of(inside.index * kept + i) for i in range(kept))
-        numel = kept * self.bucket.shard_numel
-        self._pending = self.comm.all_gather(kind, self._target, padding, self.where, inside, numel)
+        target = self.target(whole, exact)
+        rank, world, numel = self.comm.rank, self.comm.world_size, self.bucket.shard_numel
+        with self.source.fetch(kind, shard(), part_of(whole, rank, world)) as values:
+            self._pack(values, part_of(target, rank, world))
+            self._pending = self.comm.all_gather(kind, target, self._padding, self.where, numel=numel)
 
     def finish(self) -> None:
-        """``whole`` is complete, for the current stream. Harmless when it was already."""
-        if self._pending is None:
+        """``whole`` is complete: messages have arrived and are decoded."""
+        if not self.lossy or not self._target.numel():
+            super().finish()
             return
-        self._pending.wait()
-        if self._fetch is not None:
-            self._fetch.wait()
-        if self._keeps is not None and self.secondary is not None and self.rules.inside is not None:
-            inside = self.rules.inside
-            self.secondary.copy_(_part_of(self._target, inside.index, inside.size))
-            self._secondary_of = self._keeps
-        if self.lossy:
-            self._decode()
-        self._pending = self._fetch = self._keeps = None
-        self._target = self._whole = torch.empty(0)
+        self.arrive()
+        numel = self.bucket.shard_numel
+        for rank, place in enumerate(self._whole.split(numel)):
+            message = part_of(self._target, rank, self.comm.world_size)
+            self.quantizer.unpack(self.quantizer.format.open(message, numel), place)
+        self._whole = self._target = message = torch.empty(0)  # no view is left of what others will overwrite
+        self.release_message()
 
-    def _decode(self) -> None:
-        rules, part = self.rules, self.bucket.shard_numel
-        if rules.quantizer is None or rules.messages is None:
-            raise RuntimeError(f"{self.where} is not quantised")
-        values = self._whole.split(part)
-        messages = self._target.split(self.message_bytes)
-        for message, place in zip(messages, values, strict=True):
-            rules.quantizer.unpack(rules.quantizer.format.open(message, part), place)
-        self._give()
+    def unquantized(self) -> PlainAllGather:
+        """Without quantisation, once the error monitor has found quantised values too far off."""
+        return PlainAllGather(self.bucket, self.dtype, self.comm, self.source, self.where)
+
+    def message(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard, quantised."""
+        message = self._take(self.message_bytes)
+        self._pack(shard, message)
+        return message
+
+    def release_message(self) -> None:
+        """The buffer of quantised messages goes back."""
+        buffer, self._buffer = self._buffer, torch.empty(0)
+        self.buffers.give(buffer)
 
     def _pack(self, values: torch.Tensor, message: torch.Tensor) -> None:
-        if self.rules.quantizer is not None:
-            self.rules.quantizer.pack(values, self.rules.quantizer.format.open(message, values.numel()))
+        self.quantizer.pack(values, self.quantizer.format.open(message, values.numel()))
 
     def _take(self, size: int) -> torch.Tensor:
-        """Room for quantised messages, in bytes."""
-        if self.rules.messages is None:
-            raise RuntimeError(f"{self.where} is not quantised")
-        self._buffer = self.rules.messages.take(max(size, self.rules.room))
+        self._buffer = self.buffers.take(max(size, self.scratch_bytes))
         return self._buffer[:size]
 
-    def _give(self) -> None:
-        """The buffer goes back; views of it have to be gone by the time that it is taken again."""
-        buffer, self._buffer = self._buffer, torch.empty(0)
-        self.comm.chaos.poison(buffer)
-        if self.rules.messages is not None:
-            self.rules.messages.give(buffer)
 
-    def _padding_of(self, rank: int) -> int:
-        return self.bucket.shard_numel - self.bucket.true_numel_of(rank)
+class SecondaryAllGather(PlainAllGather):
+    """hpZ and MiCS: gathers inside a group of ranks while the group's secondary partition holds the present values.
 
-    # ---- the new part goes to those that keep it: MiCS, and frozen parameters ----------------------------------------
+    Args:
+        inner: how the bucket travels over all ranks.
+        group: the ranks that keep the secondary partition among them.
+        mics: it is renewed at the end of each step.
+        frozen: the parameters never change, so that it is made once.
+    """
 
-    def share(self, shard: torch.Tensor, generation: int) -> Pending | None:
-        """Launch this rank's new message to all ranks that keep it; :meth:`shared` ends it. None: nobody does."""
-        inside, kept = self.rules.inside, self.kept_messages
-        if inside is None or self.secondary is None or not (self.rules.replicated or self.rules.fixed):
+    def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
+        super().__init__(inner.bucket, inner.dtype, inner.comm, inner.source, inner.where)
+        self.inner, self.quantizer, self.buffers = inner, inner.quantizer, inner.buffers
+        self.scratch_bytes = inner.scratch_bytes
+        self.group: RankGroup = group
+        self.message_bytes, self.mics, self._frozen = inner.message_bytes, mics and not frozen, frozen
+        self.always_inside = mics or frozen
+        self.kept_messages = self.comm.world_size // group.size
+        """W/H: how many messages a rank keeps for its group."""
+        dtype = torch.uint8 if self.quantizes else self.dtype
+        numel = self.kept_messages * self.message_bytes // dtype.itemsize
+        self.secondary_shard = torch.zeros(numel, dtype=dtype, device=self.comm.device)
+        self._generation = -1
+        """Of the values in the secondary shard: it serves gathers of this generation only. -1: it is empty."""
+        self._for_training = False
+        self._keeps: int | None = None
+
+    def launch(
+        self,
+        kind: str,
+        whole: torch.Tensor,
+        shard: Callable[[], torch.Tensor],
+        generation: int,
+        exact: bool = True,
+        keep: bool = False,
+    ) -> None:
+        """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them.
+
+        What an evaluation has kept serves evaluations alone: else the bytes that a training step sends would depend on
+        whether an evaluation came before it, and could not be predicted.
+        """
+        secondary, group, inner = self.secondary_shard, self.group, self.inner
+        serves = secondary is not None and not (exact and self.quantizes)  # quantised messages are not the very values
+        if secondary is None or not serves or self._generation != generation or (keep and not self._for_training):
+            self._keeps = generation if serves else None
+            self._for_training = keep or self._frozen
+            inner.launch(kind, whole, shard, generation, exact)
+            self.lossy = inner.lossy
+            return
+        target = inner.target(whole, exact)
+        part_of(target, group.index, group.size).copy_(secondary)
+        first, kept = group.index * self.kept_messages, self.kept_messages
+        padding = (group.size - 1) * sum(self._padding_of(first + i) for i in range(kept))
+        numel = kept * self.bucket.shard_numel
+        inner._pending = self.comm.all_gather(kind, target, padding, self.where, group, numel)
+        self.lossy = inner.lossy
+
+    def finish(self) -> None:
+        """``whole`` is complete; the part of it that this rank keeps for its group is copied first."""
+        self.inner.arrive()
+        if self._keeps is not None and self.secondary_shard is not None:
+            # Messages as they came, before they are decoded: whoever gathers them again gets the same bits.
+            self.secondary_shard.copy_(part_of(self.inner._target, self.group.index, self.group.size))
+            self._generation, self._keeps = self._keeps, None
+        self.inner.finish()
+
+    def unquantized(self) -> PlainAllGather:
+        """Without quantisation, with an empty secondary shard of the other size."""
+        return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self._frozen)
+
+    # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
+
+    def publish(self, shard: torch.Tensor, generation: int) -> Pending | None:
+        """Launch this rank's new message to all ranks that keep it, one in each group; None with hpZ."""
+        secondary, rank, world = self.secondary_shard, self.comm.rank, self.comm.world_size
+        if secondary is None or not self.always_inside:
             return None
-        self._kept_in_training = True
-        rank, world = self.comm.rank, self.comm.world_size
-        # Offloaded parts are in host memory, from which nothing is sent.
-        message = shard = shard.to(self.comm.device)
-        if self.quantizes:
-            message = self._take(self.message_bytes)
-            self._pack(shard, message)
-        rooms = self.secondary.split(self.secondary.numel() // kept)
-        recv = [self.secondary[:0]] * world
-        for place, room in enumerate(rooms):
-            recv[inside.index * kept + place] = room
+        # Offloaded shards are in host memory, from which nothing is sent.
+        message = self.inner.message(shard.to(self.comm.device))
+        recv = [secondary[:0]] * world
+        for place, room in enumerate(secondary.split(secondary.numel() // self.kept_messages)):
+            recv[self.group.index * self.kept_messages + place] = room
         keepers = self.keepers_of(rank)
-        send = [message if q in keepers else message[:0] for q in range(world)]
         if rank in keepers:
             recv[rank].copy_(message)
-        self._target = message  # it belongs to the exchange until it is over
-        sends = len(keepers - {rank})
-        self._secondary_of = generation
-        padding = sends * self._padding_of(rank)
+        send = [message if q in keepers else message[:0] for q in range(world)]
+        self._target = message  # it belongs to the exchange until release_message
+        self._generation, self._for_training = generation, True
+        padding = len(keepers - {rank}) * self._padding_of(rank)
         return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.bucket.shard_numel)
 
-    def shared(self) -> None:
-        """What :meth:`share` has launched is over."""
+    def release_message(self) -> None:
+        """What :meth:`publish` has launched has ended."""
         self._target = torch.empty(0)
-        if self.quantizes:
-            self._give()
+        self.inner.release_message()
 
     def keepers_of(self, rank: int) -> set[int]:
         """The ranks, one in each group, that keep ``rank``'s message."""
-        inside = self.rules.inside
-        if inside is None:
-            return set()
-        return {first + rank // self.kept_messages for first in range(0, self.comm.world_size, inside.size)}
+        return {first + rank // self.kept_messages for first in range(0, self.comm.world_size, self.group.size)}
 
     # ---- what it will send -------------------------------------------------------------------------------------------
 
     def forecast(self, inside: bool) -> Traffic:
-        """What one gather sends, mean over ranks.
+        """As :meth:`PlainAllGather.forecast`."""
+        if not inside:
+            return super().forecast(False)
+        size, kept = self.group.size, self.kept_messages
+        return self._traffic((size - 1) * kept, kept * self.comm.nodes.crossing_inside(size), (size - 1) / size)
 
-        Args:
-            inside: from the secondary partition.
-        """
-        nodes, group, kept = self.comm.nodes, self.rules.inside, self.kept_messages
-        world, true, size = nodes.world_size, self.bucket.true_numel(), self.message_bytes
-        sends, crossing, share = world - 1, float(world - nodes.per_node), (world - 1) / world
-        if inside and group is not None:
-            sends, share = (group.size - 1) * kept, (group.size - 1) / group.size
-            crossing = kept * nodes.crossing_inside(group.size)
-        padding = (self.bucket.numel - true) * share
-        return Traffic(1, true * share, padding, size * sends, size * crossing)
-
-    def forecast_share(self) -> Traffic:
-        """What :meth:`share` sends, mean over ranks: some keep their own message, and send one less."""
-        nodes, world, part, size = self.comm.nodes, self.comm.world_size, self.bucket.shard_numel, self.message_bytes
+    def forecast_publish(self) -> Traffic:
+        """What :meth:`publish` sends, mean over ranks: some keep their own message, and send one less."""
+        nodes, world, numel, size = self.comm.nodes, self.comm.world_size, self.bucket.shard_numel, self.message_bytes
         true, sends, crossing = 0, 0, 0
         for rank in range(world):
             others = self.keepers_of(rank) - {rank}
             true += len(others) * self.bucket.true_numel_of(rank)
             sends += len(others)
             crossing += len(nodes.crossing(rank, list(others)))
-        return Traffic(1, true / world, (sends * part - true) / world, size * sends / world, size * crossing / world)
+        return Traffic(1, true / world, (sends * numel - true) / world, size * sends / world, size * crossing / world)
 
 
-def _part_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
+@dataclass(frozen=True)
+class GatherConfig:
+    """How the buckets of one group of parameters travel."""
+
+    group: RankGroup | None = None
+    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
+    mics: bool = False
+    """It is renewed at the end of each step."""
+    quantizer: Quantizer | None = None
+    """qwZ."""
+    buffers: BufferPool | None = None
+    """qwZ: where buffers for quantised messages come from."""
+    scratch_bytes: int = 0
+    """qwZ: bytes of each of them."""
+    frozen: bool = False
+    """The parameters do not change from step to step."""
+
+    def build(
+        self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str
+    ) -> PlainAllGather:
+        """The bucket's strategy. With one rank nothing travels: nothing is quantised, or kept a second time."""
+        gather = PlainAllGather(bucket, dtype, comm, source, where)
+        if comm.world_size == 1:
+            return gather
+        if self.quantizer is not None and self.buffers is not None:
+            gather = QuantizedAllGather(
+                bucket, dtype, comm, source, where, self.quantizer, self.buffers, self.scratch_bytes
+            )
+        return gather if self.group is None else SecondaryAllGather(gather, self.group, self.mics, self.frozen)
+
+
+def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
+    """Every rank's new shards go to the ranks that keep them: MiCS, and frozen parameters. A collective.
+
+    Two are under way at a time, so that quantised messages need two buffers.
+    """
+    under_way: deque[tuple[PlainAllGather, Pending]] = deque()
+
+    def finish() -> None:
+        gather, pending = under_way.popleft()
+        pending.wait()
+        gather.release_message()
+
+    for bucket in (bucket for bucket in buckets if bucket.gather.always_inside):
+        pending = bucket.gather.publish(bucket.shard, bucket.generation)
+        if pending is not None:
+            under_way.append((bucket.gather, pending))
+        if len(under_way) == 2:
+            finish()
+    while under_way:
+        finish()
+
+
+def part_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
     """One of ``count`` equal parts. Of thousands one is wanted, and a view of each would cost more than the gather."""
     part = whole.numel() // count
     return whole[index * part : (index + 1) * part]

@@ -1,9 +1,10 @@
-"""Stage 3's parameters: where their bytes lie, whole or in parts. Nothing here knows in which order they are needed.
+"""Stage 3's parameters: partitioned at construction (``zero.Init``), gathered for a while (``GatheredParameters``).
 
 [Note: a partitioned parameter]
-    A parameter of stage 3 has its home in a *bucket* of the layout. Each rank keeps the W-th part of every bucket
-    for good (``shard_S``, all parts of a group end to end) and puts the whole bucket together when one of its
-    parameters is needed: one all-gather straight into a buffer, of which the parameters become views.
+    A parameter of stage 3 has its home in a *bucket* of the layout (``partitioned_bucket.py``). Each rank keeps the
+    W-th part of every bucket for good, its shard (``shard_S``: all of them end to end), and puts the whole bucket
+    together when one of its parameters is needed: one all-gather straight into a buffer, of which the parameters become
+    views.
 
     ===============  ==============================================  ==============================================
     status           ``param.data``                                  memory on this rank
@@ -23,69 +24,60 @@
     used outside its module is found in this way, without registration. Anything else raises and says what to do.
     (torch's own ``UninitializedParameter`` changes its class in the same way when it materializes.)
 
-Sources: ``Init``, ``partition``, ``all_gather``, ``ZeroParamStatus`` and the ``ds_*`` names in DeepSpeed's
-``partition_parameters.py``; P_os+g+p in the ZeRO paper, section 5.3.
+``register_external_parameter`` is in ``module_registry.py``, with the leaf modules.
+
+Sources: ``Init``, ``_partition_param``, ``_all_gather_params``, ``GatheredParameters``, ``ZeroParamStatus`` and the
+``ds_*`` names in DeepSpeed's ``partition_parameters.py``; P_os+g+p in the ZeRO paper, section 5.3.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from enum import Enum
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from deepzero.layout import ParamSlot
-from deepzero.runtime.zero.metadata_functions import METADATA, READS_WITHOUT_VALUES
+from deepzero.comm import process_group
+from deepzero.comm.chaos import Chaos
+from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
+from deepzero.config.deepspeed_json import load_engine_config
+from deepzero.config.engine import ChaosConfig, EngineConfig
+from deepzero.config.strict import ConfigError
+from deepzero.layout import ParamSlot, plan_layout
+from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool, references, return_freed_memory
+from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, PartitionedUseError, check_on_device, use_error
+from deepzero.runtime.zero.module_registry import register_external_parameter
+from deepzero.runtime.zero.parameter_all_gather import (
+    ON_REQUEST,
+    ON_REQUEST_BROADCAST,
+    SETUP,
+    DeviceShard,
+    GatherConfig,
+    send_to_replicas,
+)
+
+# ``ZeroParamStatus`` is a bucket's: the parameters of a bucket are gathered and released together.
+from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
+
+log = logging.getLogger(__name__)
 
 _IDS = itertools.count()
 
-write_through: Callable[[Any, Any, Any], Any] | None = None
-"""Set while a model is constructed inside ``zero.Init``: called with every use of a partitioned parameter's values."""
-
-
-class ZeroParamStatus(Enum):
-    """What of a parameter is on this rank. See [Note: a partitioned parameter]."""
-
-    NOT_AVAILABLE = 1
-    """This rank's part. Leaves by ``launch``."""
-    INFLIGHT = 2
-    """This rank's part, and a buffer that is being filled. Leaves by ``wait``."""
-    AVAILABLE = 3
-    """This rank's part, and the whole. Leaves by ``release``."""
-
-
-class PartitionedUseError(RuntimeError):
-    """The values of a parameter were used, or written, while they were partitioned."""
-
-
-class ParamStore(Protocol):
-    """Where a parameter lies: what the parameter itself needs to know of its bucket (``partitioned_bucket.py``)."""
-
-    number: int
-    status: ZeroParamStatus
-    shard: torch.Tensor
-    on_demand: Any
-    """Asked, with a list of buckets and a text, when values are used: a context that gathers them, or None."""
-
-    def part_of(self, slot: ParamSlot) -> torch.Tensor:
-        """1-D: what this rank keeps of one parameter."""
-
-    def value(self, slot: ParamSlot) -> torch.Tensor:
-        """The whole parameter, AVAILABLE only."""
-
-    def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        """New values for one parameter."""
+# ---- the parameter ---------------------------------------------------------------------------------------------------
 
 
 class ParamRecord:
-    """What ZeRO knows about one parameter."""
+    """One parameter's identity and place; ``param._zero``."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.id = next(_IDS)
@@ -95,7 +87,7 @@ class ParamRecord:
         self.stride = torch.empty(param.shape, device="meta").stride()
         self.home: Any = None
         self.slot: ParamSlot | None = None
-        self.placeholder: torch.Tensor | None = None
+        self.placeholder: Tensor | None = None
         """Kept: one element of the compute dtype, stretched to :attr:`shape`."""
 
     def placed(self) -> tuple[Any, ParamSlot]:
@@ -106,7 +98,7 @@ class ParamRecord:
 
 
 class _DsAttributes:
-    """DeepSpeed's names for what ZeRO knows about a parameter."""
+    """DeepSpeed's attributes of a parameter."""
 
     __slots__ = ()  # as nn.Parameter lies in memory, so that a parameter can change its class
     _zero: ParamRecord
@@ -127,10 +119,10 @@ class _DsAttributes:
         return self._zero.shape
 
     @property
-    def ds_tensor(self) -> torch.Tensor:
-        """1-D: the elements of this parameter that this rank keeps, or has to publish; a view, possibly empty."""
+    def ds_tensor(self) -> Tensor:
+        """1-D: this rank's elements of the parameter, those which its optimizer updates; a view, possibly empty."""
         home, slot = self._zero.placed()
-        part: torch.Tensor = home.part_of(slot)
+        part: Tensor = home.part_of(slot)
         return part
 
     @property
@@ -157,6 +149,21 @@ class ZeroParameter(_DsAttributes, nn.Parameter):
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def show(self, values: Tensor) -> None:
+        """Become ``values``, a view of the gathered bucket."""
+        self.__class__ = ZeroParameter  # its setter of .data is not intercepted
+        self.data = values
+
+    def hide(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Leave the shape without the values; NaN, should anything read it in spite of all."""
+        placeholder = self._zero.placeholder
+        if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
+            with torch.inference_mode(False):  # kept beyond the pass that may be under way
+                stub = torch.full((), torch.nan, device=device).to(dtype)
+                placeholder = self._zero.placeholder = stub.expand(self._zero.shape)
+        self.show(placeholder)
+        self.__class__ = PartitionedParameter
+
 
 class PartitionedParameter(ZeroParameter):
     """A parameter whose values are not here. See [Note: a partitioned parameter]."""
@@ -171,14 +178,15 @@ class PartitionedParameter(ZeroParameter):
         if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
         name = getattr(func, "__name__", str(func))
-        if write_through is not None:
-            return write_through(func, args, kwargs)
-        if func is torch.Tensor.copy_ and isinstance(args[0], PartitionedParameter):
+        if _ACTIVE:
+            return _write_through(func, args, kwargs)
+        if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _write_part(*args, **kwargs)
         if partitioned_in(kwargs.get("out")):
-            raise PartitionedUseError(_advice(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})"))
+            raise use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
         # torch.nn.init passes its tensor by name.
-        with demand(parameters_in((args, kwargs)), name, first=args[0] if args else kwargs.get("tensor")):
+        first = args[0] if args else kwargs.get("tensor")
+        with gather_on_use(parameters_in((args, kwargs)), name, first):
             # Parameters have become whole where they are; what was detached from them earlier is replaced.
             args, kwargs = pytree.tree_map_only(PartitionedParameter, _whole_of_alias, (args, kwargs))
             return func(*args, **kwargs)
@@ -194,29 +202,58 @@ class PartitionedParameter(ZeroParameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise PartitionedUseError(_advice(self._zero, "copied"))
+        raise use_error(self._zero, "copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PartitionedUseError(_advice(self._zero, "pickled or saved"))
+        raise use_error(self._zero, "pickled or saved")
 
 
-def _advice(record: ParamRecord, verb: str) -> str:
-    if record.home is not None and record.home.key < 0:  # a bucket of zero.Init's own
-        return (
-            f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
-            f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
-            "deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
-        )
-    return (
-        f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned (zero stage 3): its values are not "
-        f"on this rank, and it cannot be {verb} here. Use `with deepzero.zero.GatheredParameters(param):` to read it, "
-        "the same with modifier_rank=0 to write it, engine.module_state_dict() for the whole model"
-    )
+def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
+    """The same object, with a record.
+
+    Raises:
+        ConfigError: a subclass of Parameter whose behaviour would be lost.
+    """
+    if isinstance(param, ZeroParameter):
+        param.__class__ = ZeroParameter
+        param._zero.name = name
+        return param
+    if type(param) is not nn.Parameter:
+        raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
+    record = ParamRecord(param, name)
+    param.__class__ = ZeroParameter
+    assigned: ZeroParameter = param  # type: ignore[assignment]
+    assigned._zero = record
+    return assigned
 
 
-def partitioned_in(value: Any) -> list[PartitionedParameter]:
-    """All partitioned parameters inside nested arguments, each once."""
-    return [param for param in parameters_in(value) if isinstance(param, PartitionedParameter)]
+def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
+    """Gather all of ``buckets`` and show their parameters: every launch comes before the first wait. A collective."""
+    for bucket in buckets:
+        if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
+            bucket.launch(kind)
+    for bucket in buckets:
+        if bucket.status is ZeroParamStatus.INFLIGHT:
+            bucket.wait()
+        bucket.show()
+
+
+@torch.no_grad()
+def unpartition(param: ZeroParameter) -> None:
+    """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
+    home, _ = param._zero.placed()
+    gathered = home.status is ZeroParamStatus.AVAILABLE
+    if not gathered:
+        _all_gather_params([home], SETUP)
+    values = home.value(param).clone()
+    if not gathered:
+        home.release()
+    param.show(values)
+    del param._zero
+    param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+# ---- a use of partitioned values -------------------------------------------------------------------------------------
 
 
 def parameters_in(value: Any) -> list[ZeroParameter]:
@@ -234,7 +271,12 @@ def parameters_in(value: Any) -> list[ZeroParameter]:
     return list(found.values())
 
 
-def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
+def partitioned_in(value: Any) -> list[PartitionedParameter]:
+    """All partitioned parameters inside nested arguments, each once."""
+    return [param for param in parameters_in(value) if isinstance(param, PartitionedParameter)]
+
+
+def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
     """Called for a use of values by torch's function ``name``: gather all of them together, or raise.
 
     Args:
@@ -248,30 +290,34 @@ def demand(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
     """
-    written = [param for param in params if param is first and _writes(name)]
+    # Torch's convention for operations in place; and assignment to ``.data`` or to elements.
+    writes = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+    written = [param for param in params if param is first and writes]
     if written:
-        raise PartitionedUseError(_advice(written[0]._zero, f"written ({name})"))
-    homes: dict[int, ParamStore] = {home.number: home for home in (param._zero.placed()[0] for param in params)}
+        raise use_error(written[0]._zero, f"written ({name})")
+    homes = _homes_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
-        for on_demand in {home.on_demand for home in homes.values()}:
-            asked = [home for _, home in sorted(homes.items()) if home.on_demand == on_demand]
+        # One call for the buckets of each engine, in the order that is the same on all ranks.
+        for on_demand in {home.on_demand for home in homes}:
+            asked = [home for home in homes if home.on_demand == on_demand]
             use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
             if use is None:
-                raise PartitionedUseError(_advice(missing._zero, f"used ({name})"))
+                raise use_error(missing._zero, f"used ({name})")
             uses.enter_context(use)
         return uses.pop_all()
 
 
-def _writes(name: str) -> bool:
-    """Torch's convention for operations in place; and assignment to ``.data`` or to elements."""
-    return (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
+def _homes_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
+    """The buckets of ``params``, each once, in the order that is the same on all ranks."""
+    homes = {home.number: home for home in (param._zero.placed()[0] for param in params)}
+    return [homes[number] for number in sorted(homes)]
 
 
-def _whole_of_alias(alias: PartitionedParameter) -> torch.Tensor:
-    home, slot = alias._zero.placed()
+def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
     with unseen():
-        return home.value(slot)
+        whole: Tensor = alias._zero.placed()[0].value(alias)
+        return whole
 
 
 _NOTHING = nullcontext()
@@ -291,32 +337,461 @@ def unseen() -> AbstractContextManager[Any]:
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
-    """``param.detach()``, ``param.data``: a tensor of the logical shape that still knows it is partitioned."""
+    """``param.detach()``, ``param.data``: a tensor of the logical shape, which is partitioned as well."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = func(param)
-    alias: PartitionedParameter = torch.Tensor._make_subclass(PartitionedParameter, plain, False)
+    alias: PartitionedParameter = Tensor._make_subclass(PartitionedParameter, plain, False)
     alias._zero = param._zero
     return alias
 
 
 @torch.no_grad()
-def _write_part(target: Any, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its part."""
+def _write_part(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its shard."""
     if not isinstance(target, PartitionedParameter) or isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
     home, _ = target._zero.placed()
-    values = source.detach().expand(target._zero.shape).reshape(-1)
-    home.write(target, values)
+    home.write(target, source.detach().expand(target._zero.shape).reshape(-1))
     return target
 
 
-def set_placeholder(param: ZeroParameter, dtype: torch.dtype, device: torch.device) -> None:
-    """The parameter's values are not here any more; its shape is. NaN, should anybody read it in spite of all."""
-    placeholder = param._zero.placeholder
-    if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
-        with torch.inference_mode(False):  # kept beyond the pass that may be under way
-            stub = torch.full((), torch.nan, device=device).to(dtype)
-            placeholder = param._zero.placeholder = stub.expand(param._zero.shape)
-    param.__class__ = ZeroParameter  # its setter of .data is not intercepted
-    param.data = placeholder
-    param.__class__ = PartitionedParameter
+# ---- zero.Init -------------------------------------------------------------------------------------------------------
+# Inside the context the constructor of every module class is wrapped: when a module is complete, its own parameters are
+# cut at once, and the rest is freed, so that at most one module's parameters are whole. Every rank runs the same
+# constructors with the same seed; rank 0's values count. Later constructors write to parameters that are partitioned
+# already (``init.normal_(self.child.weight)``, Hugging Face's ``post_init``): such a write gathers the parameter, runs,
+# and partitions it again. So the initial values are those of the unpartitioned model with the same seed, bit for bit.
+# Until ``initialize`` has the optimizer's groups and bucket sizes, each parameter is a bucket by itself.
+
+TRIM_BYTES = 64 << 20
+"""Freed parameters, between two calls of :func:`return_freed_memory`."""
+
+_TO_EMPTY = nn.Module.to_empty
+
+_ACTIVE: list[Init] = []
+"""The contexts entered and not left, the innermost last."""
+
+_OPEN: dict[PartitionedBucket, int] = {}
+"""Buckets that a write inside the context made whole, and how many references to each are our own."""
+
+
+class Init:
+    """Partition every parameter as soon as the module that owns it is constructed.
+
+    Args:
+        module: an existing model to partition, at once; then there is no need for ``with``. Parameters on ``meta`` are
+            given values by ``reset_parameters``.
+        data_parallel_group: None: all ranks, the only group there is.
+        mem_efficient_linear: accepted for DeepSpeed's sake: no linear layer saves a view of its weight here anyway.
+        remote_device: ``"cpu"`` keeps the shards in host memory until ``initialize``; None on the rank's device.
+        pin_memory: with ``remote_device="cpu"``, in page-locked memory; without CUDA in ordinary memory, with a line.
+        config_dict_or_path: a DeepSpeed config; it must ask for stage 3.
+        config: the older name of that; one of the two.
+        enabled: False does nothing.
+        dtype: make parameters in this dtype. None keeps the constructor's: fp32 values become the fp32 masters,
+            whatever the precision of training, and so the bits are those of a model built without ``Init``.
+
+    Raises:
+        ConfigError: settings that cannot be used.
+
+    Source: ``Init`` and ``InsertPostInitMethodToModuleSubClasses`` in DeepSpeed's ``partition_parameters.py``.
+
+    Example:
+        >>> with Init(dtype=torch.bfloat16):
+        ...     layer = nn.Linear(8, 8)
+        >>> layer.weight.shape, layer.weight.ds_numel, layer.weight.ds_status.name
+        (torch.Size([8, 8]), 64, 'NOT_AVAILABLE')
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        config: EngineConfig | Mapping[str, Any] | str | Path | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.enabled, self.dtype = enabled, dtype
+        if not enabled:
+            return
+        if data_parallel_group is not None:
+            raise ConfigError("zero.Init: data_parallel_group is not implemented; parameters are cut over all ranks")
+        if remote_device not in (None, "none", "cpu"):
+            raise ConfigError(f'zero.Init: remote_device={remote_device!r} is not implemented; "cpu" and None are')
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError(f"zero.Init: dtype={dtype} is not a floating-point dtype")
+        if config is not None and config_dict_or_path is not None:
+            raise ConfigError("zero.Init: the configuration is given twice (config_dict_or_path, config); give it once")
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        if given is not None and (stage := load_engine_config(given).zero.stage) != 3:
+            raise ConfigError(
+                f"zero.Init partitions parameters, which is stage 3, and the config says "
+                f"zero_optimization.stage={stage}; set it to 3, or pass enabled=False"
+            )
+        process_group.init_distributed()
+        device = process_group.default_device()
+        self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+        self._home = torch.device("cpu") if remote_device == "cpu" else device
+        self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
+        if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
+            _say_not_pinned()
+        self._pools: dict[torch.dtype, BufferPool] = {}
+        self._freed_bytes = 0
+        self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
+        self._under_construction: set[int] = set()
+        if module is not None:
+            materialize(module, self)
+            for part in module.modules():
+                self._partition_own(part)
+
+    def __enter__(self) -> Init:
+        if not self.enabled:
+            return self
+        self._default_dtype = torch.get_default_dtype()
+        if self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
+        if not _ACTIVE:
+            for cls in _subclasses(nn.Module):
+                self._wrap(cls)
+            # A module class that is defined inside the context is wrapped like the others.
+            hook: Any = classmethod(functools.partial(_new_subclass, self))
+            nn.Module.__init_subclass__ = hook  # type: ignore[method-assign]
+            given_memory: Any = _to_empty
+            nn.Module.to_empty = given_memory  # type: ignore[method-assign]
+        _ACTIVE.append(self)
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if not self.enabled:
+            return
+        _ACTIVE.pop()
+        torch.set_default_dtype(self._default_dtype)
+        if not _ACTIVE:
+            del nn.Module.__init_subclass__
+            nn.Module.to_empty = _TO_EMPTY  # type: ignore[method-assign]
+            for cls, original in reversed(self._wrapped):
+                cls.__init__ = original
+            self._wrapped = []
+            self._under_construction.clear()
+            try:
+                # The others may not have had this rank's exception, and would not take part in a broadcast.
+                if kind is None:
+                    _partition_again(only_unseen=False)
+            finally:
+                _discard(list(_OPEN))
+
+    def _wrap(self, cls: type[nn.Module]) -> None:
+        """Let the class's constructor end with a partitioning, if it has one of its own."""
+        original = cls.__dict__.get("__init__")
+        if original is None or cls.__module__.startswith("torch.jit"):
+            return
+
+        @functools.wraps(original)
+        def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            # Constructors call those of their base classes: the module is complete when the outermost one returns.
+            outermost = id(module) not in self._under_construction
+            self._under_construction.add(id(module))
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                if outermost:
+                    self._under_construction.discard(id(module))
+            if outermost and _ACTIVE:
+                _partition_again(only_unseen=True)
+                _ACTIVE[-1]._partition_own(module)
+
+        self._wrapped.append((cls, original))
+        cls.__init__ = construct  # type: ignore[assignment, method-assign]
+
+    def _partition_own(self, module: nn.Module) -> None:
+        for name, param in module._parameters.items():
+            if param is None or isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta:
+                continue
+            if param.is_floating_point() and param.numel() > 0:
+                self._partition_param(param, f"{type(module).__name__}.{name}")
+
+    @torch.no_grad()
+    def _partition_param(self, param: nn.Parameter, name: str) -> None:
+        """Cut one parameter: rank 0's values, of which this rank keeps a W-th."""
+        comm, made = self.comm, as_zero_parameter(param, name)
+        values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
+        comm.broadcast("setup.broadcast", values)
+        bucket = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
+        alone = comm.world_size == 1 and self._home.type == comm.device.type
+        pool = self._pools.setdefault(values.dtype, (InPlacePool if alone else BufferPool)(values.dtype, comm.device))
+        shard = torch.zeros(bucket.shard_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
+        gather = GatherConfig().build(bucket, values.dtype, comm, DeviceShard(), name)
+        home = PartitionedBucket(INIT_KEY, bucket, [made], shard, gather, pool)
+        home.write(made, values)
+        self._freed_bytes += values.nbytes
+        del values
+        made.hide(shard.dtype, self._home)
+        if self._freed_bytes >= TRIM_BYTES:
+            self._freed_bytes = 0
+            return_freed_memory()
+
+
+@functools.cache
+def _say_not_pinned() -> None:
+    log.warning("zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)")
+
+
+def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """All that exist, each once."""
+    seen: set[type] = set()
+    stack = [cls]
+    while stack:
+        for child in stack.pop().__subclasses__():
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+                yield child
+
+
+@functools.wraps(_TO_EMPTY)
+def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
+    made = _TO_EMPTY(module, *args, **kwargs)
+    for part in made.modules():
+        _ACTIVE[-1]._partition_own(part)
+    return made
+
+
+def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
+    super(nn.Module, cls).__init_subclass__(**kwargs)
+    context._wrap(cls)
+
+
+@torch.no_grad()
+def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
+    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
+
+    When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
+    parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
+    """
+    _partition_again(only_unseen=True)
+    params = partitioned_in((args, kwargs))
+    homes = _homes_of(params)
+    try:
+        _all_gather_params(homes, SETUP)
+        _OPEN.update((home, references(home.whole)) for home in homes)
+        result = _with_views(func, args, kwargs, params)
+    except BaseException:
+        # Now, as the traceback holds views: they would pass for somebody's who may still write.
+        _discard(homes)
+        raise
+    _partition_again(only_unseen=True)
+    return result
+
+
+def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
+    """Call ``func`` with views of gathered parameters in their places."""
+    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
+    views = {id(param): param._zero.placed()[0].value(param) for param in params}
+    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
+    views.clear()
+    del new_args, new_kwargs
+    return returned[0] if returned else result  # an operation in place returns what it was given
+
+
+@torch.no_grad()
+def _partition_again(only_unseen: bool) -> None:
+    """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
+    for home, alone in list(_OPEN.items()):
+        if only_unseen and references(home.whole) > alone:
+            continue
+        del _OPEN[home]
+        try:
+            values = home.value(home.params[0]).reshape(-1)
+            home.gather.comm.broadcast("setup.broadcast", values)
+            home.write(home.params[0], values)
+            home.writes.snapshot()
+            del values
+            home.release()
+        except BaseException:
+            _discard([home])
+            raise
+
+
+@torch.no_grad()
+def _discard(homes: list[PartitionedBucket]) -> None:
+    """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
+    for home in homes:
+        _OPEN.pop(home, None)
+        if home.status is not ZeroParamStatus.NOT_AVAILABLE:
+            home.release(discard=True)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, context: Init) -> None:
+    """Give values to parameters on the ``meta`` device, module by module, and cut them at once.
+
+    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``.
+
+    Raises:
+        ConfigError: a module with parameters or buffers on ``meta`` that cannot make them.
+    """
+    device = context.comm.device
+    for name, module in model.named_modules():
+        metas = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        empty = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
+        if not metas and not empty:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise ConfigError(
+                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to "
+                "make its values; construct the model inside deepzero.zero.Init() instead"
+            )
+        if empty and not type(module).__module__.startswith("torch.nn"):
+            raise ConfigError(
+                f"buffer {next(iter(empty))!r} of module {name!r} is on the meta device, and reset_parameters() need "
+                "not fill it; construct the model inside deepzero.zero.Init() instead"
+            )
+        whole = [key for key, param in module._parameters.items() if param is not None and not param.is_meta]
+        if whole and metas:
+            raise ConfigError(
+                f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
+                "reset_parameters() would overwrite; load all of its parameters, or none"
+            )
+        for param in metas.values():
+            if param.is_meta:
+                # The object stays the same one: optimizers and tied modules hold it.
+                made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                torch.utils.swap_tensors(param, made)
+        for key, buffer in empty.items():
+            module._buffers[key] = torch.zeros_like(buffer, device=device)
+        reset()
+        context._partition_own(module)
+
+
+# ---- GatheredParameters ----------------------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """Partitioned parameters, whole for the time of a ``with``, to read or to write. A collective; may be nested.
+
+    Every rank enters with the same parameters. A write is made on ``modifier_rank``, whose values all ranks take over
+    when the context ends, each keeping its shard. A write to a partitioned parameter without ``modifier_rank`` would
+    vanish; it raises. Parameters that are whole anyway (stages 0-2, persistent ones) may be among them; a write to one
+    stays, as it does outside, and has to be the same on all ranks.
+
+    Args:
+        params: one parameter, or any iterable of them; None (the bias of a layer without) is passed over.
+        modifier_rank: the rank whose writes count; None for reading.
+        fwd_module: register the parameters with this module, which will use them in its forward pass.
+        enabled: False does nothing.
+
+    Example (any stage, one rank)::
+
+        with deepzero.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+            model.head.weight.zero_()
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled, self.modifier_rank = enabled, modifier_rank
+        if not enabled:
+            return
+        if isinstance(params, nn.Module):
+            raise TypeError("GatheredParameters takes parameters, got a module; pass module.parameters()")
+        listed = [params] if params is None or isinstance(params, Tensor) else list(params)
+        for param in listed:
+            if param is not None and not isinstance(param, nn.Parameter):
+                raise TypeError(f"GatheredParameters takes parameters, got a {type(param).__name__}")
+        self.params = list(dict.fromkeys(param for param in listed if param is not None))
+        world = process_group.world_size()
+        if modifier_rank is not None and not 0 <= modifier_rank < world:
+            raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
+        self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
+        self.buckets = _homes_of(self.partitioned)
+        for param in self.partitioned if fwd_module is not None else ():
+            register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        for bucket in self.buckets:
+            check_on_device(bucket)
+        self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
+        for bucket in self.buckets:
+            bucket.gather_refs += 1
+            bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
+        _all_gather_params(self.buckets, ON_REQUEST)
+        for bucket in self.buckets:
+            bucket.gather_again(ON_REQUEST, exact=True)  # it may have been here, quantised
+
+    @torch.no_grad()
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if not self.enabled:
+            return
+        complete = False
+        try:
+            if kind is None:
+                if self.modifier_rank is not None:
+                    self._take_over(self.modifier_rank)
+                self._refuse_other_writes()
+                complete = True
+        finally:
+            for bucket in self.buckets:
+                if complete:  # else a write that was not taken over is left for the release to refuse
+                    bucket.writes.snapshot()
+                bucket.gather_refs -= 1
+                if bucket.gather_refs == 0 and bucket.release_when_unreferenced:
+                    bucket.release_when_unreferenced = False
+                    bucket.release(discard=not complete)
+                elif bucket.gather_refs == 0:
+                    if complete:
+                        bucket.gather_again(ON_REQUEST, exact=False)
+                    if bucket in self._hidden:
+                        bucket.hide()
+
+    def _refuse_other_writes(self) -> None:
+        """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
+        for bucket in self.buckets:
+            bucket.writes.check()
+        for param in self.partitioned:
+            home, slot = param._zero.placed()
+            start, stop, _ = home.range_of(slot)
+            mine = home.value(param).reshape(-1)[start:stop]
+            if not _same_bits(mine, home.part_of(slot).to(mine.device)):  # an offloaded shard is in host memory
+                raise PartitionedUseError(
+                    f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
+                    "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"
+                )
+
+    def _take_over(self, source: int) -> None:
+        for param in self.params:
+            if not isinstance(param, ZeroParameter):
+                values = param.detach().clone()
+                process_group.broadcast_tensor(values, source)
+                param.copy_(values)  # in sight of the engine, which looks at the parameter's version
+                continue
+            home, _ = param._zero.placed()
+            values = home.value(param)
+            if param.numel() and param.data_ptr() != values.data_ptr():
+                values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
+                param.data = values
+            home.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
+            home.write(param, values.reshape(-1))
+            home.writes.snapshot_param(param)
+        if self.buckets:
+            with self.buckets[0].gather.comm.ledger.aside():
+                send_to_replicas(self.buckets)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal, NaN included."""
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -12,7 +12,10 @@ does, in this order:
 
 Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
 
-``release_sub_module``, after a module, releases nothing itself: what was used goes in the 1 of the next use.
+DeepSpeed releases at the end of a module. Here a bucket serves a run of modules, and at the end of one of them nothing
+tells whether the next one will use it too: that is known when the next use comes, which begins with
+``release_sub_module``. Nothing is fetched in between, so the most that is ever gathered is the same. And a backward
+pass has no such end: it asks for weights one by one and never says that it is done with one.
 
 While recording there is nothing to look ahead to; then whatever was used longest ago is released first, so that about
 two buckets are held.
@@ -27,25 +30,27 @@ DeepSpeed's ``partitioned_param_coordinator.py``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.storage import storage_ptr_of
-from deepzero.offload.copy_streams import FETCH_BETWEEN_STEPS
-from deepzero.runtime.zero.buffer_plan import BufferForecast, Moment, moments_of
+from deepzero.runtime.zero.buffer_pool import BufferForecast, InPlacePool, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
-from deepzero.runtime.zero.forecast import BACKWARD, FORWARD, planned
-from deepzero.runtime.zero.partition_parameters import PartitionedUseError, ZeroParameter, ZeroParamStatus
+from deepzero.runtime.zero.guards import PartitionedUseError
+from deepzero.runtime.zero.parameter_all_gather import (
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    ON_REQUEST,
+    ON_REQUEST_BROADCAST,
+)
+from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
 log = logging.getLogger(__name__)
-
-EVALUATION = "parameters.all_gather_evaluation"
-ON_REQUEST = "parameters.all_gather_on_request"
-ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
 
 
 def in_backward() -> bool:
@@ -60,25 +65,28 @@ WARN_AFTER_DROPS = 10
 
 
 class InflightParamRegistry:
-    """The buckets whose all-gather is under way, by key, in the order of their launches."""
+    """The parameters whose all-gather is under way; by bucket, as the parameters of a bucket travel together."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, PartitionedBucket] = {}
 
-    def launch(self, bucket: PartitionedBucket, kind: str) -> None:
-        """Launch the bucket's all-gather and remember it. An evaluation leaves the secondary partition as it is."""
-        bucket.launch(kind, exact=False, keep=kind != EVALUATION)
+    def __contains__(self, param: ZeroParameter) -> bool:
+        home, _ = param._zero.placed()
+        return self._buckets.get(home.key) is home
+
+    def add(self, bucket: PartitionedBucket) -> None:
+        """The bucket has been launched."""
         self._buckets[bucket.key] = bucket
 
     def wait(self, key: int, show: bool = False) -> None:
-        """Wait for one, if it is under way; with ``show``, let its parameters show their values."""
+        """Wait for one bucket, if it is under way; with ``show``, let its parameters show their values."""
         bucket = self._buckets.pop(key, None)
         # GatheredParameters may have waited for it in between.
         if bucket is not None and bucket.status is ZeroParamStatus.INFLIGHT:
             bucket.wait(show)
 
     def wait_all(self) -> None:
-        """Wait for all."""
+        """Wait for all, in the order of their launches."""
         for key in list(self._buckets):
             self.wait(key)
 
@@ -90,7 +98,7 @@ class ModuleTrace:
         what: training or evaluation, for messages.
         numel: elements of every bucket.
         limits: what may be held.
-        speaks: one rank says when a plan is dropped.
+        is_rank0: this rank logs when a plan is dropped.
     """
 
     def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
@@ -178,8 +186,10 @@ class PartitionedParameterCoordinator:
         self, buckets: Sequence[PartitionedBucket], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
         self.buckets, self.limits, self.ledger = list(buckets), limits, comm.ledger
-        self._comm, self.device = comm, comm.device
-        self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST, FETCH_BETWEEN_STEPS}
+        self.comm = comm
+        self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
+        self.on_plan: Callable[[], None] = lambda: None
+        """Called when plans, or the ways in which buckets travel, are new."""
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {bucket.key: bucket.numel for bucket in buckets}
         is_rank0 = comm.rank == 0
@@ -191,11 +201,9 @@ class PartitionedParameterCoordinator:
         # By last use, the oldest first.
         self._live: dict[int, None] = {}
         self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
-        rooms = (bucket.gather.rules.messages for bucket in buckets)
-        self._messages = list({id(pool): pool for pool in rooms if pool is not None}.values())
-        # One rank computes with its share itself, unless that is in host memory.
-        takes = [bucket for bucket in buckets if bucket.comm.world_size > 1 or bucket.shard_on_host]
-        self._buffers = BufferForecast({made.key: made.numel for made in takes}, limits.live_numel, self.device)
+        # One rank computes with its shard itself, unless that is in host memory.
+        takes = {bucket.key: bucket.numel for bucket in buckets if not isinstance(bucket.pool, InPlacePool)}
+        self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
         self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
@@ -255,21 +263,30 @@ class PartitionedParameterCoordinator:
                     self.buckets[key].show()
             return
         backward = in_backward()
-        self._comm.position = f"{'backward' if backward else 'forward'} of {where}"
+        self.comm.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
             self._switch(self.training)
         action = self._trace.advance(keys, backward, where, on_demand, self._run)
         forward = FORWARD if self._trace is self.training else EVALUATION
-        kind = BACKWARD if backward else forward
         if not self._buffers.moments:
             self._begin_pass()
         self._buffers.moments.append(Moment(keys, self._run))
-        self._make_room(keys, action)
-        for key in keys:
-            self._launch(key, kind, where)
+        self.release_sub_module(keys, action)
+        # Mine first: it is needed first, and all ranks launch in this order.
+        fetches = [(key, BACKWARD if backward else forward, "") for key in keys]
         if action is not None:
-            for key, for_backward in action.prefetch:
-                self._launch(key, BACKWARD if for_backward else forward, where, prefetch=True)
+            fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in action.prefetch]
+        for key, kind, note in fetches:
+            if key in self._live:
+                continue
+            bucket = self.buckets[key]
+            self._count_live(key, where, note)
+            if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
+                self._buffers.moments[-1].taken.append(key)
+                with profiler_ranges.span("fetch", key, where, note):
+                    # An evaluation leaves the secondary shards of training as they are.
+                    bucket.launch(kind, exact=False, keep=kind != EVALUATION)
+                self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
         with profiler_ranges.standing_at(where):
@@ -280,15 +297,19 @@ class PartitionedParameterCoordinator:
                 self._live.pop(key, None)
                 self._live[key] = None
 
-    def release_sub_module(self, where: str) -> None:
-        """2 post-forward: the module is over; ranks that fall apart say so in their messages. Nothing is released yet.
+    def release_sub_module(self, keys: tuple[int, ...], action: FetchAction | None) -> None:
+        """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
 
-        DeepSpeed releases here. A bucket serves a run of modules, and at the end of one of them nothing tells
-        whether the next one will use it too: that is known when the next use comes, which begins by releasing
-        (:meth:`_make_room`). Nothing is fetched in between, so the most that is ever gathered is the same. And a
-        backward pass has no such moment: it asks for weights one by one and never says that it is done with one.
+        While recording, what was used longest ago goes, so that little more than two buckets is held.
         """
-        self._comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
+        for key in action.release if action is not None else ():
+            self._release_in_pass(key)
+        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
+            self._release_in_pass(key)
+
+    def end_sub_module(self, where: str) -> None:
+        """Post-forward: the module is over, for the messages of ranks that fall apart."""
+        self.comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def gradients_complete(self, key: int) -> None:
         """All gradients of a bucket are there."""
@@ -321,8 +342,10 @@ class PartitionedParameterCoordinator:
     def _begin_pass(self) -> None:
         for pool in self._pools:
             pool.begin_pass()
-        for messages in self._messages:  # of one size, kept from pass to pass
-            messages.count_anew()
+        quantized = {id(bucket.gather.buffers): bucket.gather.buffers for bucket in self.buckets}
+        for messages in quantized.values():
+            if messages is not None:  # of one size, kept from pass to pass
+                messages.count_anew()
 
     def _end_pass(self) -> None:
         self._buffers.moments = []
@@ -340,9 +363,7 @@ class PartitionedParameterCoordinator:
         self._end_pass()
 
     def predict_anew(self, simulate: bool = True) -> None:
-        """A plan is new, or buckets travel in another way: the plans say what later steps will send and hold.
-
-        That replaces the closed forms, which know no savings.
+        """A plan is new, or buckets travel in another way: what later steps send and hold follows from the plans.
 
         Args:
             simulate: find out which buffers the plans take, too; that costs several passes over them.
@@ -351,15 +372,14 @@ class PartitionedParameterCoordinator:
         plans = [(trace.uses, trace.plan) for trace in traces if trace.plan is not None]
         if not plans:
             return
-        forecasts = [planned(self.buckets, *plan) for plan in plans]
-        if self.training in traces:
-            self.ledger.predicted_traffic.update(forecasts[0].traffic)
         if simulate:
             self._buffers.expect([moments_of(*plan) for plan in plans])
         self._to_simulate = not simulate
-        messages = max(forecast.message_bytes for forecast in forecasts)
-        itemsize = max((bucket.gather.dtype.itemsize for bucket in self.buckets), default=0)
-        self.ledger.predicted_memory["gathered"] = self._buffers.most_numel * itemsize + messages
+        self.on_plan()
+
+    def most_gathered_numel(self) -> int:
+        """The most elements that the plans hold gathered at any time, with what is kept of buffers."""
+        return self._buffers.most_numel
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""
@@ -406,27 +426,18 @@ class PartitionedParameterCoordinator:
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _make_room(self, keys: tuple[int, ...], action: FetchAction | None) -> None:
-        """Release what the plan lets go before ``keys`` are used; while recording, what was used longest ago."""
-        for key in action.release if action is not None else ():
-            self._release_in_pass(key)
-        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
-            self._release_in_pass(key)
-
     def _release_in_pass(self, key: int) -> None:
         bucket = self.buckets[key]
         buffer = bucket.buffer
         self._release(key)
         self._buffers.released(key, buffer is None or bucket.pool.is_alone(buffer))
 
-    def _launch(self, key: int, kind: str, where: str, prefetch: bool = False) -> None:
+    def _count_live(self, key: int, where: str, note: str) -> None:
         bucket = self.buckets[key]
-        if key in self._live:
-            return
-        self.ledger.note("fetch", f"prefetch at {where}" if prefetch else where, f"bucket {key}")
+        self.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
         self.live_numel += bucket.numel
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
-        if self.live_numel > self.limits.live_numel and not self._warned_live and self._comm.rank == 0:
+        if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
             self._warned_live = True
             log.warning(
                 "%s needs %d gathered elements at once, more than stage3_max_live_parameters=%d (said once)",
@@ -434,10 +445,6 @@ class PartitionedParameterCoordinator:
             )  # fmt: skip
         self._live[key] = None
         bucket.release_when_unreferenced = False
-        if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
-            self._buffers.moments[-1].taken.append(key)
-            with profiler_ranges.span("fetch", key, where, "prefetch" if prefetch else ""):
-                self.inflight.launch(bucket, kind)
 
     def _release(self, key: int, discard: bool = False) -> None:
         bucket = self.buckets[key]
@@ -450,7 +457,7 @@ class PartitionedParameterCoordinator:
         else:
             self.ledger.note("release", "", f"bucket {key}")
             with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
-                bucket.discard() if discard else bucket.release()
+                bucket.release(discard)
 
     def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
         """What was used longest ago, until ``keys`` have room within ``limit`` elements."""

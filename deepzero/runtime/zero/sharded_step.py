@@ -21,16 +21,72 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from deepzero.comm import profiler_ranges
+from deepzero.layout import Bucket, FlatLayout, Fragment
 from deepzero.offload.copy_streams import ADAM, OffloadStats
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.zero.grad_accumulator import ParamGroup
+from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.runtime.zero.master_shard import MasterShard
+
+
+class ParamGroup(Protocol):
+    """A group of parameters, whole (``FlatParamGroup``) or partitioned (``PartitionedParamGroup``)."""
+
+    names: list[str]
+    layout: FlatLayout
+    whole: bool
+    """Masters and gradients of everything on every rank (stage 0)."""
+    dtype: torch.dtype
+    device: torch.device
+    masters: list[torch.Tensor]
+    fragments: list[Fragment]
+    optimizer_group: Any
+    before_write: Callable[[], None] | None
+    """Asked before parameters are written from outside; raises while they must not be."""
+    placement: OffloadPlan
+    master_store: MasterShard
+
+    @property
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: all of them, or its share."""
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The masters of this rank's part of ``bucket``, padding included."""
+
+    def param_shard(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of ``bucket`` in the compute dtype, padding included."""
+
+    def wait_for_fetches(self, bucket: Bucket) -> None:
+        """Before new parameters are written where they live."""
+
+    def param_fragment(self, fragment: Fragment) -> torch.Tensor:
+        """This rank's piece of one parameter in the compute dtype."""
+
+    def written(self) -> list[str]:
+        """Names of parameters that were written since the last step."""
+
+    def bump_param_versions(self) -> None:
+        """Values were written between two steps, by nobody outside."""
+
+    def sync_masters_from_params(self) -> None:
+        """Before a step: what was written into parameters is kept, or refused."""
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """New values, 1-D, whole and fp32, for one parameter and its master."""
+
+    def release(self) -> None:
+        """Let the parameters belong to nobody again."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """In the order of the layout."""
 
 
 @dataclass(frozen=True)

@@ -1,94 +1,564 @@
 """Stage 3: partitioned parameters, besides gradients and optimizer states.
 
-A rank keeps a W-th part of every parameter and puts a bucket together just in time, twice per micro-batch: for the
-forward and for the backward pass. Memory ``(c + a + K)Ψ/W`` (c bytes of the compute dtype, a of ``grad_S``, K of
-masters and moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W`` forward, the same
-backward, reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last buckets of the
-forward pass are the first of the backward pass, and stay; weights that no backward formula reads (embeddings) are not
-fetched for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole, and travel once per
-step.
+A rank keeps a W-th of every parameter and puts a bucket together just in time, twice per micro-batch: for the forward
+and for the backward pass. Memory ``(c + a + K)Ψ/W`` (c bytes of the compute dtype, a of ``grad_S``, K of masters and
+moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W`` forward, the same backward,
+reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last buckets of the forward
+pass are the first of the backward pass, and stay; weights that no backward formula reads (embeddings) are not fetched
+for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole, and travel once per step.
 
-One parameter's way, in the numbers of a training step: **0** ``PartitionedParamGroup`` cuts it → **1** ``ModuleHooks``
-→ ``fetch_sub_module`` → its bucket is gathered, the parameter is a view of it → **2** ``release_sub_module``; the next
-fetch lets it go → **3** the backward pass asks for the saved weight: fetched once more → **4** its gradient is
-complete: ``GradientReducer`` sends it to its owners → **5** ``finish_gradients`` → **6** ``ShardedStep.step``, by
-sub-groups → **7** ``publish``: cast into ``shard_S``; nothing is sent but for persistent parameters.
+One parameter's way, which is the order of this file: **0 build** :class:`PartitionedParamGroup` cuts it · **1 fetch**
+``ModuleHooks`` calls ``fetch_sub_module``: its bucket is gathered, the parameter is a view of it, again when the
+backward pass asks for the saved weight · **2 release** before the next fetch · **3 gradient ready**
+``GradientReducer`` sends its gradient to the owners · **4 boundary** ``reduce_gradients`` · **5 step** the optimizer,
+by sub-groups · **6 publish** the masters are cast into ``shard_S``; nothing is sent but persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from deepzero.comm.collectives import Communicator, Pending
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.reduce_scatter import BucketReducer
-from deepzero.layout import Bucket, ParamSlot
+from deepzero.config.zero import ZeroConfig
+from deepzero.layout import Bucket, FlatLayout, Fragment, ParamSlot, bucket_limit, plan_layout
 from deepzero.offload.copy_streams import PendingCopy
 from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator, ParamGroup
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool
+from deepzero.runtime.zero.fetch_plan import FetchLimits
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
+from deepzero.runtime.zero.guards import register_owner, unregister_owner
+from deepzero.runtime.zero.master_shard import MasterShard
 from deepzero.runtime.zero.module_hooks import ModuleHooks
+from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, GroupLayout, HostMemory
+from deepzero.runtime.zero.parameter_all_gather import SETUP, DeviceShard, GatherConfig, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
+    PartitionedParameter,
     PersistentParameter,
     ZeroParameter,
     ZeroParamStatus,
+    as_zero_parameter,
+    unpartition,
 )
-from deepzero.runtime.zero.partitioned_bucket import send_to_replicas
+from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.partitioned_param_group import PartitionedParamGroup
-from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.sharded_step import ParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, take_values, update_master_from_param
+from deepzero.runtime.zero.zeropp import build_quantizer
+
+log = logging.getLogger(__name__)
+
+# ---- 0 build: which parameters are cut, over which buckets -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PartitioningPlan:
+    """What will be partitioned, before anything is."""
+
+    groups: list[GroupLayout]
+    """Of trained parameters, then of frozen ones."""
+    limit: int
+    """Elements of a bucket."""
+
+
+def plan_partitioning(
+    names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
+) -> PartitioningPlan:
+    """Which parameters are cut, over which buckets. Pure numbers.
+
+    Args:
+        names: every parameter's.
+        chosen: the trainable parameters of each optimizer group, in the order in which their gradients arrive.
+        config: thresholds and limits.
+        world_size: W.
+    """
+    threshold = config.stage3_param_persistence_threshold
+    trained = {param for params in chosen for param in params}
+    frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
+    total = sum(param.numel() for params in (*chosen, frozen) for param in params)
+    limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
+    # Two buckets are needed at a time: the one that is computed with and the next one.
+    limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
+
+    def planned(params: Sequence[nn.Parameter], optimizer_group: int | None, partitioned: bool) -> GroupLayout:
+        layout = plan_layout([p.numel() for p in params], world_size, limit)
+        return GroupLayout(params, layout, optimizer_group, partitioned)
+
+    groups = []
+    for index, params in enumerate(chosen):
+        for partitioned in (True, False):
+            some = [p for p in params if (p.numel() > threshold) is partitioned]
+            if some:
+                groups.append(planned(some, index, partitioned))
+    if frozen:
+        groups.append(planned(frozen, None, True))
+    return PartitioningPlan(groups, limit)
+
+
+def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
+    """DeepSpeed's three numbers, for a model of which a bucket holds at most ``limit`` elements.
+
+    They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
+    model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
+    and keeping are limited to what one bucket holds, which for a model of N elements is about N/16.
+    """
+    return FetchLimits(
+        prefetch_numel=min(config.stage3_prefetch_bucket_size, limit),
+        reuse_numel=min(config.stage3_max_reuse_distance, limit),
+        live_numel=config.stage3_max_live_parameters,
+    )
+
+
+def gather_configs(
+    config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
+) -> dict[bool, GatherConfig]:
+    """How buckets travel; those of frozen parameters under True. A collective.
+
+    Args:
+        config: the settings.
+        comm: the ranks.
+        dtype: compute dtype.
+        layouts: of all partitioned groups, those of frozen parameters under True.
+    """
+    if comm.world_size == 1:
+        return {False: GatherConfig(), True: GatherConfig(frozen=True)}
+    size, mics = config.secondary_size, config.mics_shard_size > 0
+    group = comm.split(size)[0] if size > 1 or mics else None
+    quantized = {
+        False: config.zero_quantized_weights,
+        True: config.zero_quantized_weights or config.zero_quantized_nontrainable_weights,
+    }
+    settings, quantizer, buffers, scratch_bytes = config.quantization, None, None, 0
+    if quantized[True]:
+        # Every rank decodes everything twice, and encodes its own shard.
+        chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
+        numel = 2 * sum(layout.padded_numel for layout in chosen)
+        quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
+        shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
+        scratch_bytes = comm.world_size * quantizer.format.message_bytes(shard_numel)
+        buffers = _pool(torch.uint8, config, comm)
+    return {
+        frozen: GatherConfig(group, mics, quantizer, buffers, scratch_bytes, frozen)
+        if quantized[frozen]
+        else GatherConfig(group, mics, frozen=frozen)
+        for frozen in (False, True)
+    }
+
+
+def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
+    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
+
+
+def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
+    """Log which of ZeRO++'s settings have nothing to work on in this model."""
+    threshold = config.stage3_param_persistence_threshold
+    for name, works, why in (
+        ("zero_quantized_weights", any(layouts.values()), ""),
+        ("zero_hpz_partition_size", any(layouts.values()), ""),
+        ("mics_shard_size", any(layouts.values()), ""),
+        ("zero_quantized_nontrainable_weights", bool(layouts[True]), "frozen "),
+    ):
+        if getattr(config, name) not in (False, 1, -1) and not works:
+            log.warning(
+                "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
+                "elements, so none is partitioned", name, why, threshold,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """What step 0 of stage 3 leaves behind."""
+
+    groups: list[ParamGroup]
+    """Of trainable parameters: partitioned ones, and ``FlatParamGroup`` of persistent ones."""
+    frozen: list[PartitionedParamGroup]
+    coordinator: PartitionedParameterCoordinator
+    pool: BufferPool
+    messages: BufferPool | None
+    """qwZ: buffers for quantised messages."""
+
+    def gather_buffers(self) -> list[torch.Tensor]:
+        """What is gathered, or on its way, and what is kept for the next time."""
+        return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
+
+    def most_gathered(self) -> int:
+        """The most bytes of :meth:`gather_buffers` in this pass."""
+        pools = (self.pool, *([self.messages] if self.messages is not None else []))
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in pools)
+
+    def secondaries(self) -> list[torch.Tensor]:
+        """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
+        kept = [bucket.gather.secondary_shard for bucket in self.coordinator.buckets]
+        return [secondary for secondary in kept if secondary is not None]
+
+    def clear(self) -> None:
+        """Let go of free buffers."""
+        self.pool.clear()
+        if self.messages is not None:
+            self.messages.clear()
+
+
+def partition_model(
+    names: Mapping[nn.Parameter, str],
+    plan: PartitioningPlan,
+    placements: Sequence[OffloadPlan],
+    config: ZeroConfig,
+    comm: Communicator,
+    dtype: torch.dtype,
+    offload: HostMemory | None,
+) -> Partitioning:
+    """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
+
+    Args:
+        names: every parameter's.
+        plan: from :func:`plan_partitioning`.
+        placements: of its groups.
+        config: thresholds and limits.
+        comm: the ranks.
+        dtype: compute dtype.
+        offload: where host memory is; None: nothing is offloaded.
+    """
+    partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
+    trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
+    for param in (p for p in names if p not in partitioned):
+        if isinstance(param, PartitionedParameter):
+            unpartition(param)
+        if param not in trained:
+            place_whole(param, comm, dtype if is_real(param) else param.dtype)
+    pool = _pool(dtype, config, comm)
+    layouts = {
+        frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
+        for frozen in (False, True)
+    }
+    configs = gather_configs(config, comm, dtype, layouts)
+    if comm.rank == 0 and comm.world_size > 1:
+        _name_idle_switches(config, layouts)
+    groups: list[ParamGroup] = []
+    frozen: list[PartitionedParamGroup] = []
+    buckets: list[PartitionedBucket] = []
+    for group, placement in zip(plan.groups, placements, strict=True):
+        index = group.optimizer_group
+        labels = [names[p] for p in group.params]
+        if group.partitioned:
+            made = PartitionedParamGroup(
+                labels, group, comm, pool, len(buckets), placement, offload, configs[index is None]
+            )
+            buckets.extend(made.buckets)
+            if index is None:
+                frozen.append(made)
+            else:
+                groups.append(made)
+        elif index is not None:
+            arena = offload.arena if offload is not None else None
+            groups.append(
+                FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena)
+            )
+    largest = max((bucket.numel for bucket in buckets), default=0)
+    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
+    send_to_replicas(buckets)
+    return Partitioning(groups, frozen, coordinator, pool, configs[True].buffers)
+
+
+def is_real(param: nn.Parameter) -> bool:
+    """Whether its elements are numbers that can be cast; two to a byte are not."""
+    return param.is_floating_point() and param.dtype is not getattr(torch, "float4_e2m1fn_x2", None)
+
+
+@torch.no_grad()
+def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> None:
+    """What is in no group goes to the device as a whole, with rank 0's values, in ``dtype``."""
+    shape = param.shape
+    param.data = take_values(param, comm).to(dtype).view(shape)
+
+
+@torch.no_grad()
+def place_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Buffers go to the device and take rank 0's values; they keep their dtype, as in DeepSpeed."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                moved = buffer.to(comm.device).resolve_conj().resolve_neg().contiguous()
+                comm.broadcast("setup.broadcast", moved)
+                module._buffers[key] = moved
+
+
+# ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
+
+
+class PartitionedParamGroup:
+    """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
+
+    The counterpart of :class:`~deepzero.runtime.zero.stage_1_and_2.FlatParamGroup`, over the same layout: what is kept
+    whole there (``flat_P``) is here put together bucket by bucket, when it is needed. Masters, fragments and the order
+    of elements in a rank's shard are the same in both. Frozen parameters are partitioned too, in groups of their own
+    that no optimizer sees, without masters.
+
+    Args:
+        names: the parameters' names, in the order of the layout.
+        planned: its parameters and layout. They become partitioned; those that ``zero.Init`` has cut are cut anew.
+        comm: the ranks.
+        pool: buffers of the compute dtype.
+        first_key: the coordinator's number of the first bucket.
+        placement: what of it lives in host memory; None: nothing.
+        offload: where that is; None: nothing is offloaded.
+        config: how buckets travel.
+    """
+
+    whole = False
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        planned: GroupLayout,
+        comm: Communicator,
+        pool: BufferPool,
+        first_key: int,
+        placement: OffloadPlan | None = None,
+        offload: HostMemory | None = None,
+        config: GatherConfig | None = None,
+    ) -> None:
+        self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
+        self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
+        layout, trained = planned.layout, planned.optimizer_group is not None
+        # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
+        self.before_write: Callable[[], None] | None = offload.wire.finish_reads if offload is not None else None
+        self.placement = placement or OffloadPlan.on_device(layout, self.dtype == torch.float32, trained)
+        cut = self.placement.parameter_numel
+        self.shard_on_host: torch.Tensor | None = None
+        if cut and offload is not None:
+            self.shard_on_host = offload.arena.allocate(HOST_PARAMETERS, cut, self.dtype)
+        self.master_store = MasterShard(self.placement, offload.arena if offload is not None else None)
+        self.fragments = layout.fragments(comm.rank)
+        self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
+        self.params = self._move_in(planned.params)
+        self._index = {param: index for index, param in enumerate(self.params)}
+        self.masters = [self._master_of(fragment) for fragment in self.fragments] if trained else []
+        self.buckets: list[PartitionedBucket] = []
+        in_place = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
+        for bucket in layout.buckets:
+            key, inside = first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
+            on_host, where = self.placement.keeps_on_host(bucket), f"bucket {key}"
+            source = offload.source_of(bucket, comm, where) if on_host and offload is not None else DeviceShard()
+            gather = (config or GatherConfig()).build(bucket, self.dtype, comm, source, where)
+            buffers = pool if on_host else in_place
+            self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, buffers, self))
+
+    @torch.no_grad()
+    def _move_in(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
+        """Cut the parameters one by one: this rank's fragments into shard and masters, the rest is freed.
+
+        See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
+        is free.
+        """
+        waits = lies_on(params, self.device)
+        if not waits:
+            self._allocate()
+        kept: dict[int, torch.Tensor] = {}
+        made = []
+        for index, param in enumerate(params):
+            register_owner(param, self.names[index])
+            made.append(as_zero_parameter(param, self.names[index]))
+            values, number = self._whole_values(made[-1]), self._mine.get(index)
+            if number is not None:
+                fragment = self.fragments[number]
+                mine = values[fragment.start : fragment.start + fragment.numel]
+                if waits:
+                    kept[number] = mine.clone()
+                else:
+                    self._lay(number, mine)
+            del values
+            made[-1]._zero.home = made[-1]._zero.slot = None
+            made[-1].hide(self.dtype, self.device)
+        if waits:
+            self._allocate()
+        for number in list(kept):
+            self._lay(number, kept.pop(number))
+        return made
+
+    def _allocate(self) -> None:
+        numel = self.layout.shard_numel - self.placement.parameter_numel
+        self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        self.master_store.allocate(self.device)
+
+    def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
+        """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
+        if param._zero.home is None:
+            return take_values(param, self.comm)
+        home, _ = param._zero.placed()
+        home.launch(SETUP)
+        home.wait()
+        values: torch.Tensor = home.value(param).reshape(-1)
+        home.release()
+        return values
+
+    def _lay(self, number: int, mine: torch.Tensor) -> None:
+        """One fragment's values into the shard, and into its master as they were before the cast."""
+        fragment = self.fragments[number]
+        self.param_fragment(fragment).copy_(mine)
+        master = self.master_store.at(fragment.shard_start, fragment.numel)
+        if master is not None:
+            master.copy_(mine)
+
+    # ---- the group's tensors -----------------------------------------------------------------------------------------
+
+    @property
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: its shard, or what of it is not in host memory."""
+        return [self.shard_on_device]
+
+    def _shard(self, start: int, numel: int) -> torch.Tensor:
+        """``shard_S[start : start + numel]``, wherever it lies; no bucket's shard crosses from host to device."""
+        cut = self.placement.parameter_numel
+        if self.shard_on_host is not None and start < cut:
+            return self.shard_on_host[start : start + numel]
+        return self.shard_on_device[start - cut : start - cut + numel]
+
+    def param_shard(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's shard of ``bucket``: 1-D ``[shard_numel]``, compute dtype, padding included."""
+        return self._shard(bucket.shard_offset, bucket.shard_numel)
+
+    def param_fragment(self, fragment: Fragment) -> torch.Tensor:
+        """This rank's elements of one parameter: 1-D, compute dtype."""
+        return self._shard(fragment.shard_start, fragment.numel)
+
+    def _master_of(self, fragment: Fragment) -> torch.Tensor:
+        """A leaf that the optimizer may update; in fp32 the shard is its own master."""
+        found = self.master_store.at(fragment.shard_start, fragment.numel)
+        return (self.param_fragment(fragment) if found is None else found).detach().requires_grad_()
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The fp32 masters of this rank's shard of ``bucket``, padding included; in fp32 that shard itself."""
+        found = self.master_store.at(bucket.shard_offset, bucket.shard_numel)
+        return self.param_shard(bucket) if found is None else found
+
+    # ---- writes by the program ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
+        """The shard has new values of ``param``: its master follows."""
+        number = self._mine.get(self._index[param])
+        if number is None or self.optimizer_group is None:
+            return
+        fragment = self.fragments[number]
+        if self.master_store.at(fragment.shard_start, fragment.numel) is not None:  # else the shard is the master
+            update_master_from_param(self.masters[number], self.param_fragment(fragment))
+
+    @torch.no_grad()
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """New values for one parameter and for its master, which keeps all bits of them.
+
+        Args:
+            index: position in :attr:`params`.
+            values: 1-D, whole, fp32, the same on every rank.
+        """
+        param, number = self.params[index], self._mine.get(index)
+        home, _ = param._zero.placed()
+        home.write(param, values)
+        if number is not None:
+            fragment = self.fragments[number]
+            self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
+
+    def written(self) -> list[str]:
+        """Empty: a write to a gathered parameter is refused where it happens."""
+        return []
+
+    def bump_param_versions(self) -> None:
+        """Do nothing: a graph that has saved old values notices by the bucket's generation."""
+
+    def sync_masters_from_params(self) -> None:
+        """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
+        for bucket in self.buckets:
+            if bucket.status is ZeroParamStatus.AVAILABLE:
+                bucket.writes.check()
+
+    # ---- 6 publish ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
+        for bucket in self.buckets:
+            if not self.placement.steps_on_host(bucket.bucket):
+                found = self.master_store.at(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
+                if found is not None:
+                    bucket.shard.copy_(found)
+                bucket.generation += 1
+
+    def wait_for_fetches(self, bucket: Bucket) -> None:
+        """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
+        self.buckets[bucket.index].gather.source.finish()
+
+    def arrived(self, bucket: Bucket, copy: PendingCopy | None) -> None:
+        """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
+        self.buckets[bucket.index].mark_updated(copy.wait if copy is not None else None)
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Let the parameters belong to no engine: whole, plain parameters. A collective."""
+        for bucket in self.buckets:
+            if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
+                bucket.launch(SETUP)
+            if bucket.status is ZeroParamStatus.INFLIGHT:
+                bucket.wait()
+            for param in bucket.params:
+                unregister_owner(param)
+                unpartition(param)
+            bucket.params = []  # they have values of their own now
+            bucket.release(discard=True)
+            bucket.gather.secondary_shard = None
+
+
+def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of them takes memory of the device."""
+    return any(param.device == device for param in params)
+
+
+# ---- 0 build: parameters that stay whole -----------------------------------------------------------------------------
 
 
 class PersistentStore:
-    """Where persistent parameters lie: in a flat buffer, whole on every rank."""
+    """Where a parameter lies that is whole on every rank: in a flat buffer, or, untrained, by itself."""
 
     status = ZeroParamStatus.AVAILABLE
 
-    def __init__(self, group: FlatParamGroup) -> None:
-        self.group = group
-        self._mine = {fragment.slot.index: fragment for fragment in group.fragments}
-
-    def part_of(self, slot: ParamSlot) -> torch.Tensor:
-        """1-D: what this rank's optimizer updates of one parameter."""
-        fragment = self._mine.get(slot.index)
-        flat = self.group.flat_P[slot.offset : slot.end]
-        return flat[:0] if fragment is None else flat[fragment.start : fragment.start + fragment.numel]
-
-
-class UntrainedHome:
-    """Where a parameter lies that is whole and that no optimizer updates: by itself, whole on every rank."""
-
-    status = ZeroParamStatus.AVAILABLE
-
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, group: FlatParamGroup | None) -> None:
         self._param = weakref.ref(param)
+        self._group = group
 
     def part_of(self, slot: ParamSlot) -> torch.Tensor:
-        """1-D: all of it."""
-        param = self._param()
-        return torch.zeros(0) if param is None else param.detach().reshape(-1)
+        """1-D: what this rank's optimizer updates of the parameter; all of an untrained one."""
+        if self._group is None:
+            param = self._param()
+            return torch.zeros(0) if param is None else param.detach().reshape(-1)
+        mine = next((fragment for fragment in self._group.fragments if fragment.slot.index == slot.index), None)
+        flat = self._group.flat_P[slot.offset : slot.end]
+        return flat[:0] if mine is None else flat[mine.start : mine.start + mine.numel]
 
 
 def mark_persistent(model: nn.Module, groups: Sequence[FlatParamGroup]) -> None:
-    """Give parameters that stay whole what DeepSpeed's users look at: ``ds_id``, ``ds_status`` and the like."""
-    places: dict[nn.Parameter, tuple[PersistentStore, ParamSlot]] = {}
-    for group in groups:
-        home = PersistentStore(group)
-        places |= {param: (home, slot) for param, slot in zip(group.params, group.layout.slots, strict=True)}
+    """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
+    places = {
+        param: (group, slot) for group in groups for param, slot in zip(group.params, group.layout.slots, strict=True)
+    }
     for name, param in model.named_parameters():
         if type(param) is nn.Parameter:
             record = ParamRecord(param, name)
-            whole = UntrainedHome(param), ParamSlot(0, 0, param.numel())
-            record.home, record.slot = places.get(param, whole)
+            group, record.slot = places.get(param, (None, ParamSlot(0, 0, param.numel())))
+            record.home = PersistentStore(param, group)
             param.__class__ = PersistentParameter
             param._zero = record  # type: ignore[attr-defined]
+
+
+# ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
 class ZeroStage3:
@@ -96,13 +566,10 @@ class ZeroStage3:
 
     Args:
         model: gets the hooks.
-        groups: of trainable parameters, partitioned or persistent.
-        frozen: groups of partitioned parameters that are not trained.
+        partitioning: what step 0 has left behind.
         order: the buckets in the order in which their gradients are launched.
         source: the unreduced gradients.
         reducer: sends them to their owners.
-        comm: the ranks.
-        coordinator: over the buckets of all partitioned groups.
         grad_dtype: dtype of ``grad_S``.
         host: has the gradients that live in host memory; None: none do.
     """
@@ -110,29 +577,24 @@ class ZeroStage3:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[ParamGroup],
-        frozen: Sequence[PartitionedParamGroup],
+        partitioning: Partitioning,
         order: Sequence[BucketRef],
         source: GradAccumulator,
         reducer: BucketReducer,
-        comm: Communicator,
-        coordinator: PartitionedParameterCoordinator,
         grad_dtype: torch.dtype,
         host: HostGradients | None = None,
     ) -> None:
-        self.comm, self.coordinator, self.groups = comm, coordinator, list(groups)
-        self._arrivals: list[PendingAllGather] = []
-        self.persistent = [group for group in groups if isinstance(group, FlatParamGroup)]
-        self.partitioned = [group for group in groups if isinstance(group, PartitionedParamGroup)]
-        self.frozen = list(frozen)
+        self.comm, self.coordinator, self.groups = reducer.comm, partitioning.coordinator, partitioning.groups
+        self.partitioned = [group for group in self.groups if isinstance(group, PartitionedParamGroup)]
+        self.frozen = partitioning.frozen
         self._key_of = {
             (g, made.bucket.index): made.key
-            for g, group in enumerate(groups)
+            for g, group in enumerate(self.groups)
             if isinstance(group, PartitionedParamGroup)
             for made in group.buckets
         }
         self.gradients = GradientReducer(
-            groups,
+            self.groups,
             order,
             source,
             reducer,
@@ -142,24 +604,27 @@ class ZeroStage3:
             launched=self._launched,
             host=host,
         )
-        mark_persistent(model, self.persistent)
+        # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
+        whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
+        self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
+        mark_persistent(model, whole)
         self._model = model
         self._boundary = False
-        self.hooks = ModuleHooks(model, coordinator, self._leaf_done)
+        # 1 fetch, 2 release: the hooks call the coordinator.
+        self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
         self.gradients.leaf_params = self.hooks.leaf_params
 
-    # ---- 1, 2, 3: forward and backward, see module_hooks.py ----------------------------------------------------------
+    # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    # ---- 4: gradient ready -------------------------------------------------------------------------------------------
-
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """4: launch every bucket whose gradients are complete and that is next in order."""
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+        """3: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.gradient_ready(param, boundary)
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def _launched(self, entry: BucketRef) -> None:
+        # A bucket that still gets gradients is in the middle of its backward pass: the plan keeps it gathered.
         key = self._key_of.get((entry.group, entry.bucket.index))
         if key is not None:
             self.coordinator.gradients_complete(key)
@@ -178,20 +643,20 @@ class ZeroStage3:
         self.hooks.end_of_backward()
         self.gradients.forget_pass()
 
-    # ---- 5: boundary -------------------------------------------------------------------------------------------------
+    # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
     def end_passes(self) -> None:
-        """5 boundary: what is gathered becomes old with this step. It is released also when a write to it raises."""
+        """4: release everything, as this step makes it old. It is released also when a write to it raises."""
         self.coordinator.end_step()
 
-    def finish_gradients(self) -> None:
-        """5 boundary: then flush and wait."""
-        self.gradients.finish_gradients()
+    def reduce_gradients(self) -> None:
+        """4: then flush and wait."""
+        self.gradients.reduce_gradients()
 
-    # ---- 7: publish --------------------------------------------------------------------------------------------------
+    # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
-        """6, on the host: my part of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
+        """5, on the host: my shard of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
@@ -199,19 +664,19 @@ class ZeroStage3:
         if isinstance(found, PartitionedParamGroup):
             found.arrived(bucket, copy)
         elif isinstance(found, FlatParamGroup):
-            self._arrivals.append(all_gather_arrived(found, bucket, copy, self.comm))
+            self.persistent.arrived(self.persistent.groups.index(found), bucket, copy)
+
+    # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """7: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
-        gathers: list[PendingAllGather | Pending]
-        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.persistent, self.comm)], []
+        """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
+        self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
-        for gather in gathers:
-            gather.wait()
+        self.persistent.wait_all_gathers()
 
-    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+    # ---- between steps -----------------------------------------------------------------------------------------------
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way, and a pass that broke off."""
@@ -220,15 +685,14 @@ class ZeroStage3:
         self.gradients.discard_gradients()
 
     def before_writes(self) -> None:
-        """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's part."""
+        """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's shard."""
         self.coordinator.release_all()
 
     def destroy(self) -> None:
         """Whole, plain parameters again; no hooks. A collective."""
         self.coordinator.release_all()
         self.hooks.remove()
-        for group in self.persistent:
-            group.release()
+        self.persistent.destroy()
         for param in self._model.parameters():
             if isinstance(param, PersistentParameter):
                 del param._zero

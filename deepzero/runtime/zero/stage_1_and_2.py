@@ -1,9 +1,9 @@
 """Stages 1 and 2: partitioned optimizer states, and partitioned gradients.
 
-Both keep the parameters whole, give the optimizer this rank's ``master_S`` alone, and publish what it wrote with one
-all-gather per bucket. They differ in what happens to gradients:
+Both keep the parameters whole, give the optimizer this rank's partition of the fp32 masters, and all-gather what it has
+written. They differ in what happens to gradients:
 
-``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, in the boundary. Memory
+``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
              ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
              its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
 ``stage 2``  reduce-scatters each bucket of every micro-batch as soon as it is full, while autograd goes on, and frees
@@ -16,10 +16,25 @@ Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``
 ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
 receives: ``2Ψ + Ψ``, 1.5 times the volume for nothing. It is kept as a twin so that a test can count that.
 
-One gradient's way, in the numbers of a training step: autograd completes ``param.grad`` → **2** ``gradient_ready`` lays
-it into the bucket and frees it → the bucket is full: ``reducer.launch`` sends its parts to their owners → **3**
-``finish_gradients`` flushes what is left and waits → **4** ``ShardedStep.step`` → **5** ``publish``. Steps 2 and 3 are
-in ``gradient_reduction.py``, which stage 3 shares.
+The file follows a training step: **0 build**, :class:`FlatParamGroup` · **3 gradient ready**,
+:meth:`ZeroStage1And2.reduce_ready_gradient` · **4 boundary**, :meth:`~ZeroStage1And2.reduce_gradients` · **5 step** ·
+**6 publish**, :meth:`~ZeroStage1And2.all_gather_dp_groups`. (1 fetch and 2 release are stage 3's.) How a bucket of
+gradients is filled and sent is in ``gradient_reduction.py``, which all stages share.
+
+[Note: the peak of building]
+    Building takes no more memory of the device than training, or than the model that it was given there, and one
+    parameter: 13 billion fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat
+    buffer, masters and all of the model at once would be 84. So parameter by parameter rank 0's values arrive, this
+    rank keeps its *fragment* of them, in the dtype that they have, and lets the rest go. When nothing but fragments is
+    left, the masters are allocated, then the flat buffer; each fragment goes into both, and one all-gather for each
+    bucket puts the parameters together again, in the compute dtype.
+
+[Note: why fragments]
+    The optimizer gets one tensor for each fragment: a parameter's elements that this rank owns. One tensor for the
+    whole partition would do for an elementwise optimizer but for the last bit: the vector loop and the scalar tail of
+    torch's kernels round differently, so the position of tails matters. Fragments end where the parameter ends or at
+    multiples of ``ALIGN`` elements; so an element is in a tail here exactly if it is in a loop over the parameters
+    themselves, in every stage, at every W.
 
 Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the
 DeepSpeed post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are
@@ -28,96 +43,386 @@ kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.reduce_scatter import BucketReducer
-from deepzero.layout import Bucket
+from deepzero.comm.storage import data_ptr_of
+from deepzero.layout import Bucket, FlatLayout, Fragment
+from deepzero.offload.arena import HostArena
 from deepzero.offload.copy_streams import PendingCopy
-from deepzero.offload.host_gradients import HostGradients
-from deepzero.runtime.zero.flat_param_group import FlatParamGroup
-from deepzero.runtime.zero.grad_accumulator import BucketRef, GradAccumulator
+from deepzero.offload.offload_plan import OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.publish import PendingAllGather, all_gather_arrived, all_gather_dp_groups
+from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
+from deepzero.runtime.zero.master_shard import MasterShard
+
+SETUP = "setup.gather"
+ALL_GATHER = "parameters.all_gather"
+
+# ---- 0 build: flat bit16 groups, data-parallel partitions, the fp32 partition of each group --------------------------
 
 
-class ZeroStage1And2:
-    """Partitioned optimizer states (stage 1), and gradients (stage 2).
+def get_data_parallel_partitions(flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    """The W equal parts of one bucket of ``flat``, as views; part r belongs to rank r.
+
+    DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one bucket the two agree, but for
+    the padding that makes ours equal. Source: "Stage 1 Code" of the stage-1 notes.
+    """
+    return bucket.of(flat).split(bucket.shard_numel)
+
+
+@torch.no_grad()
+def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
+    """Rank 0's values of one parameter: 1-D, on ``comm.device``, in the dtype that they have. A collective.
+
+    The parameter is left without elements, so that its memory is free as soon as the caller lets the result go.
+    """
+    values = param.data.to(comm.device).contiguous().view(-1)
+    param.data = values.new_empty(0)
+    comm.broadcast("setup.broadcast", values)
+    return values
+
+
+@torch.no_grad()
+def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None:
+    """Let an fp32 master take over ``values``, which the program has written into the parameter, in its compute dtype.
+
+    Where the values are the master's own, rounded, nothing was written, and the master keeps the bits that rounding
+    loses.
+    """
+    values = values.to(master.device)
+    master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
+
+
+class FlatParamGroup:
+    """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype.
+
+    Every parameter becomes a *view* of the buffer. From then on, whatever an all-gather writes there is in the model:
+    publishing needs no copy out. The fp32 masters are made from the values that the parameters have *before* they are
+    cast; DeepSpeed makes them from the cast ones, and so throws the lower bits of a fresh initialisation away. In fp32
+    the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held twice.
+
+    Building a group is a collective. See [Note: the tensors of ZeRO] in ``layout.py``.
 
     Args:
-        groups: built with ``whole=False``.
-        order: the buckets in launching order, the same on all ranks.
-        source: the unreduced gradients.
-        reducer: sends them to their owners.
-        comm: publishes parameters.
-        partition_gradients: False is stage 1, True is stage 2.
-        overlap: stage 1 reduces its last micro-batch during the backward pass.
-        grad_dtype: dtype of ``grad_S``.
-        host: has the gradients that live in host memory; None: none do.
+        names: the parameters' names, in the order of the layout.
+        params: the parameters, in the order of the layout, on any device. They take rank 0's values and become views
+            of :attr:`flat_P`.
+        layout: where each lies.
+        dtype: compute dtype of the flat buffer.
+        comm: the ranks, and the device where everything lies.
+        whole: hold masters of all parameters (stage 0) instead of this rank's partition (stages 1 and 2).
+        optimizer_group: index of the optimizer's param group that these parameters came from.
+        placement: which masters live in host memory; None: none. Not with ``whole``.
+        arena: where those are.
     """
 
     def __init__(
         self,
-        groups: Sequence[FlatParamGroup],
-        order: Sequence[BucketRef],
-        source: GradAccumulator,
-        reducer: BucketReducer,
+        names: Sequence[str],
+        params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        dtype: torch.dtype,
         comm: Communicator,
-        partition_gradients: bool,
-        overlap: bool,
-        grad_dtype: torch.dtype,
-        host: HostGradients | None = None,
+        whole: bool,
+        optimizer_group: int,
+        placement: OffloadPlan | None = None,
+        arena: HostArena | None = None,
     ) -> None:
-        self.groups, self.comm = list(groups), comm
-        self.gradients = GradientReducer(
-            groups, order, source, reducer, partition_gradients, overlap, grad_dtype, host=host
-        )
-        self._arrivals: list[PendingAllGather] = []
+        self.names, self.params, self.layout = list(names), list(params), layout
+        self.dtype, self.device, self.rank, self.whole = dtype, comm.device, comm.rank, whole
+        self.optimizer_group = optimizer_group
+        self.before_write: Callable[[], None] | None = None
+        own = dtype == torch.float32
+        # A whole group is one rank's shard of a layout over one rank.
+        everything = dataclasses.replace(layout, world_size=1) if whole else layout
+        self.placement = placement or OffloadPlan.on_device(everything, own)
+        self.master_store = MasterShard(self.placement, arena)
+        self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
+        self.flat_P = self._flatten(comm)
+        self.masters = [self._master_of(fragment) for fragment in self.fragments]
+        self._mine: dict[int, tuple[Fragment, torch.Tensor]] = {
+            fragment.slot.index: (fragment, master)
+            for fragment, master in zip(self.fragments, self.masters, strict=True)
+        }
+        self._data_ptrs = [data_ptr_of(param) for param in self.params]
+        self._versions = [param._version for param in self.params]
+
+    @torch.no_grad()
+    def _flatten(self, comm: Communicator) -> torch.Tensor:
+        """Build ``flat_P`` with the parameters in it, and the masters. See [Note: the peak of building]."""
+        shapes = [param.shape for param in self.params]
+        mine = {fragment.slot.index: fragment for fragment in self.fragments}
+        kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
+        # Nothing but fragments is left of the model, so the masters go where the model was.
+        self.master_store.allocate(comm.device)
+        for fragment in self.fragments:
+            master = self.master_store.at(fragment.shard_start, fragment.numel)
+            if master is not None and not self.placement.host_masters.holds(fragment.shard_start):
+                kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
+        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
+        flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
+        for fragment in self.fragments:
+            flat_P[fragment.slot.offset + fragment.start :][: fragment.numel].copy_(kept.pop(fragment.slot.index))
+        for bucket in self.layout.buckets if not self.whole else ():
+            comm.all_gather(SETUP, bucket.of(flat_P)).wait()
+        for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
+            param.data = flat_P[slot.offset : slot.end].view(shape)
+        return flat_P
+
+    def _take(self, index: int, param: nn.Parameter, fragment: Fragment | None, comm: Communicator) -> torch.Tensor:
+        """This rank's fragment of one parameter, in the dtype that it has, or as its master in host memory."""
+        register_owner(param, self.names[index])
+        values = take_values(param, comm)
+        if fragment is None:
+            return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
+        part = values[fragment.start : fragment.start + fragment.numel]
+        on_host = self.master_store.at(fragment.shard_start, fragment.numel)
+        return part.clone() if on_host is None else on_host.copy_(part)
+
+    # ---- the group's tensors -----------------------------------------------------------------------------------------
+
+    @property
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: all of them."""
+        return [self.flat_P]
+
+    def param_shard(self, bucket: Bucket) -> torch.Tensor:
+        """What this rank's optimizer step writes of ``bucket`` in the compute dtype: its part, or all of it."""
+        return bucket.of(self.flat_P) if self.whole else get_data_parallel_partitions(self.flat_P, bucket)[self.rank]
+
+    def wait_for_fetches(self, bucket: Bucket) -> None:
+        """Do nothing: whole parameters are not fetched."""
+
+    def param_fragment(self, fragment: Fragment) -> torch.Tensor:
+        """This rank's elements of one parameter: 1-D, compute dtype."""
+        return self.flat_P[fragment.slot.offset + fragment.start :][: fragment.numel]
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The fp32 masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
+        start, numel = bucket.shard_offset, bucket.shard_numel
+        if self.whole:
+            start, numel = bucket.offset, bucket.numel
+        found = self.master_store.at(start, numel)
+        return self.param_shard(bucket) if found is None else found
+
+    def _master_of(self, fragment: Fragment) -> torch.Tensor:
+        """A leaf that the optimizer may update: fp32, 1-D. See [Note: why fragments]."""
+        view = self.master_store.at(fragment.shard_start, fragment.numel)
+        if view is None:
+            view = self.param_fragment(fragment)
+        return view.detach().requires_grad_()
+
+    def _separate(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
+        """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
+        fragment, master = self._mine.get(index, (None, None))
+        if fragment is None or master is None or self.master_store.at(fragment.shard_start, fragment.numel) is None:
+            return None
+        return fragment, master
+
+    # ---- writes by the program ---------------------------------------------------------------------------------------
+
+    def written(self) -> list[str]:
+        """Names of parameters that were written since the last step."""
+        pairs = zip(self.names, self.params, self._versions, strict=True)
+        return [name for name, param, version in pairs if param._version != version]
+
+    @torch.no_grad()
+    def sync_masters_from_params(self) -> None:
+        """Take what was written into parameters since the last step (``load_state_dict``, an init) into the masters.
+
+        Without this the next publication would silently overwrite it from the masters. A write through ``param.data``
+        leaves no trace in the parameter's version and cannot be seen.
+
+        Raises:
+            RuntimeError: a parameter no longer lies in the flat buffer.
+        """
+        for index, param in enumerate(self.params):
+            if data_ptr_of(param) != self._data_ptrs[index] or param.dtype != self.dtype:
+                raise RuntimeError(
+                    f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
+                    f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
+                )
+            if param._version != self._versions[index]:
+                self._versions[index] = param._version
+                separate = self._separate(index)
+                if separate is not None:
+                    fragment, master = separate
+                    values = param.reshape(-1)[fragment.start : fragment.start + fragment.numel]
+                    update_master_from_param(master, values)
+
+    def bump_param_versions(self) -> None:
+        """Tell autograd that every parameter changed in place.
+
+        Called after an update that ``step()`` did not make (delayed update, checkpoint load). A backward pass that
+        still holds the old values then raises instead of using the new ones.
+        """
+        torch.autograd.graph.increment_version(self.params)
+        self._versions = [param._version for param in self.params]
+
+    @torch.no_grad()
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Write new values into one parameter, and into this rank's fragment of its master, which keeps all bits.
+
+        Args:
+            index: position in :attr:`params`.
+            values: 1-D, whole, fp32, the same on every rank.
+        """
+        if self.before_write is not None:
+            self.before_write()
+        slot, param = self.layout.slots[index], self.params[index]
+        self.flat_P[slot.offset : slot.end].copy_(values)
+        separate = self._separate(index)
+        if separate is not None:
+            fragment, master = separate
+            master.copy_(values[fragment.start : fragment.start + fragment.numel])
+        # A backward pass may still need the old values, so the version goes up; the master has followed already.
+        torch.autograd.graph.increment_version(param)
+        self._versions[index] = param._version
+
+    def refresh_data_ptrs(self) -> None:
+        """Note where the parameters lie after ``offload_states`` has given the flat buffer other memory."""
+        start = data_ptr_of(self.flat_P)
+        for index, slot in enumerate(self.layout.slots):
+            if slot.numel:  # what has no elements lies nowhere
+                self._data_ptrs[index] = start + slot.offset * self.flat_P.itemsize
+
+    def release(self) -> None:
+        """Let the parameters belong to no engine; they go on lying in the flat buffer."""
+        for param in self.params:
+            unregister_owner(param)
+
+
+@dataclass(frozen=True)
+class PendingAllGather:
+    """The all-gather of one bucket, behind the upload of this rank's part where that comes from the host."""
+
+    copy: PendingCopy | None
+    gather: Pending
+
+    def wait(self) -> None:
+        """Return when the bucket is whole for the current stream."""
+        if self.copy is not None:
+            self.copy.wait()  # with one rank the all-gather is nothing, and orders nothing
+        self.gather.wait()
+
+
+class ZeroStage1And2:
+    """Partitioned optimizer states (stage 1) and gradients (stage 2), over whole parameters.
+
+    Stage 3 has one too, for its persistent parameters.
+
+    Args:
+        groups: built with ``whole=False``.
+        gradients: reduces them into ``grad_S``: every micro-batch in stage 2, once per step in stage 1.
+        comm: the ranks.
+    """
+
+    def __init__(self, groups: Sequence[FlatParamGroup], gradients: GradientReducer, comm: Communicator) -> None:
+        self.groups, self.gradients, self.comm = list(groups), gradients, comm
+        # DeepSpeed's names. One entry for each optimizer group; where DeepSpeed has a partition, here is one for each
+        # bucket of the group, as every rank owns a W-th of every bucket.
         self.bit16_groups = [group.params for group in groups]
         self.bit16_groups_flat = [group.flat_P for group in groups]
-        self.parallel_partitioned_bit16_groups = [group.partitions for group in groups]
-        self.single_partition_of_fp32_groups = [group.masters for group in groups]
+        self.parallel_partitioned_bit16_groups = [
+            [get_data_parallel_partitions(flat, bucket) for bucket in group.layout.buckets]
+            for group, flat in zip(groups, self.bit16_groups_flat, strict=True)
+        ]
+        self.single_partition_of_fp32_groups = [
+            [group.master_of(bucket).detach() for bucket in group.layout.buckets] for group in groups
+        ]
+        self._gathers: list[PendingAllGather] = []
 
-    def gradient_ready(self, param: nn.Parameter, boundary: bool) -> None:
-        """2 gradient ready."""
-        self.gradients.gradient_ready(param, boundary)
+    # ---- 3 gradient ready --------------------------------------------------------------------------------------------
+
+    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+        """3: stage 1 keeps the gradient; stage 2 lays it into its bucket, and reduce-scatters the bucket when full."""
+        self.gradients.reduce_ready_gradient(param, boundary)
 
     def backward_end(self, boundary: bool) -> None:
-        """The end of a backward pass."""
+        """End a backward pass."""
         self.gradients.backward_end(boundary)
 
     def forget_pass(self) -> None:
-        """The end of a pass that left no gradient."""
+        """End a pass that left no gradient."""
+        self.gradients.forget_pass()
+
+    # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
     def end_passes(self) -> None:
-        """Nothing is gathered."""
+        """Do nothing: whole parameters have not been gathered for the passes."""
 
-    def finish_gradients(self) -> None:
-        """3 boundary."""
-        self.gradients.finish_gradients()
+    def reduce_gradients(self) -> None:
+        """4: stage 1 reduces all buckets, stage 2 those that are left; both wait."""
+        self.gradients.reduce_gradients()
+
+    # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
-        """4, on the host: my part of a bucket is new; it goes to the others while the CPU steps on the next."""
-        self._arrivals.append(all_gather_arrived(self.groups[group], bucket, copy, self.comm))
+        """Launch the all-gather of a bucket that the CPU has stepped on, while it steps on the next one.
+
+        Args:
+            group: index in :attr:`groups`.
+            bucket: of that group.
+            copy: brings my part of it from the host; None: it is there.
+        """
+        if copy is None:
+            self._gathers.append(PendingAllGather(None, self._all_gather(group, bucket)))
+            return
+        # The all-gather is ordered behind the copy on the copy's own stream; the compute stream waits for neither yet.
+        with copy.afterwards(alone=self.comm.world_size == 1):
+            self._gathers.append(PendingAllGather(copy, self._all_gather(group, bucket)))
 
     def publish(self) -> None:
-        """5: every rank gets every part of every bucket. Parameters are views of the flat buffers: that is all."""
-        gathers: list[PendingAllGather | Pending]
-        gathers, self._arrivals = [*self._arrivals, *all_gather_dp_groups(self.groups, self.comm)], []
+        """6: let every rank have every part of every bucket. Parameters are views of the buckets: the model is new."""
+        self.all_gather_dp_groups()
+        self.wait_all_gathers()
+
+    @torch.no_grad()
+    def all_gather_dp_groups(self) -> None:
+        """Cast each bucket's masters into my part of it, and launch its all-gather, in place.
+
+        Bucket by bucket, so that one is cast while the one before it travels. Buckets that the CPU has stepped on are
+        not among them: :meth:`arrived` has launched those.
+
+        Source: the function of this name in DeepSpeed's ``runtime/utils.py``.
+        """
+        for i, group in enumerate(self.groups):
+            for k, bucket in enumerate(group.layout.buckets):
+                if group.placement.steps_on_host(bucket):
+                    continue
+                if group.dtype != torch.float32:  # else the masters lie in the flat buffer
+                    mine = self.parallel_partitioned_bit16_groups[i][k][self.comm.rank]
+                    mine.copy_(self.single_partition_of_fp32_groups[i][k])
+                self._gathers.append(PendingAllGather(None, self._all_gather(i, bucket)))
+
+    def wait_all_gathers(self) -> None:
+        """Wait for everything that :meth:`arrived` and :meth:`all_gather_dp_groups` have launched."""
+        gathers, self._gathers = self._gathers, []
         for gather in gathers:
             gather.wait()
+
+    def _all_gather(self, i: int, bucket: Bucket) -> Pending:
+        padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
+        with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
+            whole = bucket.of(self.bit16_groups_flat[i])
+            return self.comm.all_gather(ALL_GATHER, whole, padding, f"bucket {bucket.index}")
+
+    # ---- between steps -----------------------------------------------------------------------------------------------
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
         self.gradients.discard_gradients()
 
     def before_writes(self) -> None:
-        """Whole parameters may be written at any time between passes."""
+        """Do nothing: whole parameters may be written at any time between passes."""
 
     def destroy(self) -> None:
-        """The parameters belong to nobody again."""
+        """Let the parameters belong to no engine."""
         for group in self.groups:
             group.release()

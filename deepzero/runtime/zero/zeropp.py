@@ -1,6 +1,6 @@
-"""The error meter: how much of weights and gradients quantisation loses, bucket by bucket, while a run trains.
+"""ZeRO++ as a run uses it: quantizers with their kernels chosen before training, and the monitor of what they lose.
 
-What a quantised bucket is worth is its signal-to-noise ratio, over all ranks::
+The worth of a quantised bucket is its signal-to-noise ratio, over all ranks::
 
     SNR = 10 log10( sum x**2 / sum (x - decoded)**2 )   in dB
 
@@ -8,7 +8,7 @@ What a quantised bucket is worth is its signal-to-noise ratio, over all ranks::
 one number is much larger than the rest has less, as the scale is that one's: 20 dB in 8 bits at the worst, when the
 rest is as large as half a step.
 
-Every ``meter_every`` steps, the first included, weights are measured on each rank's own part, as it would be sent, and
+Every ``meter_every`` steps, the first included, weights are measured on each rank's own shard, as it would be sent, and
 gradients as they are sent, both times where they are sent twice. Ranks then add up their sums, in rank order, so that
 all come to the same numbers and the same decision: a bucket below ``min_weight_snr_db`` or ``min_gradient_snr_db``
 travels unquantised from the next step on, which is said once. A step that is skipped, as its gradients are not finite,
@@ -23,27 +23,94 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
+from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import Key
+from deepzero.config.strict import ConfigError
 from deepzero.config.zero import QuantizationConfig
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+from deepzero.runtime.zero.sharded_step import ParamGroup
 
 log = logging.getLogger(__name__)
 
 METER = "quantization.all_gather"
 
 NO_NOISE_DB = 400.0
-"""What is said where nothing was lost; more than fp64 could tell apart."""
+"""The ratio reported where nothing was lost; more than fp64 could tell apart."""
 
 CHUNK = 1 << 18
 """Elements that are measured at a time."""
+
+
+def build_quantizer(
+    what: str, bits: int, settings: QuantizationConfig, numel: int, dtypes: Iterable[torch.dtype], comm: Communicator
+) -> Quantizer:
+    """A quantizer whose kernel is chosen and compiled. A collective; rank 0 logs the kernel.
+
+    All kernels decode to the same bits, so ranks need not have the same one.
+
+    Args:
+        what: ``weights`` or ``gradients``, for messages.
+        bits: of an element.
+        settings: block size, and which kernel.
+        numel: elements packed and unpacked in a step, together.
+        dtypes: of the values.
+        comm: the ranks.
+
+    Raises:
+        ConfigError: on every rank; ``kernel=compiled`` cannot be had on one.
+    """
+    quantizer, problem = Quantizer(Format(bits, settings.block_size), settings.kernel), None
+    try:
+        quantizer.prepare(numel, dtypes, comm.device)
+    except RuntimeError as error:
+        problem = str(error)
+    if settings.kernel == "compiled":
+        told = process_group.all_gather_object(problem)
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise ConfigError(f"zero.quantization.kernel='compiled': rank {rank}: {text}")
+    if comm.rank == 0:
+        log.info("%s: %s", what, quantizer.describe())
+    return quantizer
+
+
+def build_quantization_monitor(
+    groups: Sequence[ParamGroup],
+    buckets: Sequence[PartitionedBucket],
+    quantized_grads: QuantizedReduce | None,
+    settings: QuantizationConfig,
+    comm: Communicator,
+    changed: Callable[[], None],
+) -> QuantizationMonitor | None:
+    """The run's monitor; None where nothing is quantised, or ``meter_every`` is 0.
+
+    Args:
+        groups: of the trained parameters, in the reducer's order.
+        buckets: of all partitioned parameters; those that travel quantised are measured.
+        quantized_grads: qgZ's part of the reducer, if there is one.
+        settings: how often, and which bounds.
+        comm: the ranks.
+        changed: called when something is quantised no more.
+    """
+    quantized = [bucket for bucket in buckets if bucket.gather.quantizes]
+    if settings.meter_every == 0 or not (quantized or quantized_grads):
+        return None
+    names = {
+        (number, bucket.index): short_name([group.names[slot.index] for slot in bucket.slots])
+        for number, group in enumerate(groups)
+        for bucket in group.layout.buckets
+        if quantized_grads is not None and quantized_grads.takes((number, bucket.index))
+    }
+    return QuantizationMonitor(quantized, quantized_grads, names, settings, comm, changed)
 
 
 @dataclass
@@ -135,7 +202,7 @@ class QuantizationMonitor:
         self.readings.weights, self.readings.gradients = {}, {}
         stopped = False
         for bucket, pair in zip(weights, sums, strict=False):
-            stopped |= self._judge("weights", _name_of(bucket), pair, bucket.gather.stop_quantizing)
+            stopped |= self._judge("weights", _name_of(bucket), pair, partial(_stop_weights, bucket))
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
         if stopped:
@@ -147,7 +214,7 @@ class QuantizationMonitor:
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
         """This rank's part, quantised and back, in whole blocks."""
-        quantizer, part = bucket.gather.rules.quantizer, bucket.shard
+        quantizer, part = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
@@ -208,6 +275,10 @@ class QuantizationMonitor:
                 what, name, ratio, what.removesuffix("s"), bound,
             )  # fmt: skip
         return True
+
+
+def _stop_weights(bucket: PartitionedBucket) -> None:
+    bucket.gather = bucket.gather.unquantized()
 
 
 def _name_of(bucket: PartitionedBucket) -> str:

@@ -1,0 +1,261 @@
+"""Who may write to a parameter, and what is refused because it would be lost: all of ZeRO's checks in one place.
+
+*Ownership*: a parameter belongs to at most one engine. Two engines over one model would both reduce its gradients, and
+``model.to()`` would move it out of ZeRO's buffers; both are refused before anything changes. A model that broke off
+half-built belongs to nobody, and no engine takes it.
+
+*Writes* (stage 3): a gathered parameter is a copy, which its shards do not follow. :class:`WriteGuard` finds a write to
+it, so that it raises where it would vanish.
+
+*Offloaded states*: while ``engine.offload_states()`` has taken shards to the host, nothing gathers them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import get_default_nowrap_functions
+
+from deepzero.comm.storage import data_ptr_of
+from deepzero.config.strict import ConfigError
+
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.partition_parameters import ParamRecord, ZeroParameter
+    from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
+
+log = logging.getLogger(__name__)
+
+# ---- ownership -------------------------------------------------------------------------------------------------------
+
+_OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters of engines, by id."""
+
+_LOST: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+"""Parameters, by id, of models that were being moved when an exception came: which of them have values is unknown."""
+
+STAY = (
+    "Device and dtype of a model's parameters are settled by deepzero.initialize (precision, the rank's device): move "
+    "or cast the model before it, or after engine.destroy()"
+)
+ANEW = "Build model and optimizer anew"
+_APPLY = nn.Module._apply
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """In place of ``nn.Module._apply``, which is ``to``, ``half``, ``cuda`` and their like, of every module.
+
+    An engine's parameters stay where they are. A call that leaves them alone (``to`` the device where they are) goes on
+    with everything else; one that would move or cast any is refused, in every stage, before anything is changed.
+
+    Raises:
+        RuntimeError: names the first parameter.
+    """
+    staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for key, param in part._parameters.items():
+            if param is not None and id(param) in _OWNED:
+                staying.append((part._parameters, key, param))
+                # An empty tensor shows what ``fn`` does: it returns the same object only if nothing would change.
+                probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
+                shared = probe.is_shared()
+                moved = fn(probe)
+                if moved is not probe or probe.is_shared() != shared:
+                    name = f"{prefix}.{key}" if prefix else key
+                    raise RuntimeError(
+                        f"parameter {name!r}, {param.dtype} on {param.device}, belongs to an engine: model.to(), "
+                        f".half() and their like would make it {moved.dtype} on {moved.device}, outside of ZeRO's "
+                        f"buffers. {STAY}"
+                    )
+    try:
+        for params, key, _ in staying:
+            params[key] = None
+        return _APPLY(module, fn, recurse)
+    finally:
+        for params, key, param in staying:
+            params[key] = param
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise a :class:`ConfigError` if any of these parameters belongs to an engine, or was lost on the way to one."""
+    for param, name in names.items():
+        if id(param) in _OWNED:
+            raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
+        if id(param) in _LOST:
+            raise ConfigError(
+                f"parameter {name!r} is of a model that an earlier deepzero.initialize left in pieces, as it broke off "
+                f"while it moved the parameters. {ANEW}"
+            )
+
+
+def register_owner(param: nn.Parameter, name: str) -> None:
+    """``param`` belongs to an engine from now on. Raises a :class:`ConfigError` if it belongs to one already."""
+    check_unclaimed({param: name})
+    _OWNED[id(param)] = param
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+
+
+def unregister_owner(param: nn.Parameter) -> None:
+    """``param`` belongs to no engine any more."""
+    _OWNED.pop(id(param), None)
+
+
+@contextlib.contextmanager
+def lost_on_error(model: nn.Module) -> Iterator[None]:
+    """While a model's parameters are being moved: after an exception no engine takes what is left of them."""
+    try:
+        yield
+    except BaseException as error:
+        for param in model.parameters():
+            unregister_owner(param)
+            _LOST[id(param)] = param
+        text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
+        getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes
+        raise
+
+
+# ---- what torch may do with a partitioned parameter without its values -----------------------------------------------
+
+_PROPERTIES = """
+shape dtype device grad _grad requires_grad is_leaf grad_fn ndim layout is_cuda is_cpu is_meta is_sparse is_mps
+is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_hpu is_ipu is_xla is_vulkan is_maia is_mtia output_nr _version
+_backward_hooks _post_accumulate_grad_hooks retains_grad name itemsize nbytes names _cdata
+""".split()  # noqa: SIM905
+_WRITABLE = ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Of them, what autograd and hooks write."""
+_METHODS = """
+size dim numel nelement ndimension is_floating_point is_complex is_signed is_conj is_neg register_hook requires_grad_
+register_post_accumulate_grad_hook element_size get_device is_contiguous __len__ __hash__ is_inference is_same_size
+is_pinned is_shared retain_grad
+""".split()  # noqa: SIM905
+_FUNCTIONS = "is_floating_point is_complex is_signed is_conj is_neg numel is_same_size is_inference".split()  # noqa: SIM905
+
+
+def _metadata_functions() -> frozenset[Any]:
+    found: set[Any] = set(get_default_nowrap_functions())
+    for name in _PROPERTIES:
+        descriptor = getattr(torch.Tensor, name, None)
+        accesses = ("__get__", "__set__", "__delete__") if name in _WRITABLE else ("__get__",)
+        found.update(getattr(descriptor, access) for access in accesses if hasattr(descriptor, access))
+    found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
+    found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
+    return frozenset(found)
+
+
+METADATA = _metadata_functions()
+"""Functions and property accessors that need no values; they see the logical shape."""
+
+READS_WITHOUT_VALUES = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__})  # type: ignore[attr-defined]
+"""They return an alias, which is as partitioned as the parameter."""
+
+# ---- writes to gathered parameters, and uses of offloaded ones (stage 3) ---------------------------------------------
+
+SAMPLES = 512
+"""Elements of a bucket's shard that are compared to find a write that left no other trace."""
+
+
+class PartitionedUseError(RuntimeError):
+    """The values of a parameter were used, or written, while they were partitioned."""
+
+
+def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
+    """The error of a partitioned parameter that cannot be ``verb`` (``used``, ``written``, ``copied``) here."""
+    if record.home is not None and record.home.owner is None:  # a bucket of zero.Init's own
+        return PartitionedUseError(
+            f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
+            f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
+            "deepzero.zero.GatheredParameters(param):` to read it, the same with modifier_rank=0 to write it"
+        )
+    return PartitionedUseError(
+        f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned (zero stage 3): its values are not "
+        f"on this rank, and it cannot be {verb} here. Use `with deepzero.zero.GatheredParameters(param):` to read it, "
+        "the same with modifier_rank=0 to write it, engine.module_state_dict() for the whole model"
+    )
+
+
+def check_on_device(bucket: PartitionedBucket) -> None:
+    """Raise while this rank's shard of ``bucket`` is offloaded (``offload_states``)."""
+    if bucket.away is not None:
+        raise PartitionedUseError(f"the values of {bucket.names} are not on the device: {bucket.away}")
+
+
+class WriteGuard:
+    """Finds a write to a gathered bucket since :meth:`snapshot`: the bucket's shards would not follow it.
+
+    A write in place counts up autograd's version; an assignment to ``.data`` moves the parameter out of the buffer. A
+    write *through* ``.data`` does neither: on a CPU a sample of this rank's shard within the buffer is compared with
+    what it was, which finds whatever touches all of a parameter. (On a GPU the comparison would make the CPU wait.)
+    """
+
+    def __init__(self, bucket: PartitionedBucket) -> None:
+        self.bucket = bucket
+        self._versions: list[int] = []
+        self._samples: torch.Tensor | None = None
+
+    def snapshot(self) -> None:
+        """What was written so far is known, and kept."""
+        self._versions = [param._version for param in self.bucket.params]
+        self.snapshot_samples()
+
+    def snapshot_param(self, param: ZeroParameter) -> None:
+        """The same for one parameter."""
+        place = next(index for index, mine in enumerate(self.bucket.params) if mine is param)
+        self._versions[place] = param._version
+
+    def snapshot_samples(self) -> None:
+        """Values that were gathered quantised equal nobody's shard: what they are now is noted to compare with."""
+        sampled = self.bucket.gather.lossy and self.bucket.whole.device.type == "cpu"
+        self._samples = self._mine()[:: self._step].clone() if sampled else None
+
+    def written(self) -> ZeroParameter | None:
+        """A parameter that was written, if any."""
+        bucket = self.bucket
+        start = data_ptr_of(bucket.whole)
+        for param, slot, version in zip(bucket.params, bucket.bucket.slots, self._versions, strict=True):
+            inside = (slot.offset - bucket.bucket.offset) * bucket.whole.itemsize
+            moved = bucket.shown and slot.numel and data_ptr_of(param) != start + inside
+            if param._version != version or moved:
+                return param
+        return self._written_through_data() if bucket.whole.device.type == "cpu" else None
+
+    def _written_through_data(self) -> ZeroParameter | None:
+        bucket, mine, step = self.bucket, self._mine(), self._step
+        # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
+        bits = torch.int32 if mine.itemsize == 4 else torch.int16
+        expected = bucket.shard[::step] if self._samples is None else self._samples
+        if torch.equal(mine[::step].view(bits), expected.view(bits)):
+            return None
+        if self._samples is None:
+            step, expected = 1, bucket.shard  # the first element that differs names the parameter
+        differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
+        place = bucket.bucket.part_start(bucket.gather.comm.rank) + int(differs) * step
+        slots = zip(bucket.params, bucket.bucket.slots, strict=True)
+        return next((param for param, slot in slots if slot.offset <= place < slot.end), bucket.params[0])
+
+    def check(self) -> None:
+        """Raise a :class:`PartitionedUseError` if something was written."""
+        param = self.written()
+        if param is not None:
+            raise write_lost(param, "would be lost")
+
+    def _mine(self) -> torch.Tensor:
+        """This rank's shard within the buffer."""
+        bucket = self.bucket
+        return bucket.whole.split(bucket.bucket.shard_numel)[bucket.gather.comm.rank]
+
+    @property
+    def _step(self) -> int:
+        return max(1, self.bucket.bucket.shard_numel // SAMPLES)
+
+
+def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:
+    """The error of a write that ``verb`` (``is lost``, ``would be lost``)."""
+    return PartitionedUseError(
+        f"parameter {param._zero.name!r} was written while it was gathered for reading, and the write {verb}; write "
+        "inside `with deepzero.zero.GatheredParameters(param, modifier_rank=0):`"
+    )

@@ -1,0 +1,92 @@
+"""What a program declares about its modules before training: leaves, and parameters used outside their modules.
+
+The declarations belong to the modules and live as long as they do, whatever engine they are given to.
+
+Sources: DeepSpeed's ``utils/z3_leaf_module.py``, and ``register_external_parameter`` in ``partition_parameters.py``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+_LEAVES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
+
+    Args:
+        model: where to look.
+        leaf_module_classes: classes, or their names.
+
+    Returns:
+        The modules found.
+
+    Raises:
+        ValueError: none is there.
+    """
+    classes = list(leaf_module_classes)
+    found = _modules_of(model, classes)
+    if not found:
+        raise ValueError(f"the model has no module of {', '.join(getattr(c, '__name__', str(c)) for c in classes)}")
+    _LEAVES.update(found)
+    return found
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
+    """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
+    found = [module for module in _modules_of(model, list(leaf_module_classes)) if module in _LEAVES]
+    for module in found:
+        _LEAVES.discard(module)
+    return found
+
+
+def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    kinds = tuple(c for c in classes if isinstance(c, type))
+    names = {c for c in classes if isinstance(c, str)}
+    return [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in names]
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    """Whether ``module`` has been declared a leaf."""
+    return module in _LEAVES
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
+
+    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier, in one with the
+    module's own.
+
+    Raises:
+        TypeError: not a module, or not a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise TypeError(
+            f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
+            f"{type(parameter).__name__}"
+        )
+    known = _EXTERNAL.setdefault(module, [])
+    if not any(p is parameter for p in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The inverse of :func:`register_external_parameter`.
+
+    Raises:
+        ValueError: it was not registered.
+    """
+    known = _EXTERNAL.get(module, [])
+    if not any(p is parameter for p in known):
+        raise ValueError("this parameter is not registered with this module")
+    _EXTERNAL[module] = [p for p in known if p is not parameter]
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are registered with ``module``."""
+    return _EXTERNAL.get(module, [])

@@ -1,0 +1,111 @@
+"""Short ways: how many functions of deepzero's own stand between a hook of torch's and torch's collective."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+import pytest
+
+import deepzero
+from deepzero.comm import profiler_ranges
+from tests.distributed.training import config, make_model, my_micro_batches
+
+PACKAGE = os.path.dirname(deepzero.__file__) + os.sep
+
+
+@contextlib.contextmanager
+def chains(collectives, hooks):
+    """The ways to torch's functions named in ``collectives`` from where torch calls back: lists of (file, function).
+
+    Args:
+        collectives: names of functions of ``torch.distributed``.
+        hooks: names of torch's functions from inside of which deepzero's hooks are called.
+    """
+    found = []
+
+    def look(frame, event, _):
+        if event != "call" or frame.f_code.co_name not in collectives or "distributed" not in frame.f_code.co_filename:
+            return
+        if frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        chain = []
+        while frame is not None and frame.f_code.co_name not in hooks:
+            code = frame.f_code
+            # A comprehension is no function of a reader's (and from Python 3.12 on none of the interpreter's).
+            if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+                chain.append((code.co_filename.removeprefix(PACKAGE), getattr(code, "co_qualname", code.co_name)))
+            frame = frame.f_back
+        if frame is not None:  # else the call did not come from a hook
+            found.append(chain[::-1])
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def observers(engine, watched):
+    """With the ledger's events and a profiler's ranges recorded, or with neither."""
+    engine.comm.ledger.trace = watched
+    if watched:
+        profiler_ranges.start(profiler_ranges.Recorder())
+    try:
+        yield
+    finally:
+        profiler_ranges.stop()
+
+
+def check(chain, most):
+    """At most so many functions, and no return to a file that was left."""
+    told = "\n".join(f"{number} {file}: {name}" for number, (file, name) in enumerate(chain, 1))
+    files = [file for (file, _), (before, _) in zip(chain, [("", ""), *chain], strict=False) if file != before]
+    assert len(chain) <= most, told
+    assert len(files) == len(set(files)), told
+
+
+def reductions(rank, world, settings, watched):
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    loss = engine(ids, labels)
+    with observers(engine, watched), chains({"isend"}, {"_engine_run_backward"}) as found:
+        engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+def test_from_a_gradient_to_its_bucket(ranks, watched, offload):
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    found = ranks.run(reductions, config(stage=2, bucket=800, zero=zero), watched, world_size=2)[0]
+    inside = [chain for chain in found if chain[0][1].endswith("_gradient_ready")]
+    assert len(inside) > 3  # buckets leave while gradients are still to come
+    for chain in inside:
+        assert [file for file, _ in chain if "stage_1_and_2" in file or "gradient_reduction" in file]
+        check(chain, 7)
+
+
+def fetches(rank, world, zero, watched):
+    settings = config(stage=3, bucket=800, zero={"stage3_param_persistence_threshold": 0, **zero})
+    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
+    with observers(engine, watched), chains({"isend"}, {"_call_impl"}) as found:
+        engine(ids, labels)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["alone", "watched"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "qwZ"])
+def test_from_a_module_to_its_all_gather(ranks, watched, quantized):
+    found = ranks.run(fetches, {"zero_quantized_weights": quantized}, watched, world_size=2)[0]
+    assert len(found) > 3
+    for chain in found:
+        assert chain[0][1].endswith("pre_forward") and "fetch_sub_module" in chain[1][1]
+        check(chain, 6)
