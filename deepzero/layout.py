@@ -3,15 +3,15 @@ r"""One layout serves all stages: parameters end to end, cut into buckets, every
 This module is pure integers, and needs no process: it can be asked about 10,000 ranks on a laptop.
 
 [Note: the tensors of ZeRO]
-    ``W`` ranks · ``N`` true elements · ``P`` elements with padding · ``S = P / W`` a rank's share · ``B`` a bucket.
+    ``W`` ranks · ``N`` true elements · ``P`` elements with padding · ``S = P / W`` a rank's shard · ``B`` a bucket.
     ZeRO's tensors are one-dimensional, and their names carry their extent:
 
     ``flat_P``    all parameters of a group, end to end, in the compute dtype (DeepSpeed's ``bit16_groups_flat``);
-    ``master_S``  this rank's share in fp32, the only thing the optimizer sees (``single_partition_of_fp32_groups``);
-    ``grad_S``    this rank's share of the reduced gradients;
+    ``master_S``  this rank's shard in fp32, the only thing the optimizer sees (``single_partition_of_fp32_groups``);
+    ``grad_S``    this rank's shard of the reduced gradients;
     ``bucket_B``  one bucket's gradients on their way to their owners, in the wire dtype.
 
-    Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. An
+    Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
     *bucket* is a run of consecutive parameters, closed when the bucket size is reached, and padded to a multiple of
     ``W * ALIGN``. Rank r owns the r-th W-th part **of every bucket**::
 
@@ -117,16 +117,20 @@ class Bucket:
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges that belong to no parameter, relative to the bucket's start, in elements."""
         ranges, cursor = [], self.offset
+        # Between two slots: up to ALIGN - 1 elements, because the next parameter starts aligned.
         for slot in self.slots:
             if slot.offset > cursor:
                 ranges.append((cursor - self.offset, slot.offset - self.offset))
             cursor = slot.end
+        # After the last slot: what fills the bucket up to a multiple of W * ALIGN, so that its W shards are equal.
         if cursor < self.offset + self.numel:
             ranges.append((cursor - self.offset, self.numel))
         return ranges
 
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
+        # The shard is the interval [lo, hi) of flat_P. It may cover the end of one parameter, whole ones, and the
+        # beginning of another, and the shards of the last ranks may cover padding alone.
         lo = self.part_start(rank)
         hi = lo + self.shard_numel
         return sum(max(0, min(hi, slot.end) - max(lo, slot.offset)) for slot in self.slots)
@@ -164,7 +168,7 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """S = P / W: elements of one rank's share."""
+        """S = P / W: elements of one rank's shard."""
         return self.padded_numel // self.world_size
 
     @property
@@ -173,7 +177,7 @@ class FlatLayout:
         return max((bucket.numel for bucket in self.buckets), default=0)
 
     def fragments(self, rank: int) -> list[Fragment]:
-        """What ``rank`` owns, in the order in which it lies in the shard: at most one piece of every parameter.
+        """What ``rank`` owns, in the order in which it lies in the shard: at most one fragment of every parameter.
 
         Example:
             >>> plan = plan_layout([100, 60], world_size=2, bucket_limit=1 << 20)
@@ -186,13 +190,16 @@ class FlatLayout:
         for bucket in self.buckets:
             first = bucket.part_start(rank)
             for slot in bucket.slots:
+                # The overlap of the parameter with this rank's shard of the bucket. Its ends are multiples of ALIGN or
+                # the parameter's own end: where a vectorised kernel has its scalar tail does not depend on W.
                 lo, hi = max(slot.offset, first), min(slot.end, first + bucket.shard_numel)
                 if lo < hi:
                     fragments.append(Fragment(slot, lo - slot.offset, bucket.shard_offset + lo - first, hi - lo))
         return fragments
 
     def whole_fragments(self) -> list[Fragment]:
-        """Every parameter in one piece, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
+        """Every parameter as one fragment, lying as in ``flat_P``: what a rank owns when nothing is partitioned."""
+        # A parameter without elements has no fragment: optimizers would keep moments of nothing.
         return [Fragment(slot, 0, slot.offset, slot.numel) for slot in self.slots if slot.numel]
 
 
@@ -247,17 +254,23 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
         )
     slots: list[ParamSlot] = []
     buckets: list[Bucket] = []
+    # The open bucket: its slots, where it starts, and where the next parameter would start.
     pending: list[ParamSlot] = []
     start = cursor = 0
 
     def close() -> None:
         nonlocal start, cursor, pending
+        # At least one aligned block for each rank, also for parameters without elements: no rank's shard is empty, so
+        # every rank takes part in every collective.
         extent = max(round_up(cursor - start, world_size * align), world_size * align)
+        # start is a sum of extents, each a multiple of W; so start // W is the sum of the shards before this one.
         buckets.append(Bucket(len(buckets), start, extent, start // world_size, tuple(pending), world_size))
         start = cursor = start + extent
         pending = []
 
     for index, numel in enumerate(numels):
+        # Closed before the limit would be exceeded, not after: the limit is an upper bound of memory. `pending` lets a
+        # parameter that is larger than the limit open a bucket, in which it stays alone.
         if pending and cursor + numel - start > bucket_limit:
             close()
         slot = ParamSlot(index, cursor, numel)

@@ -65,10 +65,10 @@ def test_configs_say_the_same_to_both_libraries():
     assert len(set(names)) == len(names)
     for entry in ENTRIES:
         assert entry.peer is None or entry.peer in names
-        config = engine_config(TINY, entry.zero, entry.library)
+        config = engine_config(TINY, entry.zero)
         assert config["zero_optimization"]["stage"] == entry.zero["stage"]
         assert all(config["zero_optimization"].get(key, {}).get("pin_memory", True) for key in ("offload_param",))
-    assert engine_config(TINY, {}, "deepzero", bf16_sums=True)["data_types"] == {"grad_accum_dtype": "bf16"}
+    assert engine_config(TINY, {}, bf16_sums=True)["data_types"] == {"grad_accum_dtype": "bf16"}
 
 
 def test_a_worker_that_takes_too_long_is_ended_and_named(tmp_path):

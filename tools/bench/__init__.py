@@ -6,7 +6,8 @@
     workload    the model, the tokens and the optimizer's numbers that every contender shares
     contenders  who takes part, in which variants, and what each needs to be installed
     master_adamw  AdamW with fp32 masters, for the peers that bring none
-    ours · peers · peer_deepspeed · floor   how each contender builds its training step
+    engines     settings, engines of both libraries, one step of them
+    peers · peer_deepspeed · floor   how the other contenders build their training step
     rank        one rank of one contender: build, warm up, time, measure memory, write one JSON file
     launch      starts the ranks, with a time limit, and leaves none behind
     bars        the limits that deepzero sets itself, as pass or fail

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -30,6 +29,7 @@ if __package__ in (None, ""):  # run as a file
 
 import torch
 
+from tools.bench.engines import deepspeed_of, settings_of, step_of
 from tools.bench.stats import median
 from tools.bench.workload import TINY, Workload, batch, build_model, make_tokens, tokens_needed
 
@@ -37,38 +37,15 @@ MODES = ("none", "asynchronous", "none", "synchronous")
 """Blocks in turn; the blocks without a save stand on both sides of each that has one."""
 
 
-def config(work: Workload, stage: int) -> dict[str, Any]:
-    """The settings of both engines, in DeepSpeed's words."""
-    return {
-        "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": work.clip,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {**work.adamw, "betas": [work.beta1, work.beta2]}},
-    }
-
-
 def make_engine(library: str, work: Workload, stage: int) -> Any:
     """An engine of deepzero or of DeepSpeed over the same model."""
+    model, config = build_model(work), settings_of(work, {"stage": stage})
     if library == "deepzero":
         import deepzero
 
-        return deepzero.initialize(model=build_model(work), config=config(work, stage))[0]
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import warnings
-
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    warnings.filterwarnings("ignore")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model, settings = build_model(work), config(work, stage)
-    settings.pop("optimizer")
-    settings.update(zero_allow_untested_optimizer=True, steps_per_print=10**9)
+        return deepzero.initialize(model=model, config=config)[0]
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    return deepspeed_of(model, config, torch.device("cpu"), optimizer)
 
 
 def rank_program(library: str, settings: dict[str, Any]) -> None:
@@ -79,19 +56,13 @@ def rank_program(library: str, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     engine = make_engine(library, work, settings["stage"])
     rank = dist.get_rank()
-    tokens = make_tokens(work.vocab_size, tokens_needed(work, steps))
-
-    def step(number: int) -> None:
-        inputs, targets = batch(work, tokens, number % steps, rank)
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
+    tokens, step = make_tokens(work.vocab_size, tokens_needed(work, steps)), step_of(engine)
 
     def block(mode: str) -> float:
         dist.barrier()
         started = time.perf_counter()
         for number in range(steps):
-            step(number)
+            step(*batch(work, tokens, number % steps, rank))
             if number == 0 and mode != "none":
                 more = {"asynchronous": mode == "asynchronous"} if library == "deepzero" else {}
                 engine.save_checkpoint(str(folder), tag="bench", **more)

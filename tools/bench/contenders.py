@@ -61,7 +61,7 @@ def _deepzero(stage: int) -> Contender:
     return Contender(
         f"deepzero{stage}",
         f"deepzero stage {stage}",
-        "ours:build",
+        "engines:build",
         (plain, overlap),
         needs=("deepzero.runtime.engine",),
         stage=stage,
@@ -73,7 +73,7 @@ def _deepzero_offload(stage: int) -> Contender:
     return Contender(
         f"deepzero{stage}-offload",
         f"deepzero stage {stage}, optimizer on the host",
-        "ours:build",
+        "engines:build",
         (host,),
         needs=("deepzero.runtime.engine",),
         stage=stage,

@@ -18,7 +18,6 @@ import argparse
 import importlib.util
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ if __package__ in (None, ""):  # run as a file
 import torch
 
 from deepzero.ops import CPUAdam
+from tools.bench.engines import interleaved
 from tools.bench.report import machine_facts, table
 from tools.bench.stats import median
 from tools.bench.workload import Workload
@@ -127,16 +127,7 @@ def deepspeed_adam(param: torch.Tensor, settings: dict[str, float]) -> torch.opt
 def measure(names: Sequence[str], n: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round, for each contender."""
     shared = Tensors.make(n)
-    steps = {name: contender(name, shared) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        first = number % len(names)
-        for name in (*names[first:], *names[:first]):
-            started = time.perf_counter()
-            steps[name]()
-            if number:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
+    return interleaved({name: contender(name, shared) for name in names}, rounds)
 
 
 def report(seconds: dict[str, list[float]], n: int) -> str:

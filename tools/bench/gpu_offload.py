@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepzero.layout import bucket_limit
+from tools.bench.engines import settings_of
 from tools.bench.workload import TINY, Workload
 
 GIB = 2**30
@@ -167,23 +168,10 @@ def rungs(ladder: Sequence[Shape], base: Workload, host_bytes: int, device_bytes
     return sorted(found, key=lambda rung: -parameters(rung.work))
 
 
-def engine_config(work: Workload, zero: dict[str, Any], library: str, bf16_sums: bool = False) -> dict[str, Any]:
-    """The settings of either library, in DeepSpeed's words, with its defaults where nothing is said."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": work.clip,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"overlap_comm": work.device == "cuda", **zero},
-        "optimizer": {"type": "AdamW", "params": {**work.adamw, "betas": [work.beta1, work.beta2]}},
-    }
-    if bf16_sums:
-        settings["data_types"] = {"grad_accum_dtype": "bf16"}
-    if library == "deepspeed":
-        # As in peer_deepspeed.py: bf16 has no loss scale that could react to an overflow.
-        settings["bf16"]["check_grad_overflow"] = False
-        settings["steps_per_print"] = 10**9
-    return settings
+def engine_config(work: Workload, zero: dict[str, Any], bf16_sums: bool = False) -> dict[str, Any]:
+    """The settings of either library, with their defaults where nothing is said."""
+    more: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}} if bf16_sums else {}
+    return settings_of(work, {"overlap_comm": work.device == "cuda", **zero}, **more)
 
 
 def absent(library: str) -> str | None:

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tools.bench.engines import deepspeed_of, step_of
 from tools.bench.gpu_offload import engine_config, parameters
 from tools.bench.group import leave
 from tools.bench.rank import end_with_parent, peak_resident, pick_device, reset_peak
@@ -70,9 +69,9 @@ class HostMemory:
 
 def build(spec: dict[str, Any], work: Workload, device: torch.device) -> Any:
     """An engine of either library."""
-    config = engine_config(work, spec["zero"], spec["library"], spec.get("bf16_sums", False))
+    config = engine_config(work, spec["zero"], spec.get("bf16_sums", False))
     if spec["library"] == "deepspeed":
-        return _deepspeed(work, config, device)
+        return deepspeed_of(_model(None, work, device), config, device)
     import deepzero
 
     return deepzero.initialize(model=_model(spec.get("parts_on"), work, device), config=config)[0]
@@ -87,19 +86,6 @@ def _model(parts_on: str | None, work: Workload, device: torch.device) -> nn.Mod
 
     with Init(dtype=torch.bfloat16, remote_device="cpu" if parts_on == "cpu" else None), device:
         return build_model(work)
-
-
-def _deepspeed(work: Workload, config: dict[str, Any], device: torch.device) -> Any:
-    os.environ["DS_ACCELERATOR"] = device.type
-    # torch 2.13 renamed collectives; DeepSpeed calls the old names.
-    warnings.filterwarnings("ignore")
-    import deepspeed
-    from deepspeed.utils import logger
-
-    logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
-    model = _model(None, work, device)
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def too_large(spec: dict[str, Any], work: Workload, device: torch.device) -> str | None:
@@ -144,16 +130,14 @@ def _steps(
     warmup, blocks, steps = spec["warmup"], spec["blocks"], spec["steps"]
     tokens = make_tokens(work.vocab_size, tokens_needed(work, warmup + blocks * steps))
     losses: list[torch.Tensor] = []
+    step = step_of(engine)
 
     def some(count: int) -> float:
         _synchronize(device)
         started = time.perf_counter()
         for _ in range(count):
             inputs, targets = (t.to(device) for t in batch(work, tokens, len(losses), 0))
-            loss = engine(inputs, targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
+            losses.append(step(inputs, targets))
         _synchronize(device)
         return time.perf_counter() - started
 

@@ -12,15 +12,14 @@ defaults). DeepSpeed's norm, taken in fp64 of a copy of each gradient, cannot be
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.environ.get("DEEPZERO_BENCH_DEVICE") == "cuda" else "cpu")
 
-import deepspeed  # the accelerator is chosen at import
+import deepspeed  # noqa: F401  (here, so that its import is not measured as a part of building)
 import torch
-from deepspeed.utils import logger
 
+from tools.bench.engines import deepspeed_of, settings_of, step_of
 from tools.bench.rank import Context, Step
 
 
@@ -36,7 +35,8 @@ def _optimizer(context: Context, options: dict[str, Any], params: Any) -> torch.
     return FusedAdam(params, adam_w_mode=True, **context.work.adamw)
 
 
-def _config(context: Context, options: dict[str, Any]) -> dict[str, Any]:
+def build(context: Context, options: dict[str, Any]) -> Step:
+    """One DeepSpeed engine."""
     stage = options["stage"]
     zero: dict[str, Any] = {
         "stage": stage,
@@ -45,36 +45,5 @@ def _config(context: Context, options: dict[str, Any]) -> dict[str, Any]:
         "stage3_prefetch_bucket_size" if stage == 3 else "allgather_bucket_size": options["bucket"],
         **options.get("zero", {}),
     }
-    return {
-        "train_micro_batch_size_per_gpu": context.work.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": context.work.clip,
-        # bf16 has no loss scale that could react to an overflow; without the scan for it DeepSpeed is a tenth faster.
-        "bf16": {"enabled": True, "check_grad_overflow": False},
-        "zero_optimization": zero,
-        # A client's own optimizer object is "untested" unless DeepSpeed knows its class.
-        "zero_allow_untested_optimizer": True,
-        "wall_clock_breakdown": False,
-        "steps_per_print": 10**9,
-    }
-
-
-def build(context: Context, options: dict[str, Any]) -> Step:
-    """One DeepSpeed engine."""
-    logger.setLevel("ERROR")
-    # torch 2.13 renamed collectives; DeepSpeed 0.19 calls the old names and would spend its steps on printing that.
-    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-    deepspeed.init_distributed(dist_backend="nccl" if context.device.type == "cuda" else "gloo", verbose=False)
-    engine, *_ = deepspeed.initialize(
-        model=context.model,
-        optimizer=_optimizer(context, options, context.model.parameters()),
-        config=_config(context, options),
-    )
-
-    def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = engine(inputs, targets)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
+    optimizer = _optimizer(context, options, context.model.parameters())
+    return step_of(deepspeed_of(context.model, settings_of(context.work, zero), context.device, optimizer))

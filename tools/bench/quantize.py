@@ -17,9 +17,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a file
@@ -30,6 +30,7 @@ import torch
 from deepzero.comm.quantization import Format, Quantizer
 from tools.bench.arguments import multiple_of, positive
 from tools.bench.cpu_adam import verdict
+from tools.bench.engines import interleaved
 from tools.bench.report import machine_facts, table
 from tools.bench.stats import median
 from tools.bench.workload import Workload
@@ -81,21 +82,6 @@ def contenders(numel: int, block: int, device: torch.device, kernels: Sequence[s
     return found
 
 
-def measure(runners: Sequence[Contender], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each round, for each contender."""
-    seconds: dict[str, list[float]] = {runner.name: [] for runner in runners}
-    for number in range(rounds + 1):
-        first = number % len(runners)
-        for runner in (*runners[first:], *runners[:first]):
-            _wait(device)
-            started = time.perf_counter()
-            runner.run()
-            _wait(device)
-            if number:
-                seconds[runner.name].append(time.perf_counter() - started)
-    return seconds
-
-
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -136,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     load = os.getloadavg()[0]
     try:
         runners = contenders(options.numel, options.block, device, options.kernels)
-        seconds = measure(runners, options.rounds, device)
+        seconds = interleaved({one.name: one.run for one in runners}, options.rounds, partial(_wait, device))
     finally:
         torch.set_num_threads(before)
     print("\n".join(f"- {fact}" for fact in machine_facts(Workload())))

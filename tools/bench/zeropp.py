@@ -29,6 +29,7 @@ if __package__ in (None, ""):  # run as a file
 import torch
 
 from tools.bench.arguments import positive
+from tools.bench.engines import settings_of
 from tools.bench.stats import median
 from tools.bench.workload import TINY, Workload, batch, build_model, make_tokens, tokens_needed
 
@@ -77,16 +78,14 @@ def throttle() -> Link:
     from deepzero.comm.ledger import Ledger
 
     link = Link()
-    record, started, wait = Ledger.record, Pending.__exit__, Pending.wait
+    record, begin, wait = Ledger.record, Pending.__init__, Pending.wait
 
-    def recorded(
-        self: Ledger, kind: str, elements: int, sent_bytes: int, padding: int = 0, between_bytes: float = 0
-    ) -> None:
-        record(self, kind, elements, sent_bytes, padding, between_bytes)
-        link.send(between_bytes)
+    def recorded(self: Ledger, *entry: Any, **more: Any) -> None:
+        record(self, *entry, **more)
+        link.send(entry[4] if len(entry) > 4 else 0.0)
 
     def launched(self: Pending, *arguments: Any) -> None:
-        started(self, *arguments)
+        begin(self, *arguments)
         self.__dict__["arrival"] = link.arrival()
 
     def waited(self: Pending) -> None:
@@ -95,7 +94,7 @@ def throttle() -> Link:
         if left > 0:
             time.sleep(left)
 
-    Ledger.record, Pending.__exit__, Pending.wait = recorded, launched, waited  # type: ignore[method-assign]
+    Ledger.record, Pending.__init__, Pending.wait = recorded, launched, waited  # type: ignore[method-assign]
     return link
 
 
@@ -103,17 +102,8 @@ def make_engine(work: Workload, changes: dict[str, Any]) -> Any:
     """A stage 3 engine on two pretended nodes."""
     import deepzero
 
-    config = {
-        "train_micro_batch_size_per_gpu": work.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": work.clip,
-        "bf16": {"enabled": True},
-        "comm": {"ranks_per_node": PER_NODE},
-        "zero_optimization": {
-            "stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 1000, **changes,
-        },
-        "optimizer": {"type": "AdamW", "params": {**work.adamw, "betas": [work.beta1, work.beta2]}},
-    }  # fmt: skip
+    zero = {"stage": 3, "overlap_comm": True, "stage3_param_persistence_threshold": 1000, **changes}
+    config = settings_of(work, zero, comm={"ranks_per_node": PER_NODE})
     return deepzero.initialize(model=build_model(work), config=config)[0]
 
 

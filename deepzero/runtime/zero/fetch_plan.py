@@ -102,9 +102,12 @@ class _Planner:
 
     def __init__(self, trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> None:
         self.trace, self.numel, self.limits = trace, numel, limits
+        # What is gathered, or on its way, when the walk stands at a use. Equal on all ranks, because the trace is.
         self.live: set[int] = set()
         self.ahead: set[int] = set()
         """Fetched and not used yet."""
+        # Positions of each bucket's uses, ascending, and a cursor into them that only moves forward: the walk asks for
+        # the next use of every live bucket at every use, and is linear in the length of the trace that way.
         self.uses: dict[int, list[int]] = {}
         for position, use in enumerate(trace):
             for key in use.keys:
@@ -115,16 +118,22 @@ class _Planner:
         plan = []
         for position, use in enumerate(self.trace):
             needed = [key for key in use.keys if key not in self.live]
+            # Release before fetch: the buffers that are given back here are those that the fetch fills.
             released = self._release(position, use, needed)
             self.live.update(needed)
             self.ahead.difference_update(use.keys)
+            # Prefetch last: it travels while this use computes.
             plan.append(FetchAction(tuple(released), tuple(needed), tuple(self._prefetch(position))))
         return plan
 
     def _release(self, position: int, use: ModuleUse, needed: Sequence[int]) -> list[int]:
+        # Sorted, as everything here that is a set: the order of releases decides which buffer is used again, and must
+        # not depend on a set's order, which differs between processes.
         idle = sorted(self.live - set(use.keys))
         next_use = {key: self._next_use(key, position) for key in idle}
         released = [key for key in idle if key not in self.ahead and self._is_far(key, position, next_use[key])]
+        # Above live_numel, what is used last goes first, prefetched or not. What this use needs is never released, so a
+        # single module that is larger than the limit is gathered all the same.
         kept = sorted(set(idle) - set(released), key=lambda key: (next_use[key], key))
         total = sum(self.numel[key] for key in {*use.keys, *kept})
         while kept and total > self.limits.live_numel:
@@ -135,7 +144,7 @@ class _Planner:
         return released
 
     def _next_use(self, key: int, position: int) -> int:
-        """The position of the first use after ``position``, or FAR."""
+        """The position of the first use after ``position``, or ``NEVER``."""
         places, cursor = self.uses[key], self._cursor[key]
         while cursor < len(places) and places[cursor] <= position:
             cursor += 1
@@ -145,11 +154,14 @@ class _Planner:
     def _is_far(self, key: int, position: int, next_use: int) -> bool:
         if next_use == NEVER:
             return True
-        # A bucket that this backward pass will still add gradients to is in the middle of its work.
+        # A bucket that this backward pass will still add gradients to stays, however far its next use is: the gradients
+        # of a bucket leave together, and until then autograd needs its weights again.
         between = self.trace[position:next_use]
         complete = any(key in use.completes for use in between)
         if not complete and self.trace[next_use].backward and all(use.backward for use in between):
             return False
+        # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however
+        # often it is used.
         passed: set[int] = set()
         distance = 0
         for use in between:
@@ -162,6 +174,8 @@ class _Planner:
 
     def _prefetch(self, position: int) -> list[tuple[int, bool]]:
         chosen: list[tuple[int, bool]] = []
+        # Fetched ahead and not used yet: at most prefetch_numel, plus the bucket that reaches it. So a bucket larger
+        # than the limit can be prefetched; with a limit of 0 nothing is.
         waiting = sum(self.numel[key] for key in self.ahead)
         held = sum(self.numel[key] for key in self.live)
         for use in self.trace[position + 1 :]:
@@ -169,6 +183,8 @@ class _Planner:
                 if key in self.live:
                     continue
                 size = self.numel[key]
+                # The first that does not fit ends the search: a smaller one behind it would take the room, and the
+                # order of collectives would no longer be that of the uses.
                 if waiting >= self.limits.prefetch_numel or held + size > self.limits.live_numel:
                     return chosen
                 chosen.append((key, use.backward))
