@@ -24,10 +24,8 @@ from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import OffloadPlan
-from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
-from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
-from deepzero.runtime.trained import TrainedParameters
+from deepzero.runtime.memory_model import build_ledger, predict_unquantized
+from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
 from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
@@ -45,7 +43,7 @@ from deepzero.runtime.zero.stage3 import (
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
-from deepzero.runtime.zero_components import Dtypes, ZeroComponents
+from deepzero.runtime.zero_components import Dtypes, TrainedParameters, ZeroComponents
 
 log = logging.getLogger(__name__)
 

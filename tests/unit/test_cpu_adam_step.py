@@ -10,8 +10,8 @@ import torch
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.ops import CPUAdam
-from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.elementwise_check import check_elementwise
+from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
