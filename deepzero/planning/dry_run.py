@@ -29,8 +29,7 @@ from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import FETCH
-from deepzero.planning.hf_patches import nothing_is_packed
-from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
+from deepzero.planning.op_cost import Work, WorkMeter, fused_attention, nothing_is_packed
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
