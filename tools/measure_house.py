@@ -24,12 +24,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1700, 1150),
-    "deepzero/comm": (5850, 2720),
+    "deepzero/comm": (3920, 2720),
     "deepzero/runtime": (5200, 3050),
     "deepzero/runtime/zero": (6200, 4550),
     "deepzero/offload": (3700, 2500),
     "deepzero/checkpoint": (4630, 2610),
-    "deepzero/launch": (1150, 650),
+    "deepzero/launch": (820, 650),
     "deepzero/health": (850, 560),
     "deepzero/monitor": (3250, 1600),
     "deepzero/planning": (2520, 1650),

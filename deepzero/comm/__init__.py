@@ -1,1 +1,1 @@
-"""Communication, floor 1: the only room of deepzero that imports ``torch.distributed``."""
+"""Communication: collectives over ranks, counted in the ledger. It imports nothing that launches or watches ranks."""

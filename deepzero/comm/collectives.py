@@ -84,6 +84,7 @@ class Pending:
         if self._done:
             return
         self._comm.chaos.delay()
+        # From here to `finally` the observer sees this rank wait, and in what; a rank that computes is nobody's fault.
         trail = self._comm._watch.trail
         trail.waiting = self._launch
         if self._timing is not None:
@@ -182,10 +183,13 @@ class Communicator:
             numel: elements that each tensor sent stands for, where that is not their extent: quantised ones.
         """
         among = group or self.everybody
+        # `peers` begins with the successor of each rank: no rank is everybody's first target.
         sent = [q for q in among.peers if send[q].numel()]
         elements = sum(send[q].numel() if numel is None else numel for q in sent)
         crossing = self.nodes.crossing(self.rank, [among.ranks[q] for q in sent])
         between = sum(send[sent[place]].nbytes for place in crossing)
+        # Into the flight recorder before torch is called: its fingerprint is the tag of the messages, so that ranks
+        # which have taken different paths never take one collective's message for another's.
         launch = self._before(kind, where)
         self.ledger.record(kind, elements, sum(send[q].nbytes for q in sent), padding, between, where, among.size)
         pending = Pending(self, launch)
@@ -194,10 +198,12 @@ class Communicator:
         # torch is called right here, not by way of helpers: whoever follows a gradient comes to its end.
         with pending:
             if self._pairwise:
+                # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.
                 works = [self._torch.isend(send[q], among.ranks[q], tag=launch.tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
                 pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=launch.tag) for q in receives]
             else:
+                # Our own part stays where it is: it is neither sent nor received.
                 outputs = [t[:0] if q == among.index else t for q, t in enumerate(recv)]
                 inputs = [t[:0] if q == among.index else t for q, t in enumerate(send)]
                 if self.backend == "gloo":
@@ -239,6 +245,7 @@ class Communicator:
     ) -> Pending:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
         launch, others = self._before(kind, where), self.world_size - 1
+        # A ring: each byte enters each node once, whichever rank it is for.
         between = (self.world_size - self.nodes.per_node) * output.nbytes
         sent = others * output.nbytes
         self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size, ring=True)

@@ -248,6 +248,7 @@ class Ledger:
                 if tensor.is_sparse:
                     total += sum(t.numel() * t.element_size() for t in (tensor._values(), tensor._indices()))
                     continue
+                # Views share memory, and parameters of stages 0-2 are views of one flat tensor: count storages.
                 storage = tensor.untyped_storage()
                 key = (tensor.device, storage_ptr_of(tensor))
                 if key not in seen:

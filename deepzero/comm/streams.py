@@ -1,12 +1,13 @@
 """Streams, events and memory, once, behind a null object where there is no GPU; and chaos, which finds races in them.
 
-A *lane* is a side stream on which the reducer sums received buckets while the compute stream goes on with the backward
-pass. A *gate* is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and ``free`` (its
-reader is done), and whoever needs the buffer waits for *that* gate only. Nothing here waits for a whole stream, and
-nothing needs ``record_stream``: buffers live as long as their owner, so the caching allocator never reuses one in
-flight.
+A :class:`SideStream` is where the reducer sums received buckets while the compute stream goes on with the backward
+pass. A :class:`BufferEvent` is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and
+``free`` (its reader is done), and whoever needs the buffer waits for *that* event only. Nothing here waits for a whole
+stream, and nothing needs ``record_stream``: buffers live as long as their owner, so the caching allocator never reuses
+one in flight.
 
-On CPU a lane runs in line and a gate is always open: the same code runs, and chaos mode takes the place of timing.
+On CPU a side stream runs in line and an event is always over: the same code runs, and chaos mode takes the place of
+timing.
 
 **Chaos mode.** A race in a ZeRO implementation reads a buffer too early or refills it too early, and gives a slightly
 wrong gradient on a busy machine once a week. Under chaos it gives NaN, at once, in a test: what is released is
@@ -41,7 +42,7 @@ class BufferEvent:
             self._recorded = True
 
     def wait(self) -> None:
-        """The current stream goes on only after the recorded work; a gate that was never recorded is open."""
+        """The current stream goes on only after the recorded work; at once if none was recorded."""
         if self._event is not None and self._recorded:
             self._event.wait(torch.cuda.current_stream(self._device))
 
@@ -54,7 +55,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Work issued inside runs on this lane. The lane does not wait for the caller's stream by itself."""
+        """Work issued inside runs on this stream, which does not wait for the caller's by itself."""
         if self._stream is None:
             yield
         else:

@@ -200,8 +200,11 @@ def build_zero(
     check_unclaimed(names)
     chosen = choose_parameters(names, arrival, optimizer)
     moment_bytes = _moment_bytes(optimizer, config, comm.device)
-    plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None
-    planned = plan.groups if plan is not None else plan_groups(chosen, config, comm.world_size)
+    limit = 0
+    if stage == 3:
+        planned, limit = plan_partitioning(names, chosen, config.zero, comm.world_size)
+    else:
+        planned = plan_groups(chosen, config, comm.world_size)
     placements = plan_offload(planned, config.zero, dtypes.compute)
     depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
     offload = build_host(
@@ -212,10 +215,10 @@ def build_zero(
     groups: list[ParamGroup]
     with lost_on_error(model):
         model.zero_grad()  # what was computed before counts in no step
-        if plan is not None:
+        if stage == 3:
             place_buffers(model, comm)
             side = offload.side if offload is not None else None
-            partitioning = partition_model(names, plan, placements, config.zero, comm, dtypes.compute, side)
+            partitioning = partition_model(names, planned, limit, placements, config.zero, comm, dtypes.compute, side)
             groups = partitioning.groups
         else:
             place_model(model, planned, comm, dtypes.compute)

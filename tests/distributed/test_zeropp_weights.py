@@ -345,8 +345,7 @@ def test_the_account_after_a_load(rank, world, tmp_path, zero):
     secondaries = engine.zero.partitioning.secondaries
     held = len(secondaries())
     account = engine.report()["communication"]
-    messages = engine.zero.partitioning.messages
-    assert messages is None or not messages._taken  # given back
+    assert not any(pool._taken for pool in engine.zero.partitioning.pools)  # given back
     engine.destroy()
     left = len(secondaries())
     as_predicted(account)

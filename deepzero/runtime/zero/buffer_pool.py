@@ -1,26 +1,26 @@
-"""Buffers for gathered buckets, kept and reused.
+"""Buffers for gathered buckets, kept and reused; and which of them a pass takes, computed before it runs.
 
 [Note: buffers and who still holds them]
-    Buffers are kept and reused (:class:`BufferPool`): fresh memory costs several times the copy into it. But somebody
-    may still hold what a bucket showed when it is released, in one of two ways.
+    Buffers are kept and reused (:class:`BufferPool`): fresh memory costs several times the copy into it. But what a
+    bucket showed may still be held when it is released, in one of two ways.
 
     *A view* (``w = self.weight.t()`` kept across modules, ``detach()``, ``.data``, an attribute of a custom function's
     ``ctx``, numpy's or dlpack's alias, a result that selective checkpointing keeps) refers to the buffer's storage.
-    **A buffer is reused, and poisoned under chaos, only when nobody else refers to its storage**; until then the view
+    **A buffer is reused, and poisoned under chaos, only when nothing else refers to its storage**; until then the view
     keeps its values. On a GPU the caching allocator is such a pool already, ordered by streams. With one rank the
-    buffer is this rank's part itself, and a view sees the next step, as it does in stages 0-2.
+    buffer is this rank's shard itself, and a view sees the next step, as it does in stages 0-2.
 
     *The parameter's object* refers to no storage in particular: it shows values while they are there, and NaN when they
-    are not. Python asks before it uses one (``PartitionedParameter``); autograd's C++ does not, and whoever keeps saved
-    tensors may have been given the object itself: non-reentrant checkpointing keeps that of a frozen weight while it
-    runs a block again. So **nobody outside is given one**, by two rules in ``module_hooks.py``: parameters show their
-    values only while a module of the model runs, or for one operation; and from its start our saved-tensor hooks are
-    the innermost. They hand out a :class:`~deepzero.runtime.zero.module_hooks.SavedWeight`, which holds no memory, or,
-    to those who count and keep what is saved, a view.
+    are not. Its class intercepts a use by Python (``PartitionedParameter``), not one by autograd's C++; and hooks that
+    keep saved tensors may have been given the object: non-reentrant checkpointing keeps that of a frozen weight while
+    it runs a block again. So **the object is never handed out**, by two rules in ``module_hooks.py``: parameters show
+    their values only while a module of the model runs, or for one operation; and from its start our saved-tensor hooks
+    are the innermost. They hand out a :class:`~deepzero.runtime.zero.module_hooks.SavedWeight`, which holds no memory,
+    or, to hooks that count and keep what is saved, a view.
 
-    What the rules do not reach are hooks that a ``forward`` method enters in its middle and that keep an object as it
+    Out of reach of these rules are hooks that a ``forward`` method enters in its middle and that keep an object as it
     is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
-    and no parameter from elsewhere is used before it: then the gradient is NaN, which no step takes.
+    and no parameter from elsewhere is used before it: then the gradient is NaN, with which no step is taken.
 
     Once the order of a step is known, every pass begins with exactly the buffers that the plans need
     (:meth:`BufferPool.settle`), whatever was gathered in between: so what is held is known, too.
@@ -107,7 +107,7 @@ class BufferPool:
                     self._free.append(buffer)
                 else:
                     self.owners.pop(storage_ptr_of(buffer), None)
-            self._free += [torch.empty(numel, dtype=self.dtype, device=self.device) for numel in missing]
+            self._free += [self._new(numel) for numel in missing]
             self._planned = {storage_ptr_of(buffer) for buffer in self._free}
 
     def begin_pass(self) -> None:
@@ -134,21 +134,31 @@ class BufferPool:
             self._free = [b for b in self._free if b is not buffer]
         else:
             self._trim(numel)
-            buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+            buffer = self._new(numel)
         self._taken[storage_ptr_of(buffer)] = buffer
         self.most_numel = max(self.most_numel, self.numel())
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
-        """The buffer may be used again, as soon as nobody holds a view of it."""
+        """The buffer may be used again, as soon as no view of it is held."""
         del self._taken[storage_ptr_of(buffer)]
-        if self._chaos is not None and self._chaos.enabled and self.is_alone(buffer):
-            self._chaos.poison(buffer)
+        if self.is_alone(buffer):
+            self._poison(buffer)
         extra = self._planned is not None and not self._exact and storage_ptr_of(buffer) not in self._planned
         if self.keeps and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may give this place to anybody
+            self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may put anything here
+
+    def _new(self, numel: int) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        self._poison(buffer)
+        return buffer
+
+    def _poison(self, buffer: torch.Tensor) -> None:
+        # Chaos: what reads a buffer before it is filled, or after its release, finds NaN.
+        if self._chaos is not None and self._chaos.enabled:
+            self._chaos.poison(buffer)
 
     def is_alone(self, buffer: torch.Tensor) -> bool:
         """Whether nothing but this tensor refers to its memory."""

@@ -2,7 +2,7 @@
 
 *Ownership*: a parameter belongs to at most one engine. Two engines over one model would both reduce its gradients, and
 ``model.to()`` would move it out of ZeRO's buffers; both are refused before anything changes. A model that broke off
-half-built belongs to nobody, and no engine takes it.
+half-built belongs to no engine, and none takes it.
 
 *Writes* (stage 3): a gathered parameter is a copy, which its shards do not follow. :class:`WriteGuard` finds a write to
 it, so that it raises where it would vanish.
@@ -208,7 +208,7 @@ class WriteGuard:
         self._versions[place] = param._version
 
     def snapshot_samples(self) -> None:
-        """Values that were gathered quantised equal nobody's shard: what they are now is noted to compare with."""
+        """Values that were gathered quantised differ from the shard: what they are now is noted to compare with."""
         sampled = self.bucket.gather.lossy and self.bucket.whole.device.type == "cpu"
         self._samples = self._mine()[:: self._step].clone() if sampled else None
 
@@ -230,8 +230,8 @@ class WriteGuard:
         expected = bucket.shard[::step] if self._samples is None else self._samples
         if torch.equal(mine[::step].view(bits), expected.view(bits)):
             return None
-        if self._samples is None:
-            step, expected = 1, bucket.shard  # the first element that differs names the parameter
+        if self._samples is None:  # the first element that differs names the parameter
+            step, expected = 1, bucket.shard
         differs = (mine[::step].view(bits) != expected.view(bits)).nonzero()[0].item()
         place = bucket.bucket.part_start(bucket.gather.comm.rank) + int(differs) * step
         slots = zip(bucket.params, bucket.bucket.slots, strict=True)

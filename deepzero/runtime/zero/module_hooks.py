@@ -1,6 +1,6 @@
-"""How a model tells the coordinator what it needs, without a change to the model.
+"""Hooks on a model's modules, by which stage 3 learns what is needed next, without a change to the model.
 
-Three ways, each catching what the others cannot see:
+Three kinds, each catching what the others cannot see:
 
 forward hooks         before a module runs, its own parameters are fetched.
 saved-tensor hooks    while a forward pass builds its graph, autograd saves weights, or views of them, for the backward
@@ -37,9 +37,10 @@ from torch import nn
 
 from deepzero.runtime.pytree import output_tensors
 from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_module
-from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter, unseen
+from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
+from deepzero.utils.dispatch import unseen
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +59,10 @@ class SavedWeight:
 
 
 class ModuleHooks:
-    """Installs the three ways on a model, and takes them away again.
+    """The hooks of one model, from their installation until :meth:`remove`.
 
     Args:
-        model: its partitioned parameters are known to the coordinator.
+        model: its partitioned parameters lie in the coordinator's buckets.
         coordinator: fetches and releases.
         leaf_done: called with the parameters of a leaf module when its backward pass is over.
     """
@@ -74,6 +75,7 @@ class ModuleHooks:
     ) -> None:
         self.coordinator, self._leaf_done = coordinator, leaf_done
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
+        # By module, looked up at its first call.
         self._own_keys: dict[nn.Module, tuple[int, ...]] = {}
         # Calls of each leaf in forward passes whose backward passes are to come.
         self._leaf_calls: dict[nn.Module, int] = {}
@@ -81,14 +83,16 @@ class ModuleHooks:
         # What is under way, outermost first (an operation outside of all modules is None); whether it has pushed hooks.
         self._stack: list[tuple[nn.Module | None, bool]] = []
         self._handles: list[Any] = []
+        # All parameters of leaf modules, persistent ones too: the reducer counts their gradients by calls.
         self.leaf_params: set[nn.Parameter] = set()
-        """All parameters of leaf modules, persistent ones too."""
+        # Injected, so that a parameter can ask for its bucket without an import of this file from that one.
         for bucket in coordinator.buckets:
             bucket.on_demand = self._on_demand
         self._install(model, set())
 
     def _install(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """On this module and those below it; below a leaf, or in compiled code, there are none."""
+        # A module may be registered in several places (tied blocks); twice hooked, it would be entered twice.
         if module in seen:
             return
         seen.add(module)
@@ -97,6 +101,8 @@ class ModuleHooks:
         params = [p for p in module.parameters(recurse=leaf) if isinstance(p, ZeroParameter)]
         if declared:
             self.leaf_params.update(module.parameters())
+        # Before every other pre-hook, since those may read weights (weight norm does); always_call, because an
+        # exception in the module must not leave it on the stack, with its weights gathered.
         self._handles += [
             module.register_forward_pre_hook(self._pre_forward_hook(params, declared), prepend=True, with_kwargs=True),
             module.register_forward_hook(self._post_forward_hook(params, leaf), always_call=True),
@@ -113,17 +119,18 @@ class ModuleHooks:
         for bucket in self.coordinator.buckets:
             bucket.on_demand = None
 
-    # ---- forward -----------------------------------------------------------------------------------------------------
-
-    # Hooks are plain functions: dynamo can step around those, not around an object.
+    # ---- forward: hooks are plain functions, as dynamo can step around those, not around an object -------------------
 
     def _pre_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
         @torch.compiler.disable
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
+            # What the coordinator does with parameters is no use of them: it must not come back here on demand.
             with unseen():
+                # An empty stack: this is the outermost module, and a forward pass begins.
                 if not self._stack:
                     self.coordinator.begin_forward()
+                # Entered before the fetch: the values that it shows belong to a module that is under way.
                 self._enter(module)
                 keys = self._keys_of(module, params)
                 if keys:
@@ -136,14 +143,16 @@ class ModuleHooks:
     def _post_forward_hook(self, params: list[ZeroParameter], leaf: bool) -> Callable[..., None]:
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
-            """Also when the module has raised."""
+            """The module is over, or has raised. What it used is released by the next fetch."""
             with unseen():
                 if leaf:
                     self._fetch_for_backward(module, params, output)
+                # Its pre-hook did not run: another one raised before it.
                 if not self._stack or self._stack[-1][0] is not module:
-                    return  # its pre-hook did not run: another one raised before it
+                    return
                 self.coordinator.end_sub_module(self._names[module])
                 self._leave()
+                # The outermost module has ended: after an evaluation nothing stays gathered.
                 if not self._stack:
                     self.coordinator.end_forward()
 
@@ -161,10 +170,10 @@ class ModuleHooks:
         self._stack.append((module, self._become_innermost()))
 
     def _leave(self) -> None:
-        """**Parameters show their values inside modules only**: outside, no hooks of ours see who keeps one."""
         _, pushed = self._stack.pop()
         if pushed:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+        # **Parameters show their values inside modules only**: outside, no hooks of ours see who saves one.
         if not self._stack:
             self.coordinator.hide_all()
 
@@ -172,8 +181,10 @@ class ModuleHooks:
         """A leaf module: its gradients are complete, whatever of it ran, when its input has its gradient."""
         if not torch.is_grad_enabled():
             return
+        # Non-reentrant checkpointing runs it again: the first run has been counted.
         if in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(True)[0] != self.pack:
-            return  # non-reentrant checkpointing runs it again: the first run has been counted
+            return
+        # One input is enough: autograd gives an input its gradient after everything between it and the output.
         for tensor in output_tensors((args, kwargs)):
             if tensor.requires_grad:
                 self._leaf_calls[module] = self._leaf_calls.get(module, 0) + 1
@@ -195,7 +206,7 @@ class ModuleHooks:
         keys, where = self._keys_of(module, params), self._names[module]
         for tensor in output_tensors(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                # Not shown: no module is under way.
+                # Not shown: no module is under way, and what the backward pass reads are views that we hand out.
                 tensor.register_hook(lambda _: self.coordinator.fetch_sub_module(keys, where, show=False))
 
     def reset(self) -> None:
@@ -208,15 +219,18 @@ class ModuleHooks:
     def _become_innermost(self) -> bool:
         """What autograd saves from now on passes here first. Returns whether there is something to pop afterwards."""
         outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # Nothing is saved now, and each hook costs: generation under no_grad calls thousands of modules.
         if outer is None and not torch.is_grad_enabled():
             return False
+        # torch runs only the innermost pair of hooks. Ours are there already where a module calls another.
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
         if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
             return False
         # Any callable may be one: a functools.partial has no name.
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
+        # Non-reentrant checkpointing keeps nothing in the forward pass.
         if name.startswith("_checkpoint_hook"):
-            return False  # non-reentrant checkpointing keeps nothing in the forward pass
+            return False
         if not self._warned_autocast and torch.is_autocast_enabled(self.coordinator.comm.device_type):
             self._warned_autocast = True
             log.warning(
@@ -237,24 +251,20 @@ class ModuleHooks:
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
         if isinstance(tensor, PartitionedParameter):
-            # Given to a function of the user's, which nobody intercepts.
+            # The object itself: a custom autograd function saves what it was given, and is not intercepted.
             record = tensor._zero
             home, slot = record.placed()
             if not self.coordinator.has(home):
                 return tensor
             start = slot.offset - home.bucket.offset
             return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
+        # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
         bucket = self.coordinator.owner_of(tensor)
         if bucket is None:
             return tensor
-        return SavedWeight(
-            bucket.key,
-            bucket.generation,
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
+        offset = int(tensor.storage_offset())
+        return SavedWeight(bucket.key, bucket.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
@@ -268,22 +278,27 @@ class ModuleHooks:
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """3 pre-backward: fetch_sub_module, which prefetches backwards."""
+        """1 fetch, for the backward pass: in place of what was saved its view of the bucket, gathered again."""
         if not isinstance(packed, SavedWeight):
             value: torch.Tensor = packed
             return value
         bucket = self.coordinator.buckets[packed.key]
+        # The graph of a double backward pass would save the view that is made here, whose values go with the bucket.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a double backward pass (create_graph=True) through {bucket.names} is not possible under ZeRO stage "
                 "3: its weights are released and fetched again in between. Use stage 2 for gradient penalties"
             )
+        # A bucket's generation grows with every write. Plain autograd compares version counters of the saved tensor;
+        # here no tensor was saved, so this is that check.
         if bucket.generation != packed.generation:
             raise RuntimeError(
                 f"this backward pass goes through a forward pass that saw older values of {bucket.names}: they were "
                 "changed in between (engine.step(), a write). Run the forward pass again"
             )
         self.coordinator.fetch_sub_module((packed.key,), bucket.params[0]._zero.name, show=False)
+        # The same elements with the same strides, in whatever buffer the bucket was gathered into this time. The dtype
+        # differs where a program has saved a weight's bits under another one (view(torch.int16)).
         flat = bucket.whole
         if packed.dtype != flat.dtype:
             flat = flat.view(packed.dtype)
@@ -313,7 +328,7 @@ class ModuleHooks:
 
 
 class _Chain:
-    """Saved-tensor hooks of somebody else's, with ours before them.
+    """Saved-tensor hooks that were there before, with ours in front of them.
 
     Args:
         ours: knows the parameters.
@@ -331,6 +346,7 @@ class _Chain:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd."""
+        # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
         packed = tensor if self._keeps else self.ours.pack(tensor)
         return (packed,) if isinstance(packed, SavedWeight) else self._pack(self.ours.view_of(packed))
 

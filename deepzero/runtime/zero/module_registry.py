@@ -17,17 +17,9 @@ _EXTERNAL: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.We
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Declare modules of these classes as leaves: ZeRO does not look below them. Call it before ``initialize``.
+    """Declare modules of these classes, or names of classes, as leaves: ZeRO does not look below them.
 
-    Args:
-        model: where to look.
-        leaf_module_classes: classes, or their names.
-
-    Returns:
-        The modules found.
-
-    Raises:
-        ValueError: none is there.
+    Call it before ``initialize``. Returns the modules found; raises a ValueError if there is none.
     """
     classes = list(leaf_module_classes)
     found = _modules_of(model, classes)
@@ -59,11 +51,8 @@ def z3_leaf_module(module: nn.Module) -> bool:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """``module`` uses ``parameter``, which belongs to another module: fetch it with the module's own.
 
-    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier, in one with the
-    module's own.
-
-    Raises:
-        TypeError: not a module, or not a parameter.
+    Uses inside a forward pass are noticed without this; registering lets the fetch come earlier. Raises a TypeError for
+    what is not a module, or not a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise TypeError(
@@ -76,11 +65,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The inverse of :func:`register_external_parameter`.
-
-    Raises:
-        ValueError: it was not registered.
-    """
+    """The inverse of :func:`register_external_parameter`. Raises a ValueError if it was not registered."""
     known = _EXTERNAL.get(module, [])
     if not any(p is parameter for p in known):
         raise ValueError("this parameter is not registered with this module")

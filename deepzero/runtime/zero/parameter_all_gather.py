@@ -1,7 +1,6 @@
 """How a bucket is put together: one all-gather over all ranks, or one of ZeRO++'s cheaper ways.
 
-Which way is chosen when stage 3 is built (:meth:`GatherConfig.build`), bucket by bucket; a step only calls
-``launch`` and ``finish``.
+Stage 3 chooses when it is built (:meth:`GatherConfig.build`); a step only calls ``launch`` and ``finish``.
 
 [Note: messages and partitions]
     On the wire a bucket is W equal *messages*, one from each rank: its shard as it is (:class:`PlainAllGather`), or
@@ -109,12 +108,13 @@ class PlainAllGather:
         self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
         self.shard_on_host = source.on_host
         self.message_bytes = bucket.shard_numel * dtype.itemsize
+        # Whether the values that have arrived last were quantised.
         self.lossy = False
-        """Whether the values that have arrived last were quantised."""
+        # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
         self._padding = (comm.world_size - 1) * self._padding_of(comm.rank)
         self._pending: Pending | None = None
+        # The W messages of the gather under way.
         self._target = torch.empty(0)
-        """The W messages of the gather under way."""
 
     @property
     def quantizes(self) -> bool:
@@ -146,16 +146,20 @@ class PlainAllGather:
             keep: for training: a secondary partition of what arrives may serve training.
         """
         numel = self.bucket.shard_numel
+        # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
         mine = part_of(self.target(whole, exact), self.comm.rank, self.comm.world_size)
         with self.source.fetch(kind, shard(), mine) as values:
-            if values.data_ptr() != mine.data_ptr():  # with one rank the shard is the buffer
+            # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
+            if values.data_ptr() != mine.data_ptr():
                 mine.copy_(values)
+            # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
             self._pending = self.comm.all_gather(kind, whole, self._padding, self.where, numel=numel)
 
     def arrive(self) -> None:
         """The messages are complete in their target, for the current stream."""
         if self._pending is not None:
             self._pending.wait()
+            # With one rank nothing was sent, and only the source's copy orders anything.
             self.source.wait()
             self._pending = None
 
@@ -201,28 +205,19 @@ class QuantizedAllGather(PlainAllGather):
     """qwZ: values for computing travel quantised; exact ones still travel as they are.
 
     Args:
-        bucket: as in :class:`PlainAllGather`, and so are ``dtype``, ``comm``, ``source`` and ``where``.
+        plain: how exact values travel, and all do once quantised ones have been found too far off.
         quantizer: encodes and decodes a message.
         buffers: where buffers for the W messages come from, uint8.
         scratch_bytes: of each of them, which any bucket's messages fit into, so that all serve all.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        dtype: torch.dtype,
-        comm: Communicator,
-        source: DeviceShard,
-        where: str,
-        quantizer: Quantizer,
-        buffers: BufferPool,
-        scratch_bytes: int,
-    ) -> None:
-        super().__init__(bucket, dtype, comm, source, where)
+    def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
+        super().__init__(plain.bucket, plain.dtype, plain.comm, plain.source, plain.where)
+        self._plain = plain
         self.quantizer: Quantizer = quantizer
         self.buffers: BufferPool = buffers
         self.scratch_bytes = scratch_bytes
-        self.message_bytes = quantizer.format.message_bytes(bucket.shard_numel)
+        self.message_bytes = quantizer.format.message_bytes(plain.bucket.shard_numel)
         self._whole = self._buffer = torch.empty(0)
 
     def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -247,6 +242,7 @@ class QuantizedAllGather(PlainAllGather):
             return
         target = self.target(whole, exact)
         rank, world, numel = self.comm.rank, self.comm.world_size, self.bucket.shard_numel
+        # A shard in host memory is copied into ``whole``, where its decoded values will overwrite it.
         with self.source.fetch(kind, shard(), part_of(whole, rank, world)) as values:
             self._pack(values, part_of(target, rank, world))
             self._pending = self.comm.all_gather(kind, target, self._padding, self.where, numel=numel)
@@ -258,6 +254,7 @@ class QuantizedAllGather(PlainAllGather):
             return
         self.arrive()
         numel = self.bucket.shard_numel
+        # This rank's own message too: every rank computes with the same values.
         for rank, place in enumerate(self._whole.split(numel)):
             message = part_of(self._target, rank, self.comm.world_size)
             self.quantizer.unpack(self.quantizer.format.open(message, numel), place)
@@ -265,13 +262,12 @@ class QuantizedAllGather(PlainAllGather):
         self.release_message()
 
     def unquantized(self) -> PlainAllGather:
-        """Without quantisation, once the error monitor has found quantised values too far off."""
-        return PlainAllGather(self.bucket, self.dtype, self.comm, self.source, self.where)
+        """How exact values travel."""
+        return self._plain
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard, quantised."""
-        message = self._take(self.message_bytes)
-        self._pack(shard, message)
+        self._pack(shard, message := self._take(self.message_bytes))
         return message
 
     def release_message(self) -> None:
@@ -304,14 +300,15 @@ class SecondaryAllGather(PlainAllGather):
         self.group: RankGroup = group
         self.message_bytes, self.mics, self._frozen = inner.message_bytes, mics and not frozen, frozen
         self.always_inside = mics or frozen
+        # W/H: how many messages a rank keeps for its group. They are kept as they travel, so quantised ones as bytes.
         self.kept_messages = self.comm.world_size // group.size
-        """W/H: how many messages a rank keeps for its group."""
         dtype = torch.uint8 if self.quantizes else self.dtype
         numel = self.kept_messages * self.message_bytes // dtype.itemsize
         self.secondary_shard = torch.zeros(numel, dtype=dtype, device=self.comm.device)
+        # Of the values in the secondary shard, which serves gathers of this generation only; -1: it is empty.
         self._generation = -1
-        """Of the values in the secondary shard: it serves gathers of this generation only. -1: it is empty."""
         self._for_training = False
+        # The generation that the gather under way will leave in the secondary shard; None: it keeps nothing.
         self._keeps: int | None = None
 
     def launch(
@@ -329,13 +326,15 @@ class SecondaryAllGather(PlainAllGather):
         whether an evaluation came before it, and could not be predicted.
         """
         secondary, group, inner = self.secondary_shard, self.group, self.inner
-        serves = secondary is not None and not (exact and self.quantizes)  # quantised messages are not the very values
+        # Quantised messages are not the very values.
+        serves = secondary is not None and not (exact and self.quantizes)
         if secondary is None or not serves or self._generation != generation or (keep and not self._for_training):
             self._keeps = generation if serves else None
             self._for_training = keep or self._frozen
             inner.launch(kind, whole, shard, generation, exact)
             self.lossy = inner.lossy
             return
+        # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
         target = inner.target(whole, exact)
         part_of(target, group.index, group.size).copy_(secondary)
         first, kept = group.index * self.kept_messages, self.kept_messages
@@ -367,9 +366,11 @@ class SecondaryAllGather(PlainAllGather):
         # Offloaded shards are in host memory, from which nothing is sent.
         message = self.inner.message(shard.to(self.comm.device))
         recv = [secondary[:0]] * world
+        # What this rank keeps comes from ``kept_messages`` consecutive ranks, each into its place.
         for place, room in enumerate(secondary.split(secondary.numel() // self.kept_messages)):
             recv[self.group.index * self.kept_messages + place] = room
         keepers = self.keepers_of(rank)
+        # What a rank keeps of its own does not travel.
         if rank in keepers:
             recv[rank].copy_(message)
         send = [message if q in keepers else message[:0] for q in range(world)]
@@ -433,9 +434,7 @@ class GatherConfig:
         if comm.world_size == 1:
             return gather
         if self.quantizer is not None and self.buffers is not None:
-            gather = QuantizedAllGather(
-                bucket, dtype, comm, source, where, self.quantizer, self.buffers, self.scratch_bytes
-            )
+            gather = QuantizedAllGather(gather, self.quantizer, self.buffers, self.scratch_bytes)
         return gather if self.group is None else SecondaryAllGather(gather, self.group, self.mics, self.frozen)
 
 

@@ -21,10 +21,8 @@
     there: :class:`ZeroParameter` when they are, :class:`PartitionedParameter` when not. Torch calls
     ``PartitionedParameter.__torch_function__`` for whatever is done with such a parameter. Looking at shape, dtype or
     gradient is answered. A use of the values inside a forward or backward pass gathers them first: a parameter that is
-    used outside its module is found in this way, without registration. Anything else raises and says what to do.
-    (torch's own ``UninitializedParameter`` changes its class in the same way when it materializes.)
-
-``register_external_parameter`` is in ``module_registry.py``, with the leaf modules.
+    used outside its module is found in this way, without registration (``register_external_parameter``, which lets it
+    come earlier, is in ``module_registry.py``). Anything else raises and says what to do.
 
 Sources: ``Init``, ``_partition_param``, ``_all_gather_params``, ``GatheredParameters``, ``ZeroParamStatus`` and the
 ``ds_*`` names in DeepSpeed's ``partition_parameters.py``; P_os+g+p in the ZeRO paper, section 5.3.
@@ -36,15 +34,13 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import make_communicator
@@ -66,8 +62,9 @@ from deepzero.runtime.zero.parameter_all_gather import (
     send_to_replicas,
 )
 
-# ``ZeroParamStatus`` is a bucket's: the parameters of a bucket are gathered and released together.
+# ``ZeroParamStatus`` is a bucket's: its parameters are gathered and released together.
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
+from deepzero.utils.dispatch import unseen
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +84,8 @@ class ParamRecord:
         self.stride = torch.empty(param.shape, device="meta").stride()
         self.home: Any = None
         self.slot: ParamSlot | None = None
+        # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
-        """Kept: one element of the compute dtype, stretched to :attr:`shape`."""
 
     def placed(self) -> tuple[Any, ParamSlot]:
         """The bucket, and where in it."""
@@ -172,16 +169,19 @@ class PartitionedParameter(ZeroParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Answer questions about metadata; gather for a use of the values, or raise."""
         kwargs = kwargs or {}
+        # Whatever is not known to do without values counts as a use of them: also functions that torch will add.
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in READS_WITHOUT_VALUES and isinstance(args[0], PartitionedParameter):
             return _detached(args[0], func)
         name = getattr(func, "__name__", str(func))
+        # A constructor inside zero.Init may do anything.
         if _ACTIVE:
             return _write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _write_part(*args, **kwargs)
+        # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
             raise use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
         # torch.nn.init passes its tensor by name.
@@ -202,6 +202,7 @@ class PartitionedParameter(ZeroParameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
+        # A copy would be a placeholder that belongs to no bucket.
         raise use_error(self._zero, "copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -218,6 +219,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
         param.__class__ = ZeroParameter
         param._zero.name = name
         return param
+    # Its class is what changes with its state, so it must not be one that carries behaviour (bitsandbytes, torchao).
     if type(param) is not nn.Parameter:
         raise ConfigError(f"parameter {name!r} is a {type(param).__name__}; stage 3 partitions plain nn.Parameter only")
     record = ParamRecord(param, name)
@@ -233,6 +235,7 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
         if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
             bucket.launch(kind)
     for bucket in buckets:
+        # A bucket that the coordinator has prefetched is on its way already.
         if bucket.status is ZeroParamStatus.INFLIGHT:
             bucket.wait()
         bucket.show()
@@ -245,6 +248,7 @@ def unpartition(param: ZeroParameter) -> None:
     gathered = home.status is ZeroParamStatus.AVAILABLE
     if not gathered:
         _all_gather_params([home], SETUP)
+    # A copy: the buffer goes back to the pool.
     values = home.value(param).clone()
     if not gathered:
         home.release()
@@ -298,6 +302,7 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     homes = _homes_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
+        # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
         for on_demand in {home.on_demand for home in homes}:
             asked = [home for home in homes if home.on_demand == on_demand]
@@ -320,22 +325,6 @@ def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
         return whole
 
 
-_NOTHING = nullcontext()
-
-
-def unseen() -> AbstractContextManager[Any]:
-    """For operations of our own inside a model: selective checkpointing does not see them.
-
-    It numbers the operations of a block, to find their results when the block runs again; what we fetch differs then.
-    """
-    if not (count := torch._C._len_torch_dispatch_stack()):  # as a rule; each hook of a module comes by
-        return _NOTHING
-    modes = (torch._C._get_dispatch_stack_at(place) for place in range(count))
-    if any(isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)) for mode in modes):
-        return _disable_current_modes()
-    return _NOTHING
-
-
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
     """``param.detach()``, ``param.data``: a tensor of the logical shape, which is partitioned as well."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -351,6 +340,7 @@ def _write_part(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
     if not isinstance(target, PartitionedParameter) or isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
     home, _ = target._zero.placed()
+    # Nothing is sent: a state_dict that is loaded is the same on all ranks.
     home.write(target, source.detach().expand(target._zero.shape).reshape(-1))
     return target
 
@@ -362,6 +352,7 @@ def _write_part(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
 # already (``init.normal_(self.child.weight)``, Hugging Face's ``post_init``): such a write gathers the parameter, runs,
 # and partitions it again. So the initial values are those of the unpartitioned model with the same seed, bit for bit.
 # Until ``initialize`` has the optimizer's groups and bucket sizes, each parameter is a bucket by itself.
+# DeepSpeed wraps constructors in the same way: ``InsertPostInitMethodToModuleSubClasses``.
 
 TRIM_BYTES = 64 << 20
 """Freed parameters, between two calls of :func:`return_freed_memory`."""
@@ -393,8 +384,6 @@ class Init:
 
     Raises:
         ConfigError: settings that cannot be used.
-
-    Source: ``Init`` and ``InsertPostInitMethodToModuleSubClasses`` in DeepSpeed's ``partition_parameters.py``.
 
     Example:
         >>> with Init(dtype=torch.bfloat16):
@@ -432,6 +421,7 @@ class Init:
                 f"zero.Init partitions parameters, which is stage 3, and the config says "
                 f"zero_optimization.stage={stage}; set it to 3, or pass enabled=False"
             )
+        # Ranks exist before an engine does, and what is sent here is in no engine's account.
         process_group.init_distributed()
         device = process_group.default_device()
         self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
@@ -441,6 +431,7 @@ class Init:
             _say_not_pinned()
         self._pools: dict[torch.dtype, BufferPool] = {}
         self._freed_bytes = 0
+        # Constructors as they were, and the ids of modules that are inside of one.
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
         if module is not None:
@@ -454,6 +445,7 @@ class Init:
         self._default_dtype = torch.get_default_dtype()
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
+        # A context inside a context adds its dtype alone; classes are wrapped once.
         if not _ACTIVE:
             for cls in _subclasses(nn.Module):
                 self._wrap(cls)
@@ -509,6 +501,7 @@ class Init:
 
     def _partition_own(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
+            # A tied parameter has been cut with the first of its modules; a lazy one has no shape yet.
             if param is None or isinstance(param, ZeroParameter) or nn.parameter.is_lazy(param) or param.is_meta:
                 continue
             if param.is_floating_point() and param.numel() > 0:
@@ -518,6 +511,7 @@ class Init:
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
         """Cut one parameter: rank 0's values, of which this rank keeps a W-th."""
         comm, made = self.comm, as_zero_parameter(param, name)
+        # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
         bucket = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
@@ -526,6 +520,7 @@ class Init:
         shard = torch.zeros(bucket.shard_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
         gather = GatherConfig().build(bucket, values.dtype, comm, DeviceShard(), name)
         home = PartitionedBucket(INIT_KEY, bucket, [made], shard, gather, pool)
+        # It keeps this rank's elements of ``values``; the rest is freed with them.
         home.write(made, values)
         self._freed_bytes += values.nbytes
         del values
@@ -573,6 +568,7 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
     When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
     parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
     """
+    # First what earlier writes have left whole, so that at most one operation's parameters are.
     _partition_again(only_unseen=True)
     params = partitioned_in((args, kwargs))
     homes = _homes_of(params)
@@ -581,7 +577,7 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
         _OPEN.update((home, references(home.whole)) for home in homes)
         result = _with_views(func, args, kwargs, params)
     except BaseException:
-        # Now, as the traceback holds views: they would pass for somebody's who may still write.
+        # Now, as the traceback holds views: they would pass for views through which the program may write.
         _discard(homes)
         raise
     _partition_again(only_unseen=True)
@@ -604,6 +600,7 @@ def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParam
 def _partition_again(only_unseen: bool) -> None:
     """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
     for home, alone in list(_OPEN.items()):
+        # A view is held, through which a later line of the constructor may write.
         if only_unseen and references(home.whole) > alone:
             continue
         del _OPEN[home]
@@ -723,9 +720,12 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
+        # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             check_on_device(bucket)
+        # Gathered by the coordinator, but no module of theirs is under way: they are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
+        # From here on the coordinator does not release them.
         for bucket in self.buckets:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
@@ -762,6 +762,7 @@ class GatheredParameters:
         """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
         for bucket in self.buckets:
             bucket.writes.check()
+        # A write through ``.data`` that the sample has missed: here all elements are compared, as nothing hurries.
         for param in self.partitioned:
             home, slot = param._zero.placed()
             start, stop, _ = home.range_of(slot)
@@ -784,9 +785,11 @@ class GatheredParameters:
             if param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
+            # Every rank has the whole values then, and keeps its elements of them.
             home.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             home.write(param, values.reshape(-1))
             home.writes.snapshot_param(param)
+        # Secondary shards that are never stale follow.
         if self.buckets:
             with self.buckets[0].gather.comm.ledger.aside():
                 send_to_replicas(self.buckets)

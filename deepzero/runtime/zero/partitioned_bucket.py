@@ -78,7 +78,7 @@ class PartitionedBucket:
         self.shown = False
         """AVAILABLE, and the parameters are views of the buffer."""
         self.gather_refs = 0
-        """``GatheredParameters`` contexts that need the values here; meanwhile nobody else may release them."""
+        """``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases."""
         self.release_when_unreferenced = False
         """Only those contexts need the values: the last one to end releases them."""
         self.away: str | None = None

@@ -1,16 +1,10 @@
-"""When partitioned parameters are fetched and released. Nothing here knows where their bytes lie.
+"""When partitioned parameters are fetched and released; where their bytes lie is the buckets' matter.
 
 In the first optimizer step the coordinator *records* which buckets are used in which order, in forward and backward
 passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
-follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; each use
-does, in this order:
-
-1. release what the plan lets go,
-2. launch mine,
-3. launch the prefetch: what the next uses need,
-4. wait for mine.
-
-Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
+follow. ``fetch_sub_module`` is called before a module runs and whenever the backward pass asks for a weight; it does,
+in this order: release what the plan lets go · launch mine · launch the prefetch, what the next uses need · wait for
+mine. Launching before waiting is all there is to overlap: the next buckets travel while this one is computed with.
 
 DeepSpeed releases at the end of a module. Here a bucket serves a run of modules, and at the end of one of them nothing
 tells whether the next one will use it too: that is known when the next use comes, which begins with
@@ -40,13 +34,7 @@ from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferForecast, InPlacePool, Moment, moments_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
-from deepzero.runtime.zero.parameter_all_gather import (
-    BACKWARD,
-    EVALUATION,
-    FORWARD,
-    ON_REQUEST,
-    ON_REQUEST_BROADCAST,
-)
+from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 
@@ -60,8 +48,8 @@ def in_backward() -> bool:
 
 NO_ACTION = FetchAction((), (), ())
 
+# Plans dropped before a warning that they do not last.
 WARN_AFTER_DROPS = 10
-"""Plans dropped before it is said that they do not last."""
 
 
 class InflightParamRegistry:
@@ -104,7 +92,9 @@ class ModuleTrace:
     def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
         self.what, self.numel, self.limits, self.is_rank0 = what, numel, limits, is_rank0
         self.uses: list[ModuleUse] = []
+        # One action for each use; None while recording.
         self.plan: list[FetchAction] | None = None
+        # Of the use under way, in ``uses``; -1 between two passes.
         self.position = -1
         self.dropped = 0
 
@@ -114,6 +104,7 @@ class ModuleTrace:
         """The next use. Returns what the plan says; None while recording."""
         following = self.position + 1
         if self.plan is not None:
+            # A use on demand is noticed only where the bucket is not there: this time it may be missing.
             found = following
             while found < len(self.uses) and self.uses[found].keys != keys and self.uses[found].on_demand:
                 found += 1
@@ -121,6 +112,7 @@ class ModuleTrace:
                 self.position = found
                 return self.plan[found]
             if on_demand:
+                # One that the plan does not have: it is fetched, and the plan goes on behind it.
                 return NO_ACTION
             self._drop(following, where)
         self.uses.append(ModuleUse(keys, backward, where, on_demand, run))
@@ -139,6 +131,7 @@ class ModuleTrace:
                 "%s: the order of modules has changed %d times; without a plan that lasts nothing is prefetched",
                 self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
+        # What came before is as it was recorded, so only the rest of the step is recorded anew.
         del self.uses[following:]
         self.plan = None
 
@@ -162,7 +155,7 @@ class ModuleTrace:
         return FetchPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
 
     def follow(self, plan: FetchPlan) -> None:
-        """Follow a plan that somebody else has recorded."""
+        """Follow a plan that another engine, or a dry run, has recorded."""
         self.uses, self.plan = list(plan.uses), list(plan.actions)
 
     def reset(self) -> None:
@@ -188,8 +181,8 @@ class PartitionedParameterCoordinator:
         self.buckets, self.limits, self.ledger = list(buckets), limits, comm.ledger
         self.comm = comm
         self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
+        # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
-        """Called when plans, or the ways in which buckets travel, are new."""
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {bucket.key: bucket.numel for bucket in buckets}
         is_rank0 = comm.rank == 0
@@ -198,13 +191,14 @@ class PartitionedParameterCoordinator:
         self._trace = self.training
         # The use under way: its buckets are here and stay until the next one.
         self._current: frozenset[int] = frozenset()
-        # By last use, the oldest first.
+        # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
         # One rank computes with its shard itself, unless that is in host memory.
         takes = {bucket.key: bucket.numel for bucket in buckets if not isinstance(bucket.pool, InPlacePool)}
         self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
+        # Of the block of activation checkpointing that the backward pass runs again now (0: none), and how many did.
         self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
@@ -215,7 +209,7 @@ class PartitionedParameterCoordinator:
     def begin_forward(self) -> None:
         """The outermost module is entered: in training the trace goes on, an evaluation begins at its first use."""
         if in_backward():
-            # Somebody else's hooks: non-reentrant checkpointing, which saves views as they are.
+            # Hooks that are not ours: non-reentrant checkpointing's, which keep views as they are.
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 self._runs += 1
                 self._run, self._current = self._runs, frozenset()
@@ -245,7 +239,7 @@ class PartitionedParameterCoordinator:
             self._current = frozenset()
 
     def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
-        """1 pre-forward, 3 pre-backward: release, launch mine, launch the prefetch, wait for mine.
+        """1 fetch, before a module's forward pass and in its backward pass.
 
         Args:
             keys: sorted; a module's own parameters' and those registered for it (:func:`keys_of`), or the one of a
@@ -258,6 +252,7 @@ class PartitionedParameterCoordinator:
             # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
+            # The same buckets as the module before: no new use, and nearly all that a small module costs.
             for key in keys if show else ():
                 if not self.buckets[key].shown:  # asked here: the call costs more than the module's other hooks
                     self.buckets[key].show()
@@ -265,14 +260,17 @@ class PartitionedParameterCoordinator:
         backward = in_backward()
         self.comm.position = f"{'backward' if backward else 'forward'} of {where}"
         if backward and self._trace is self.evaluation:
+            # An evaluation between a forward pass and its backward pass has ended.
             self._switch(self.training)
         action = self._trace.advance(keys, backward, where, on_demand, self._run)
         forward = FORWARD if self._trace is self.training else EVALUATION
         if not self._buffers.moments:
             self._begin_pass()
         self._buffers.moments.append(Moment(keys, self._run))
+        # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, action)
-        # Mine first: it is needed first, and all ranks launch in this order.
+        # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
+        # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
         fetches = [(key, BACKWARD if backward else forward, "") for key in keys]
         if action is not None:
             fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in action.prefetch]
@@ -289,11 +287,14 @@ class PartitionedParameterCoordinator:
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
+        # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
+        # computes with them, those of the next modules travel.
         with profiler_ranges.standing_at(where):
             for key in keys:
                 self.inflight.wait(key, show)
                 if show and not self.buckets[key].shown:  # it may have been here
                     self.buckets[key].show()
+                # Last in the order of use.
                 self._live.pop(key, None)
                 self._live[key] = None
 
@@ -304,6 +305,7 @@ class PartitionedParameterCoordinator:
         """
         for key in action.release if action is not None else ():
             self._release_in_pass(key)
+        # A use on demand that the plan does not have may need room that the plan did not leave.
         for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
             self._release_in_pass(key)
 
@@ -326,6 +328,7 @@ class PartitionedParameterCoordinator:
         try:
             self.release_all()
         except PartitionedUseError as error:
+            # It is raised when all else is done: the other ranks, whose program wrote nothing, have ended the step.
             refused = error
         before = self.training.plan
         self.training.close()  # where the step ended early, this drops the plan and makes another
@@ -353,7 +356,7 @@ class PartitionedParameterCoordinator:
             self._buffers.settle(pool)
 
     def _plans_changed(self) -> None:
-        """Where plans have not lasted, which buffers they take is simulated when one has lasted for a step."""
+        # Simulating costs several passes over the plan. Where plans do not last, it waits until one has lasted a step.
         self.predict_anew(simulate=max(self.training.dropped, self.evaluation.dropped) < WARN_AFTER_DROPS)
 
     def follow(self, plan: FetchPlan) -> None:
@@ -399,6 +402,7 @@ class PartitionedParameterCoordinator:
         self._current = frozenset()
         if self._buffers.moments:
             self._buffers.moments.append(Moment((), 0, list(self._live)))
+        # Buffers of prefetches that were not used belong to their all-gathers until these end.
         self.inflight.wait_all()
         refused: Exception | None = None
         for key in list(self._live):
@@ -417,6 +421,8 @@ class PartitionedParameterCoordinator:
         """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
+        # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd is known to
+        # save must not depend on when that happens.
         place = storage_ptr_of(tensor)
         for pool in self._pools:
             bucket, generation = pool.owners.get(place, (None, 0))
@@ -453,6 +459,7 @@ class PartitionedParameterCoordinator:
         self.live_numel -= bucket.numel
         self.inflight.wait(key)
         if bucket.gather_refs:
+            # The program reads it inside GatheredParameters, whose end will release it.
             bucket.release_when_unreferenced = True
         else:
             self.ledger.note("release", "", f"bucket {key}")

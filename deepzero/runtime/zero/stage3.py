@@ -56,20 +56,12 @@ log = logging.getLogger(__name__)
 # ---- 0 build: which parameters are cut, over which buckets -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PartitioningPlan:
-    """What will be partitioned, before anything is."""
-
-    groups: list[GroupLayout]
-    """Of trained parameters, then of frozen ones."""
-    limit: int
-    """Elements of a bucket."""
-
-
 def plan_partitioning(
     names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
-) -> PartitioningPlan:
+) -> tuple[list[GroupLayout], int]:
     """Which parameters are cut, over which buckets. Pure numbers.
+
+    Returns the groups of trained parameters, then of frozen ones, and how many elements a bucket may have.
 
     Args:
         names: every parameter's.
@@ -79,6 +71,7 @@ def plan_partitioning(
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
+    # Backwards, as trained ones come: neighbours in the model are neighbours in a bucket.
     frozen = [p for p in reversed(list(names)) if p not in trained and is_real(p) and p.numel() > threshold]
     total = sum(param.numel() for params in (*chosen, frozen) for param in params)
     limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
@@ -92,12 +85,14 @@ def plan_partitioning(
     groups = []
     for index, params in enumerate(chosen):
         for partitioned in (True, False):
+            # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some
+            # bucket twice per micro-batch; whole, they cost little memory and one all-gather per step.
             some = [p for p in params if (p.numel() > threshold) is partitioned]
             if some:
                 groups.append(planned(some, index, partitioned))
     if frozen:
         groups.append(planned(frozen, None, True))
-    return PartitioningPlan(groups, limit)
+    return groups, limit
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
@@ -127,6 +122,7 @@ def gather_configs(
     """
     if comm.world_size == 1:
         return {False: GatherConfig(), True: GatherConfig(frozen=True)}
+    # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
     size, mics = config.secondary_size, config.mics_shard_size > 0
     group = comm.split(size)[0] if size > 1 or mics else None
     quantized = {
@@ -135,10 +131,11 @@ def gather_configs(
     }
     settings, quantizer, buffers, scratch_bytes = config.quantization, None, None, 0
     if quantized[True]:
-        # Every rank decodes everything twice, and encodes its own shard.
+        # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
         numel = 2 * sum(layout.padded_numel for layout in chosen)
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
+        # One size for all: a buffer of the pool fits whatever bucket comes next.
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
         scratch_bytes = comm.world_size * quantizer.format.message_bytes(shard_numel)
         buffers = _pool(torch.uint8, config, comm)
@@ -178,18 +175,16 @@ class Partitioning:
     """Of trainable parameters: partitioned ones, and ``FlatParamGroup`` of persistent ones."""
     frozen: list[PartitionedParamGroup]
     coordinator: PartitionedParameterCoordinator
-    pool: BufferPool
-    messages: BufferPool | None
-    """qwZ: buffers for quantised messages."""
+    pools: list[BufferPool]
+    """Buffers for gathered buckets; with qwZ also for quantised messages."""
 
     def gather_buffers(self) -> list[torch.Tensor]:
         """What is gathered, or on its way, and what is kept for the next time."""
-        return [*self.pool.buffers(), *(self.messages.buffers() if self.messages is not None else ())]
+        return [buffer for pool in self.pools for buffer in pool.buffers()]
 
     def most_gathered(self) -> int:
         """The most bytes of :meth:`gather_buffers` in this pass."""
-        pools = (self.pool, *([self.messages] if self.messages is not None else []))
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in pools)
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
@@ -198,14 +193,14 @@ class Partitioning:
 
     def clear(self) -> None:
         """Let go of free buffers."""
-        self.pool.clear()
-        if self.messages is not None:
-            self.messages.clear()
+        for pool in self.pools:
+            pool.clear()
 
 
 def partition_model(
     names: Mapping[nn.Parameter, str],
-    plan: PartitioningPlan,
+    planned: Sequence[GroupLayout],
+    limit: int,
     placements: Sequence[OffloadPlan],
     config: ZeroConfig,
     comm: Communicator,
@@ -216,23 +211,25 @@ def partition_model(
 
     Args:
         names: every parameter's.
-        plan: from :func:`plan_partitioning`.
+        planned: from :func:`plan_partitioning`.
+        limit: from there, too.
         placements: of its groups.
         config: thresholds and limits.
         comm: the ranks.
         dtype: compute dtype.
         offload: where host memory is; None: nothing is offloaded.
     """
-    partitioned = {param for group in plan.groups if group.partitioned for param in group.params}
-    trained = {param for group in plan.groups if group.optimizer_group is not None for param in group.params}
+    partitioned = {param for group in planned if group.partitioned for param in group.params}
+    trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
     for param in (p for p in names if p not in partitioned):
+        # ``zero.Init`` cuts everything, as it cannot know which parameters will be persistent.
         if isinstance(param, PartitionedParameter):
             unpartition(param)
         if param not in trained:
             place_whole(param, comm, dtype if is_real(param) else param.dtype)
     pool = _pool(dtype, config, comm)
     layouts = {
-        frozen: [g.layout for g in plan.groups if g.partitioned and (g.optimizer_group is None) is frozen]
+        frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
         for frozen in (False, True)
     }
     configs = gather_configs(config, comm, dtype, layouts)
@@ -241,7 +238,7 @@ def partition_model(
     groups: list[ParamGroup] = []
     frozen: list[PartitionedParamGroup] = []
     buckets: list[PartitionedBucket] = []
-    for group, placement in zip(plan.groups, placements, strict=True):
+    for group, placement in zip(planned, placements, strict=True):
         index = group.optimizer_group
         labels = [names[p] for p in group.params]
         if group.partitioned:
@@ -258,10 +255,13 @@ def partition_model(
             groups.append(
                 FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, allocate)
             )
+    # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
-    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
+    coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, limit), 2 * largest, comm)
+    # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
-    return Partitioning(groups, frozen, coordinator, pool, configs[True].buffers)
+    quantized = configs[True].buffers
+    return Partitioning(groups, frozen, coordinator, [pool] if quantized is None else [pool, quantized])
 
 
 def is_real(param: nn.Parameter) -> bool:
@@ -341,6 +341,7 @@ class PartitionedParamGroup:
         self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
         layout, trained = planned.layout, planned.optimizer_group is not None
+        # ---- where shard_S and master_S lie
         # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
         self.before_write: Callable[[], None] | None = offload.finish_reads if offload is not None else None
         self.placement = placement or OffloadPlan.on_device(layout, self.dtype == torch.float32, trained)
@@ -349,11 +350,14 @@ class PartitionedParamGroup:
         if cut and offload is not None:
             self.shard_on_host = offload.allocate(HOST_PARAMETERS, cut, self.dtype)
         self.master_shard = MasterShard(self.placement, offload.allocate if offload is not None else None)
+        # ---- the parameters move in; from here on they are placeholders
         self.fragments = layout.fragments(comm.rank)
+        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
         self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         self.params = self._move_in(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
         self.masters = [self._master_of(fragment) for fragment in self.fragments] if trained else []
+        # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
         in_place = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
         for bucket in layout.buckets:
@@ -379,12 +383,13 @@ class PartitionedParamGroup:
         for index, param in enumerate(params):
             register_owner(param, self.names[index])
             made.append(as_zero_parameter(param, self.names[index]))
+            # Whole on this rank until the end of the loop's turn: the only parameter that is.
             values, number = self._whole_values(made[-1]), self._mine.get(index)
             if number is not None:
                 fragment = self.fragments[number]
                 mine = values[fragment.start : fragment.start + fragment.numel]
                 if waits:
-                    kept[number] = mine.clone()
+                    kept[number] = mine.clone()  # a view would keep the whole parameter's memory
                 else:
                     self._lay(number, mine)
             del values
@@ -397,6 +402,7 @@ class PartitionedParamGroup:
         return made
 
     def _allocate(self) -> None:
+        # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
         self.master_shard.allocate(self.device)
@@ -474,6 +480,7 @@ class PartitionedParamGroup:
         """
         param, number = self.params[index], self._mine.get(index)
         home, _ = param._zero.placed()
+        # This writes the cast values, and lets the master follow them; then come the bits that the cast has lost.
         home.write(param, values)
         if number is not None:
             fragment = self.fragments[number]
@@ -498,10 +505,12 @@ class PartitionedParamGroup:
     def publish(self) -> None:
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
+            # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
             if not self.placement.steps_on_host(bucket.bucket):
                 found = self.master_shard.view(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
                 if found is not None:
                     bucket.shard.copy_(found)
+                # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
                 bucket.generation += 1
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
@@ -598,7 +607,7 @@ class ZeroStage3:
             for made in group.buckets
         }
         gradients.on_launched = self._launched
-        # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
+        # Persistent parameters are stage 2's. One reducer serves all groups: buckets are launched in one order.
         whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
         self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
         mark_persistent(model, whole)
@@ -613,6 +622,7 @@ class ZeroStage3:
     def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         self._boundary = boundary
+        # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
         self.gradients.reduce_ready_gradient(param, boundary)
@@ -650,7 +660,7 @@ class ZeroStage3:
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
     def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
-        """5, on the host: my shard of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
+        """5, on the host: this rank's shard of a bucket is new. Only the next fetch of it waits for its copy.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
@@ -664,6 +674,7 @@ class ZeroStage3:
 
     def publish(self) -> None:
         """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
+        # Launched first: persistent parameters travel while the others' masters are cast.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
@@ -674,12 +685,13 @@ class ZeroStage3:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way, and a pass that broke off."""
+        # The hooks first: while a module counts as under way, its parameters stay shown.
         self.hooks.reset()
         self.coordinator.reset()
         self.gradients.discard_gradients()
 
     def before_writes(self) -> None:
-        """Nothing stays gathered: what is written to a partitioned parameter goes into every rank's shard."""
+        """Release everything: a write to a partitioned parameter goes into every rank's shard."""
         self.coordinator.release_all()
 
     def destroy(self) -> None:

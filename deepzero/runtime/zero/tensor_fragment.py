@@ -19,8 +19,7 @@ value is lost. DeepSpeed changes the master alone; its parameter follows with th
 
 A parameter that is not trained has none of these: getters return None, setters raise.
 
-An engine registers its parameters when it is built (:class:`TensorFragments`) and forgets them when it is destroyed.
-The registry holds weak references: an engine that nobody else holds is not kept alive by its parameters.
+An engine registers its parameters when it is built (:class:`TensorFragments`). The registry's references are weak.
 
 Source: ``deepspeed/utils/tensor_fragment.py``.
 """
@@ -161,11 +160,6 @@ class ParamFragment:
         """Elements of this rank's fragment."""
         return self.fragment.numel if self.fragment is not None else 0
 
-    @property
-    def unpartitioned(self) -> bool:
-        """Stage 0: every rank has all."""
-        return self.group.whole
-
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
     def copy_of(self, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -182,7 +176,7 @@ class ParamFragment:
 
     def numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s fragment."""
-        if self.unpartitioned:
+        if self.group.whole:
             return self.slot.numel
         first = self.bucket.part_start(rank)
         return max(0, min(self.slot.end, first + self.bucket.shard_numel) - max(self.slot.offset, first))
@@ -192,7 +186,7 @@ class ParamFragment:
         comm = self.engine.comm
         counts = [self.numel_of(rank) for rank in range(comm.world_size)]
         largest = max(counts)
-        if self.unpartitioned or comm.world_size == 1 or largest == 0:
+        if self.group.whole or comm.world_size == 1 or largest == 0:
             return mine.view(self.shape)
         gathered = torch.zeros(comm.world_size * largest, dtype=torch.float32, device=mine.device)
         parts = gathered.split(largest)

@@ -9,12 +9,10 @@ one number is much larger than the rest has less, as the scale is that one's: 20
 rest is as large as half a step.
 
 Every ``meter_every`` steps, the first included, weights are measured on each rank's own shard, as it would be sent, and
-gradients as they are sent, both times where they are sent twice. Ranks then add up their sums, in rank order, so that
-all come to the same numbers and the same decision: a bucket below ``min_weight_snr_db`` or ``min_gradient_snr_db``
-travels unquantised from the next step on, which is said once. A step that is skipped, as its gradients are not finite,
-is not measured; the next one is.
-
-Left out: the decision is not saved. A run that goes on from a checkpoint measures in its first step, and decides again.
+gradients as they are sent. Ranks then add up their sums, in rank order, so that all come to the same decision: a bucket
+below ``min_weight_snr_db`` or ``min_gradient_snr_db`` travels unquantised from the next step on, which is logged once.
+A step that is skipped is not measured; the next one is. The decision is not saved: a run that goes on from a checkpoint
+measures in its first step, and decides again.
 
 Sources: section 5.3 of ZeRO++ (Wang et al. 2023) compares loss curves and no more; the measure is deepzero's own.
 """
@@ -123,7 +121,7 @@ class QuantErrorReport:
 
 
 class QuantizationMonitor:
-    """Measures, tells, and decides.
+    """Measures, reports and decides.
 
     Args:
         buckets: those whose weights travel quantised.
@@ -148,8 +146,6 @@ class QuantizationMonitor:
         self.readings, self.steps, self.fresh = QuantErrorReport(), 0, False
         """``fresh``: the last step was measured."""
         comm.ledger.untracked_kinds.add(METER)
-        self._scratch: torch.Tensor | None = None
-        self._message: torch.Tensor | None = None
         self._watch()
 
     def _watch(self) -> None:
@@ -201,43 +197,32 @@ class QuantizationMonitor:
         self.readings.weights, self.readings.gradients = {}, {}
         stopped = False
         for bucket, pair in zip(weights, sums, strict=False):
-            stopped |= self._judge("weights", _name_of(bucket), pair, partial(_stop_weights, bucket))
-        for key, pair in zip(gradients, sums[len(weights) :], strict=True):
-            stopped |= self._judge("gradients", self.names[key], pair, partial(self._stop_gradients, key))
+            name = short_name([param._zero.name for param in bucket.params])
+            stopped |= self._judge("weights", name, pair, partial(_stop_weights, bucket))
+        if reduce is not None:
+            for key, pair in zip(gradients, sums[len(weights) :], strict=True):
+                stopped |= self._judge("gradients", self.names[key], pair, partial(reduce.exact_buckets.add, key))
         if stopped:
             self._changed()
 
-    def _stop_gradients(self, key: Key) -> None:
-        if self.quantized_grads is not None:
-            self.quantized_grads.exact_buckets.add(key)
-
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
-        """This rank's part, quantised and back, in whole blocks."""
-        quantizer, part = bucket.gather.quantizer, bucket.shard
+        """This rank's shard, quantised and back, in whole blocks: squares of the values and of their errors."""
+        quantizer, shard = bucket.gather.quantizer, bucket.shard
         if quantizer is None:
             return 0.0, 0.0
         step = max(CHUNK // quantizer.format.block, 1) * quantizer.format.block
-        total = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
-        for piece in part.split(step):
-            values = piece.to(self.comm.device)
-            message = self._room(quantizer.format.message_bytes(values.numel()))
-            packed = quantizer.format.open(message, values.numel())
+        size, device = min(step, shard.numel()), self.comm.device
+        message = torch.empty(quantizer.format.message_bytes(size), dtype=torch.uint8, device=device)
+        decoded = torch.empty(size, dtype=torch.float32, device=device)
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for chunk in shard.split(step):
+            values, numel = chunk.to(device), chunk.numel()
+            packed = quantizer.format.open(message[: quantizer.format.message_bytes(numel)], numel)
             quantizer.pack(values, packed)
-            decoded = self._decoded(values.numel())
-            quantizer.unpack(packed, decoded)
-            total += squares(values, decoded)
+            quantizer.unpack(packed, decoded[:numel])
+            total += squares(values, decoded[:numel])
         signal, noise = total.tolist()
         return signal, noise
-
-    def _room(self, size: int) -> torch.Tensor:
-        if self._message is None or self._message.numel() < size:
-            self._message = torch.empty(size, dtype=torch.uint8, device=self.comm.device)
-        return self._message[:size]
-
-    def _decoded(self, numel: int) -> torch.Tensor:
-        if self._scratch is None or self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel, dtype=torch.float32, device=self.comm.device)
-        return self._scratch[:numel]
 
     def _over_ranks(self, mine: list[tuple[float, float]]) -> list[tuple[float, float]]:
         """Every rank's sums, added in rank order: the same numbers on all ranks."""
@@ -278,10 +263,6 @@ class QuantizationMonitor:
 
 def _stop_weights(bucket: PartitionedBucket) -> None:
     bucket.gather = bucket.gather.unquantized()
-
-
-def _name_of(bucket: PartitionedBucket) -> str:
-    return short_name([param._zero.name for param in bucket.params])
 
 
 def short_name(names: Sequence[str]) -> str:
