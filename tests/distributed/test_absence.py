@@ -192,7 +192,7 @@ def come_when_missed(rank, world, missing):
         return posts.getvalue()
 
 
-@pytest.mark.parametrize(("missing", "speaker"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize(("missing", "speaker"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.exhaustive)])
 def test_ranks_that_train(ranks, missing, speaker):
     said = ranks.run(come_when_missed, missing, world_size=2, process_group=False)
     assert said[missing] == ""

@@ -94,7 +94,7 @@ def test_a_killed_launcher_leaves_no_orphan(tmp_path):
 def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny, tmp_path):
     elsewhere, run_dir = tmp_path / "elsewhere", tmp_path / "my (first) run"
     elsewhere.mkdir()
-    more = ["train.steps=120", "train.eval_every=0", "train.log_every=40", f"hydra.run.dir='{run_dir}'"]
+    more = ["train.steps=60", "train.eval_every=0", "train.log_every=20", f"hydra.run.dir='{run_dir}'"]
     arguments = [sys.executable, runs.TRAIN, *tiny, *more, "optimizer.betas=[0.9, 0.95]"]
     metrics = run_dir / "metrics.jsonl"
     with runs.started(arguments, tmp_path, PATH="/usr/bin:/bin") as command:  # another Python's, or none's
@@ -104,7 +104,7 @@ def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny, tmp_path):
         assert command.processes() == {}
     assert done.status == 130
     step, summary = runs.steps_taken(run_dir), runs.summary(run_dir)
-    assert 2 <= step < 120
+    assert 2 <= step < 60
     stopped, way_on = done.err.splitlines()
     assert stopped == f"stopped by SIGINT; what there is lies in {run_dir}"
     assert (summary["status"], summary["error"], summary["steps"]) == ("stopped", "stopped by SIGINT", step)
@@ -115,9 +115,9 @@ def test_ctrl_c_saves_and_says_the_command_that_goes_on(tiny, tmp_path):
     done = runs.finished(["bash", "-c", f"exec {again}"], elsewhere)  # to the letter, and from anywhere
     assert (done.status, done.err) == (0, "")
     assert f"going on after step {step}" in done.out
-    assert done.out.splitlines()[-1].startswith("saved after step 120; to go on to more steps: ")
-    assert " train.steps=240 " in done.out.splitlines()[-1]
-    assert [entry["step"] for entry in runs.entries(run_dir)[0]] == list(range(1, 121))
+    assert done.out.splitlines()[-1].startswith("saved after step 60; to go on to more steps: ")
+    assert " train.steps=120 " in done.out.splitlines()[-1]
+    assert [entry["step"] for entry in runs.entries(run_dir)[0]] == list(range(1, 61))
     assert list(elsewhere.iterdir()) == []
 
 

@@ -172,7 +172,7 @@ def test_what_is_refused_leaves_no_folder(tiny, tmp_path):
         assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["kept"], words
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
     done = runs.train("-m", *tiny, *SHORT[:-1], "zero.stage=7,1", "hydra.sweep.dir=a", cwd=tmp_path)
     assert done.status == 2

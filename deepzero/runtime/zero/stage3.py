@@ -325,7 +325,7 @@ class PartitionedParamGroup:
         config: how buckets travel.
     """
 
-    whole = False
+    partitioned, whole = True, False
 
     def __init__(
         self,
@@ -485,6 +485,9 @@ class PartitionedParamGroup:
         if number is not None:
             fragment = self.fragments[number]
             self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
+
+    def refresh_data_ptrs(self) -> None:
+        """Do nothing: parameters point to a bucket's buffer while it is gathered, and nowhere else."""
 
     def written(self) -> list[str]:
         """Empty: a write to a gathered parameter is refused where it happens."""
