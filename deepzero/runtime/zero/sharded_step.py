@@ -272,8 +272,6 @@ class ShardedStep:
             divisor: as for :meth:`step`.
             outs: where the new parameters are written, cast; None: nowhere.
         """
-        if group.parts and group.parts[0].master.is_meta:
-            return  # a rehearsal: there are no values to step on
         try:
             self._allowed = True
             if isinstance(self.optimizer, CPUAdam):
