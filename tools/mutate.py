@@ -54,7 +54,6 @@ COMPILED = {
     "offload/adam_numba.py",
     "offload/adam_compiled.py",
     "offload/adam_kernels.py",
-    "comm/quantize_kernels.py",
     "utils/compile.py",
 }
 """Their functions are read by compilers, which know no probe and keep what they have compiled."""

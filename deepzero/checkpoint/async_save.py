@@ -45,7 +45,7 @@ from deepzero.checkpoint.save_plan import SavePlan, with_files
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT
-from deepzero.comm.store_mailbox import SideChannel
+from deepzero.comm.process_group import StoreMailbox
 from deepzero.durable import flush_parents
 from deepzero.offload.arena import HostArena, Region
 from deepzero.utils.threads import start_thread
@@ -215,7 +215,7 @@ class _Job:
     def __init__(self, saver: Saver, target: Target, save_id: str) -> None:
         self.saver, self.target = saver, target
         self.temporary = folders.temporary_folder(target.folder, target.tag, save_id)
-        self.channel = SideChannel(f"save/{save_id}")
+        self.channel = StoreMailbox(f"save/{save_id}")
         self.watchdog = flight_recorder.observer()
         self.over = threading.Event()
         self.heart: threading.Thread | None = None
@@ -234,18 +234,18 @@ class _Job:
                 problem = str(error)
             except Exception as error:  # whatever it is: the others wait for this rank's word
                 problem = f"{reason(error)}. Nothing was saved; what was saved before is untouched"
-            self.channel.post(what, problem)
+            self.channel.set(what, problem)
         if problem:
             raise CheckpointError(problem)
 
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
-        self.channel.post(f"{self.saver.rank}/failed", problem)
+        self.channel.set(f"{self.saver.rank}/failed", problem)
         self.end_beating()
         if self.saver.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
             _UNDER_WAY.discard(self.temporary)
-            self.channel.post("verdict", f"rank 0: {problem}")
+            self.channel.set("verdict", f"rank 0: {problem}")
 
     def run_behind(self, collected: SavePlan, ready: Callable[[], None]) -> None:
         """The thread: after the snapshot is complete, out of the training thread's way."""
@@ -277,10 +277,10 @@ class _Job:
         def beat() -> None:
             with contextlib.suppress(Exception):  # the store may be gone before this rank is
                 while not self.over.wait(BEAT_SECONDS):
-                    self.channel.post(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
+                    self.channel.set(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
 
         if self.saver.world_size > 1:
-            self.channel.post(f"{self.saver.rank}/beat", "begun")
+            self.channel.set(f"{self.saver.rank}/beat", "begun")
             self.heart = start_thread(beat, "deepzero-save-beat")
 
     def end_beating(self) -> None:
@@ -294,7 +294,7 @@ class _Job:
         verdict = self.watchdog.found()
         if verdict is not None:
             return verdict
-        beat = self.channel.look(f"{rank}/beat")
+        beat = self.channel.get(f"{rank}/beat")
         if beat is not None and self.hearts[rank].over(beat):
             return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
         return None
@@ -307,13 +307,13 @@ class _Job:
             path = self.temporary / shard_name(rank, self.saver.world_size)
             info = write_shard(path, collected.plan, rank, self._alive)
             if rank != 0:
-                self.channel.post(f"{rank}/written", _shard_text(info))
+                self.channel.set(f"{rank}/written", _shard_text(info))
         except Exception as error:
-            self.channel.post(f"{rank}/failed", reason(error))
+            self.channel.set(f"{rank}/failed", reason(error))
         return self._commit(collected.manifest, info) if rank == 0 else self._verdict()
 
     def _alive(self, written: int) -> None:
-        self.channel.post(f"{self.saver.rank}/progress", str(written))
+        self.channel.set(f"{self.saver.rank}/progress", str(written))
 
     def _commit(self, manifest: Manifest, mine: ShardInfo | None) -> str | None:
         """Rank 0: when all shards are there, make them a checkpoint; tell the others."""
@@ -323,11 +323,11 @@ class _Job:
                 problem = self._install(with_files(manifest, files))
         if problem is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
-        self.channel.post("verdict", problem or "")
+        self.channel.set("verdict", problem or "")
         if problem is None:
             with _FOLDERS:
                 self._prune()
-        self.channel.post("pruned", "")
+        self.channel.set("pruned", "")
         return problem
 
     def _install(self, manifest: Manifest) -> str | None:
@@ -353,17 +353,17 @@ class _Job:
         told = -math.inf
         while True:
             for rank in range(size):
-                reason = self.channel.look(f"{rank}/failed")
+                reason = self.channel.get(f"{rank}/failed")
                 if reason is not None:
                     return f"rank {rank}: {reason}", {}
-                text = None if shard_name(rank, size) in files else self.channel.look(f"{rank}/written")
+                text = None if shard_name(rank, size) in files else self.channel.get(f"{rank}/written")
                 if text is not None:
                     files[shard_name(rank, size)] = _shard_from(text)
                 if shard_name(rank, size) in files:
                     continue
                 if rank != 0 and (lost := self._lost(rank)) is not None:
                     return lost, {}
-                if patience[rank].over(self.channel.look(f"{rank}/progress")):
+                if patience[rank].over(self.channel.get(f"{rank}/progress")):
                     return self._silent(rank), {}
             if len(files) == size:
                 return None, files
@@ -387,8 +387,8 @@ class _Job:
     def _word(self, what: str) -> str:
         """Rank 0's, "" if all is well; or why it will not come."""
         patience, pause = _HeartbeatTimeout(self.saver.silence_seconds), FIRST_POLL_SECONDS
-        while (text := self.channel.look(what)) is None:
-            if patience.over(self.channel.look("0/progress")):
+        while (text := self.channel.get(what)) is None:
+            if patience.over(self.channel.get("0/progress")):
                 return self._silent(0)
             if (lost := self._lost(0)) is not None:
                 return lost

@@ -19,7 +19,7 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, agree, reason
+from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Loader, LoadOptions, naming_another, open_checkpoint
@@ -27,6 +27,7 @@ from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.utils.exit_hooks import before_the_end
@@ -41,12 +42,17 @@ def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     other = [
         f"{name}={value!r}, but rank 0 {first[name]!r}" for name, value in arguments.items() if value != first[name]
     ]
-    agree(f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None)
+    raise_on_all_ranks(
+        f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None, CheckpointError
+    )
 
 
 def _check_named(call: str, folder: str | Path) -> None:
     """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
-    agree(None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one')
+    raise_on_all_ranks(
+        None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one',
+        CheckpointError,
+    )
 
 
 def _finish(reference: weakref.ref[Saver]) -> None:
@@ -131,7 +137,7 @@ class Checkpointer:
                 group.sync_masters_from_params()
         except RuntimeError as error:
             problem = str(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
 
     def wait(self) -> None:
         """Return when the last asynchronous save is on the disk.
@@ -156,7 +162,7 @@ class Checkpointer:
             engine.check("save_16bit_model")
         except RuntimeError as error:
             problem = str(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         folder, name = Path(save_dir).expanduser(), MODEL_FILE if filename is None else filename
         with engine.comm.ledger.aside(), torch.no_grad():
             save_gathered(self.holdings(), folder, name, with_frozen, max_shard_size)
@@ -268,7 +274,7 @@ class Checkpointer:
         except Exception as error:  # a schedule of the caller's may raise anything
             what = "what it says of optimizer, schedule or generators does not fit"
             problem = f"{loader.reader.path}: {what}: {reason(error)}"
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         self.half_loaded = None
         if optimizer:
             self._say_other_rates(loader)

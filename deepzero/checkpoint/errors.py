@@ -1,10 +1,8 @@
-"""What goes wrong with checkpoints: one error, its words for other ranks, and how all ranks raise it together."""
+"""What goes wrong with checkpoints: one error, and its words for other ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-from deepzero.comm import process_group
 
 
 class CheckpointError(RuntimeError):
@@ -40,11 +38,3 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
-
-
-def agree(problem: str | None) -> None:
-    """Raise a :class:`CheckpointError` on all ranks when one has found a problem. A collective."""
-    for rank, theirs in enumerate(process_group.all_gather_object(problem)):
-        if theirs is not None:
-            mine = rank == process_group.rank()
-            raise CheckpointError(theirs if mine or theirs == problem else f"rank {rank}: {theirs}")

@@ -37,12 +37,13 @@ import torch
 from deepzero.checkpoint import shard_file
 from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
 from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, agree, reason
+from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
 from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST, MASTER, PARAMETER, Manifest
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
 from deepzero.checkpoint.shard_file import make_header
 from deepzero.comm import process_group
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
@@ -504,10 +505,11 @@ def save_gathered(
         writer = ModelWriter(folder, plans, parse_size(max_shard_size), filename, replace=True)
     except CheckpointError as error:
         problem = str(error)
-    agree(problem)
+    raise_on_all_ranks(problem, CheckpointError)
     mine = (str(folder), filename, max_shard_size, with_frozen)
     first = process_group.broadcast_object(mine)
-    agree(None if mine == first else f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same")
+    other = None if mine == first else f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same"
+    raise_on_all_ranks(other, CheckpointError)
     if writer is None:
         raise CheckpointError("the model was not planned")
     values = _gathered(writer.order, {name: tensor for name, (tensor, _) in tensors.items()})
@@ -521,7 +523,7 @@ def save_gathered(
     # The other ranks gather and drop; so does rank 0 with what is left after an error. The ranks stay in step.
     for _ in values:
         pass
-    agree(problem)
+    raise_on_all_ranks(problem, CheckpointError)
 
 
 def _tensors(holdings: EngineState, with_frozen: bool) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:

@@ -31,6 +31,7 @@ from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Manifes
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, remaining
 from deepzero.checkpoint.save_plan import class_name
 from deepzero.comm import process_group
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.layout import Bucket, ParamSlot
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
@@ -50,14 +51,6 @@ class LoadOptions:
     """Parameters and buffers have to be the same here and there."""
     buffers: bool = True
     """Buffers too; other programs' files leave out some."""
-
-
-def agree(problem: str | None) -> None:
-    """Raise on all ranks what one has found. A collective."""
-    for rank, theirs in enumerate(process_group.all_gather_object(problem)):
-        if theirs is not None:
-            mine = rank == process_group.rank()
-            raise CheckpointError(theirs if mine or theirs == problem else f"rank {rank}: {theirs}")
 
 
 def open_checkpoint(load_dir: str | Path, tag: str | None, weights_for: EngineState | None = None) -> CheckpointReader:
@@ -159,7 +152,7 @@ class Loader:
             keys = self._state_keys()
         except Exception as error:
             problem = reason(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         if self.parts.optimizer:
             # A rank may hold nothing; what the optimizer keeps is what it keeps on any rank.
             everyone = process_group.all_gather_object(keys)
@@ -167,7 +160,7 @@ class Loader:
                 self._compare_optimizer(*(set().union(*sets) for sets in zip(*everyone, strict=True)))
             except Exception as error:
                 problem = reason(error)
-            agree(problem)
+            raise_on_all_ranks(problem, CheckpointError)
 
     def _state_keys(self) -> tuple[set[str], set[str]]:
         """What the optimizer keeps on this rank: for each element, and for a parameter as a whole."""
@@ -257,11 +250,11 @@ class Loader:
             runs = self.reader.read(self._wanted())
         except Exception as error:  # whatever it is: the others must not wait for what this rank has read
             problem = reason(error)
-        everyone = process_group.all_gather_object((problem, runs))
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
+        everyone = process_group.all_gather_object(runs)
         if self.parts.optimizer:
             # Headers, other ranks' generators.
-            agree(check_rest(self.reader, [theirs for _, theirs in everyone]))
+            raise_on_all_ranks(check_rest(self.reader, everyone), CheckpointError)
         self._complete()
 
     def _wanted(self) -> list[ReadRequest]:
@@ -360,7 +353,7 @@ class Loader:
             self.reader.read(own)
         except Exception as error:
             problem = reason(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
 
     def _gather(self, group: FlatParamGroup, bucket: Bucket) -> None:
         """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
@@ -438,7 +431,7 @@ class Loader:
                 value = self.reader.value(encoded)
             except Exception as error:
                 problem = reason(error)
-        agree(problem)
+        raise_on_all_ranks(problem, CheckpointError)
         return process_group.broadcast_object(value) if tensor_names(encoded) else decode(encoded, {})
 
 

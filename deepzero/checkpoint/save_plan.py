@@ -52,7 +52,6 @@ class TrainingState:
 class _RankPlan:
     """What one rank tells the others."""
 
-    problem: str | None
     rows: list[tuple[str, str, str]]
     """(key, name, dtype)."""
     scalars: dict[str, Any]
@@ -96,8 +95,7 @@ def collect(
     comm = holdings.comm
     entries = _buffers(holdings)
     tensors: dict[str, torch.Tensor] = {}
-    encoded_client = schedule = plan = None
-    mine = _RankPlan(None, [], {}, {}, 0)
+    encoded_client = schedule = problem = None
     try:
         if comm.rank == 0:
             encoded_client = encode(dict(client_state), "client_state", tensors)
@@ -108,13 +106,11 @@ def collect(
         entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()]
         plan = plan_shard(entries, {"format": "pt", "deepzero_id": save_id, "rank": str(comm.rank)})
         names = [(row.key, row.name, row.dtype) for row in plan.rows]
-        mine = _RankPlan(None, names, _scalars(holdings), rng_numbers, plan.bytes)
+        mine = _RankPlan(names, _scalars(holdings), rng_numbers, plan.bytes)
     except Exception as error:  # a caller's object may raise anything; the other ranks wait
-        mine = dataclasses.replace(mine, problem=reason(error))
+        problem = reason(error)
+    process_group.raise_on_all_ranks(problem, lambda text: CheckpointError(f"nothing was saved. {text}"))
     everyone: list[_RankPlan] = process_group.all_gather_object(mine)
-    problems = [f"rank {rank}: {theirs.problem}" for rank, theirs in enumerate(everyone) if theirs.problem]
-    if problems or plan is None:
-        raise CheckpointError(f"nothing was saved. {problems[0]}")
     manifest = _manifest(holdings, facts, save_id, tag, everyone)
     manifest = dataclasses.replace(manifest, client_state=encoded_client, lr_scheduler=schedule)
     return SavePlan(plan, manifest, sum(theirs.bytes for theirs in everyone))

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import dry_run, flight_recorder, process_group
-from deepzero.comm.chaos import Chaos
-from deepzero.comm.comm_timer import CommTiming, OverlapMeter
+from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.flight_recorder import CollectiveRecord
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
+from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import (
     Nodes,
     RankGroup,
@@ -38,7 +38,6 @@ from deepzero.comm.topology import (
     make_group,
     oddities,
     split_ranks,
-    told_by_launcher,
 )
 from deepzero.config.engine import EngineConfig
 
@@ -120,13 +119,14 @@ class Communicator:
         self.world_size = process_group.world_size()
         self.backend = process_group.backend_for(device)
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
-        self.device_type = dry_run.real_device_type(device)
+        self.device_type = process_group.real_device_type(device)
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
-        self._pretends = dry_run.current() is not None
+        self._pretends = process_group.fake_rank() is not None
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self._watch = flight_recorder.observer()
+        # A rank that is made up has nobody to watch.
+        self._watch = flight_recorder.GroupObserver() if self._pretends else flight_recorder.observer()
         self.overlap = OverlapMeter(device, ledger)
         """How much of what is sent was hidden."""
 
@@ -301,7 +301,7 @@ def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger
     """The collectives of one engine; rank 0 says what is odd about its groups. A collective."""
     rank, world_size = process_group.rank(), process_group.world_size()
     check_ranks(config, world_size)
-    told = process_group.all_gather_object(told_by_launcher())
+    told = process_group.all_gather_object(process_group.ranks_of_host())
     nodes = find_nodes(config.comm.ranks_per_node, world_size, told)
     if rank == 0:
         for line in oddities(config, nodes, told):

@@ -2,7 +2,8 @@
 
 Each rank numbers its collectives and keeps a rolling fingerprint of them (:class:`FlightRecorder`): two ranks have
 launched the same collectives in the same order exactly if they have the same fingerprint at the same number. This costs
-a checksum for each collective. What other ranks get to read of it is a :class:`State`, by way of a :class:`RankStore`.
+a checksum for each collective. What other ranks get to read of it is a :class:`State`, by way of a
+``process_group.StoreMailbox``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
-from deepzero.comm import dry_run, profiler_ranges
+from deepzero.comm import profiler_ranges
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -148,8 +149,6 @@ def observe_groups_with(make: Callable[[], GroupObserver]) -> None:
 def observer() -> GroupObserver:
     """The observer of the process group that this process is in now; made when it is first asked for."""
     global _observer
-    if dry_run.current() is not None:
-        return GroupObserver()  # a rank that is made up has nobody to watch
     if _observer is None or not _observer.of_current_group:
         _observer = _make_observer()
     return _observer
@@ -236,53 +235,6 @@ class DepartedRank(NamedTuple):
     """Of the last collective that it launched."""
     reason: str
     """Completes "rank 3 …"."""
-
-
-class RankStore:
-    """Where the ranks of one process group leave word for each other: keys of the store at which they have met.
-
-    It is a side channel, for when the process group itself hangs. Nothing here waits for another rank.
-
-    Args:
-        store: where the ranks have met.
-        rank: this rank.
-        world_size: how many there are.
-        name: of the group, the same on every rank and never used before in ``store``.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._name = store, name
-
-    def set(self, key: str, value: str) -> None:
-        """Write it, over whatever is there."""
-        self._store.set(self._key(key), value)
-
-    def set_first(self, key: str, value: str) -> None:
-        """Write it unless another rank was faster: all raise the same text."""
-        self._store.compare_set(self._key(key), "", value)
-
-    def add(self, key: str, amount: int) -> int:
-        """Count up, from 0, and return the count: no two ranks get the same."""
-        return self._store.add(self._key(key), amount)
-
-    def get(self, key: str) -> str | None:
-        """The value, or None: a plain ``get`` of a missing key would wait for it."""
-        if not self._store.check([self._key(key)]):
-            return None
-        return self._store.get(self._key(key)).decode()
-
-    def leave(self, sequence: int, reason: str) -> None:
-        """Say that this rank will not come back."""
-        self.set(f"gone/{self.rank}", json.dumps([sequence, reason]))
-
-    def gone(self) -> dict[int, DepartedRank]:
-        """The other ranks that have said so."""
-        texts = {rank: self.get(f"gone/{rank}") for rank in range(self.world_size) if rank != self.rank}
-        return {rank: DepartedRank(*json.loads(text)) for rank, text in texts.items() if text is not None}
-
-    def _key(self, key: str) -> str:
-        return f"deepzero/{self._name}/{key}"
 
 
 def user_line(thread: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 
 SNAPSHOT = "snapshot"
 """Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""

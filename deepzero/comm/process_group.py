@@ -9,19 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import hmac
+import json
 import os
 import pickle
 import secrets
 import sys
 import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import dry_run, flight_recorder, topology
+from deepzero.comm import flight_recorder, topology
+from deepzero.comm.flight_recorder import DepartedRank
 from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors
 from deepzero.comm.rendezvous import meet
 from deepzero.config.strict import ConfigError
@@ -31,9 +35,70 @@ _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "
 _SECRETS: weakref.WeakKeyDictionary[dist.ProcessGroup, bytes] = weakref.WeakKeyDictionary()
 
 
+# ---- a world that is not there ---------------------------------------------------------------------------------------
+#
+# A dry run (`deepzero/planning/`) runs the engine's own code on torch's `meta` device, where a tensor has a shape and
+# no values, while `fake_process_group` lasts: this process then is, say, rank 17 of 1,024, every collective is counted
+# and none is started, and whatever ranks tell each other, all of them say the same. What the code then launches, in
+# which order and how large, is what it would launch there. torch has a process group of its own that does nothing; it
+# would have to be *the* process group, and no run could be planned in a process that is itself a rank of another.
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """Who this process is taken to be."""
+
+    rank: int
+    world_size: int
+    device_type: Literal["cpu", "cuda"]
+    """What the meta device stands for: it decides what a buffer is kept for, and how gradients are summed."""
+    ranks_of_host: int
+    """Of the ranks that share a machine, for ``comm.ranks_per_node=null``."""
+
+    @property
+    def backend(self) -> str:
+        """What would serve such a device."""
+        return "nccl" if self.device_type == "cuda" else "gloo"
+
+
+_fake_rank: FakeRank | None = None
+
+
+def fake_rank() -> FakeRank | None:
+    """Who this process is taken to be now; None: who it is."""
+    return _fake_rank
+
+
+@contextlib.contextmanager
+def fake_process_group(who: FakeRank) -> Iterator[None]:
+    """Inside, this process is ``who``.
+
+    Raises:
+        ValueError: a rank that such a world does not have.
+    """
+    global _fake_rank
+    if not 0 <= who.rank < who.world_size:
+        raise ValueError(f"rank {who.rank} of {who.world_size} ranks: they are numbered 0 to {who.world_size - 1}")
+    before, _fake_rank = _fake_rank, who
+    try:
+        yield
+    finally:
+        _fake_rank = before
+
+
+def real_device_type(device: torch.device) -> str:
+    """``cpu`` or ``cuda``: the kind of a device, of the meta device in a rehearsal what it stands for."""
+    if device.type == "meta" and _fake_rank is not None:
+        return _fake_rank.device_type
+    return device.type
+
+
+# ---- joining and leaving ---------------------------------------------------------------------------------------------
+
+
 def is_initialized() -> bool:
     """Whether this process has joined a group."""
-    return dry_run.current() is not None or _has_joined()
+    return _fake_rank is not None or _has_joined()
 
 
 def _has_joined() -> bool:
@@ -64,7 +129,7 @@ def default_device() -> torch.device:
         ConfigError: which GPU is not known, since there are several ranks and nobody has told this one's number on its
             machine; or the machine has no GPU of that number.
     """
-    if dry_run.current() is not None:
+    if _fake_rank is not None:
         return torch.device("meta")
     if os.environ.get("DEEPZERO_DEVICE", "") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -154,7 +219,7 @@ def shutdown() -> None:
 
 def backend_for(device: torch.device) -> str:
     """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
-    if (who := dry_run.current()) is not None:
+    if (who := _fake_rank) is not None:
         return who.backend
     if not _has_joined():
         return "none"
@@ -163,21 +228,32 @@ def backend_for(device: torch.device) -> str:
 
 def rank() -> int:
     """This process's number; 0 without a group."""
-    if (who := dry_run.current()) is not None:
+    if (who := _fake_rank) is not None:
         return who.rank
     return dist.get_rank() if _has_joined() else 0
 
 
 def world_size() -> int:
     """How many ranks there are; 1 without a group."""
-    if (who := dry_run.current()) is not None:
+    if (who := _fake_rank) is not None:
         return who.world_size
     return dist.get_world_size() if _has_joined() else 1
 
 
+def ranks_of_host() -> int | None:
+    """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
+    if _fake_rank is not None:
+        return _fake_rank.ranks_of_host
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None
+
+
+# ---- small talk ------------------------------------------------------------------------------------------------------
+
+
 def _talks() -> bool:
     """Whether there is anybody to talk to: pretended ranks all say what this one says."""
-    return dry_run.current() is None and world_size() > 1
+    return _fake_rank is None and world_size() > 1
 
 
 def barrier() -> None:
@@ -220,6 +296,26 @@ def all_gather_object(value: Any) -> list[Any]:
         boxes = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(boxes, mine)
     return [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
+
+
+def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError) -> None:
+    """Raise on every rank when one has a problem, so that none waits for a rank that has gone. A collective.
+
+    Args:
+        problem: this rank's, in words or as it was raised; None: it has none.
+        error: makes what is raised of a text: of a problem in words, and of another rank's.
+
+    Raises:
+        Exception: this rank's own, where it has one; else ``error`` with the words of the first rank that has a
+            problem, behind ``rank 3: `` where this rank has not found the same.
+    """
+    mine = None if problem is None else str(problem) or type(problem).__name__
+    texts = all_gather_object(mine)
+    if isinstance(problem, Exception):
+        raise problem
+    for rank_of_text, text in enumerate(texts):
+        if text is not None:
+            raise error(text if text == mine or rank_of_text == rank() else f"rank {rank_of_text}: {text}")
 
 
 def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
@@ -309,3 +405,63 @@ def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tenso
     for theirs in everyone:
         total += theirs.cpu()
     return total
+
+
+class StoreMailbox:
+    """Short texts from rank to rank through the store at which the ranks have met, beside the process group.
+
+    For threads that must not disturb the order of collectives (a checkpoint's writer), and for when collectives hang
+    (the watchdog). Nothing here waits: a store that is asked for a key that is not there yet would make all others who
+    ask it wait as well.
+
+    Args:
+        name: the same on all ranks, and never used before in ``store``.
+        store: None: the process group's, or one of this process alone where it has joined none.
+        rank: this rank; None: as in the process group. So is ``world_size``.
+        world_size: how many there are.
+    """
+
+    def __init__(
+        self, name: str, store: dist.Store | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        self.rank = dist.get_rank() if rank is None and _has_joined() else (rank or 0)
+        self.world_size = dist.get_world_size() if world_size is None and _has_joined() else (world_size or 1)
+        self._prefix = f"deepzero/{name}"
+        if store is None:
+            store = dist.HashStore() if self.world_size == 1 else dist.distributed_c10d._get_default_store()
+        self._store = store
+
+    def set(self, key: str, text: str) -> None:
+        """Write it, over whatever is there."""
+        self._store.set(self._key(key), text)
+
+    def set_first(self, key: str, text: str) -> None:
+        """Write it unless another rank was faster: all raise the same text."""
+        self._store.compare_set(self._key(key), "", text)
+
+    def add(self, key: str, amount: int) -> int:
+        """Count up, from 0, and return the count: no two ranks get the same."""
+        return self._store.add(self._key(key), amount)
+
+    def get(self, key: str) -> str | None:
+        """The text, or None: a plain ``get`` of a missing key would wait for it."""
+        if not self._store.check([self._key(key)]):
+            return None
+        return self._store.get(self._key(key)).decode()
+
+    def remove(self, key: str) -> None:
+        """Take a text away that everybody has read."""
+        with contextlib.suppress(RuntimeError):  # some stores cannot
+            self._store.delete_key(self._key(key))
+
+    def leave(self, sequence: int, reason: str) -> None:
+        """Say that this rank will not come back; ``sequence`` is that of the last collective that it launched."""
+        self.set(f"gone/{self.rank}", json.dumps([sequence, reason]))
+
+    def gone(self) -> dict[int, DepartedRank]:
+        """The other ranks that have said so."""
+        texts = {rank: self.get(f"gone/{rank}") for rank in range(self.world_size) if rank != self.rank}
+        return {rank: DepartedRank(*json.loads(text)) for rank, text in texts.items() if text is not None}
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"

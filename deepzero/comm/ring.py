@@ -31,8 +31,7 @@ the dtype it travels in, and begins at another rank for every chunk: its bits de
 fp16 the undivided sum can overflow. ``reduce=exact`` sends the parts directly and adds them in fp32 in rank order
 instead. NCCL splits chunks further, so that a hop's sending overlaps its adding.
 
-``python -m deepzero.comm.ring`` runs the four-rank example of the sources on four gloo processes and prints every
-number; ``--ranks`` and ``--numel`` run another, uneven ones included.
+``python examples/ring.py`` runs the four-rank example of the sources on four gloo processes and prints every number.
 
 Sources: the walkthrough "Ring AllReduce" in ``sources/000…``; Patarasuk and Yuan, *Bandwidth optimal all-reduce
 algorithms for clusters of workstations*, 2009.
@@ -40,24 +39,14 @@ algorithms for clusters of workstations*, 2009.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import enum
-import multiprocessing
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.loopback import loopback_variables
 
 
 class Phase(enum.Enum):
@@ -86,11 +75,6 @@ class Hop:
 
 
 Watch = Callable[[Hop], None]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def route(phase: Phase, iteration: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -263,167 +247,3 @@ def simulate(tensors: Sequence[torch.Tensor], average: bool = True) -> list[Hop]
     for tensor in tensors if average else ():
         tensor.detach().div_(world_size)
     return hops
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The example of the sources, number by number: python -m deepzero.comm.ring
-# ---------------------------------------------------------------------------------------------------------------------
-
-_TIMEOUT_SECONDS = 120.0
-
-
-def gradients(rank: int, world_size: int = 4, numel: int = 8) -> torch.Tensor:
-    """The example's gradients of one rank: 1, 2, 3 … plus 0, 1, 0.5 and 1.5 on ranks 0 to 3.
-
-    Example:
-        >>> gradients(rank=3).tolist()
-        [2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]
-    """
-    offset = {0: 0.0, 1: 1.0, 2: 0.5, 3: 1.5}.get(rank, rank / 2)
-    return torch.arange(1, numel + 1, dtype=torch.float32) + offset
-
-
-def tell(hops: Sequence[Hop], world_size: int, numel: int) -> Iterator[str]:
-    """The story of an all-reduce in the notation of the sources, a line at a time, from what the ranks reported."""
-    starts = [gradients(rank, world_size, numel) for rank in range(world_size)]
-    for rank, start in enumerate(starts):
-        yield f"GPU {rank}: {start.tolist()}"
-    yield f"Average: {torch.stack(starts).mean(0).tolist()}"
-    yield ""
-    for rank, start in enumerate(starts):
-        yield f"GPU {rank}: {_row([chunk.tolist() for chunk in cut(start, world_size)])}"
-    known: list[dict[int, list[float]]] = [{} for _ in starts]
-    sizes = [chunk.numel() for chunk in cut(starts[0], world_size)]
-    for phase in Phase:
-        for iteration in range(1, world_size):
-            now = sorted((h for h in hops if (h.phase, h.iteration) == (phase, iteration)), key=lambda h: h.rank)
-            yield ""
-            yield f"--- {phase.value}, iteration {iteration} of {world_size - 1} ---"
-            for hop in now:
-                yield f"GPU {hop.rank} sends Chunk {hop.sent_chunk} {hop.sent} to GPU {(hop.rank + 1) % world_size}"
-            yield ""
-            for hop in now:
-                if phase is Phase.ALL_GATHER or iteration == world_size - 1:
-                    known[hop.rank][hop.received_chunk] = hop.result
-                if phase is Phase.REDUCE_SCATTER:
-                    total = f"GPU {hop.rank}: Chunk {hop.received_chunk} = {hop.own} + {hop.received} = {hop.result}"
-                    done = f" ✓ (sum of all {world_size} GPUs for Chunk {hop.received_chunk})"
-                    yield total + (done if iteration == world_size - 1 else "")
-            if phase is Phase.ALL_GATHER or iteration == world_size - 1:
-                yield from [""] if phase is Phase.REDUCE_SCATTER else []
-                for rank in range(world_size):
-                    chunks = [known[rank].get(chunk, ["?"] * size) for chunk, size in enumerate(sizes)]
-                    yield f"GPU {rank}: {_row(chunks)}"
-    if known[0]:
-        sums = [known[0][chunk] for chunk in range(world_size)]
-        yield ""
-        yield f"All GPUs: {_row([[f'{value}/{world_size}' for value in chunk] for chunk in sums])}"
-        yield f"        = {_row([[value / world_size for value in chunk] for chunk in sums])}"
-
-
-def _row(chunks: Sequence[Sequence[object]]) -> str:
-    return " | ".join("[" + ", ".join(map(str, chunk)) + "]" for chunk in chunks)
-
-
-def check(hops: Sequence[Hop], results: Sequence[list[float]], real: list[float], numel: int) -> Iterator[str]:
-    """What must hold of a run, one OK or FAILED line each.
-
-    Args:
-        hops: all hops of all ranks.
-        results: each rank's tensor after the ring.
-        real: the same average by the backend's own all-reduce.
-        numel: N.
-    """
-    world_size = len(results)
-    copies = [gradients(rank, world_size, numel) for rank in range(world_size)]
-    order = sorted(hops, key=lambda h: (list(Phase).index(h.phase), h.iteration, h.rank))
-    sent = [sum(len(hop.sent) for hop in hops if hop.rank == rank) for rank in range(world_size)]
-    last = [h for h in hops if h.phase is Phase.REDUCE_SCATTER and h.iteration == world_size - 1]
-    predicted = [elements_sent(numel, world_size, rank) for rank in range(world_size)]
-    claims = {
-        "every rank has the same result": all(result == results[0] for result in results),
-        "it is the average": torch.allclose(torch.tensor(results[0]), torch.stack(copies).mean(0)),
-        "it equals the backend's own all_reduce": torch.allclose(torch.tensor(results[0]), torch.tensor(real)),
-        "every hop is that of the simulation in one process": simulate(copies) == order,
-        "after Reduce-Scatter, GPU r holds Chunk (r+1) mod W": all(
-            h.received_chunk == (h.rank + 1) % world_size for h in last
-        ),
-        f"elements sent by each GPU: {sent}, predicted {predicted}": sent == predicted,
-    }
-    for claim, holds in claims.items():
-        yield f"{'OK' if holds else 'FAILED'}: {claim}"
-
-
-def _example_rank(rank: int, world_size: int, numel: int, store_path: str, pipe: Connection) -> None:
-    """One process of the example: all-reduce its gradients by the ring, report every hop and both results."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(store_path, world_size)
-    timeout = timedelta(seconds=_TIMEOUT_SECONDS)
-    os.environ.update(loopback_variables())
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    hops: list[Hop] = []
-    tensor, real = gradients(rank, world_size, numel), gradients(rank, world_size, numel)
-    all_reduce(tensor, watch=hops.append)
-    dist.all_reduce(real)
-    pipe.send((hops, tensor.tolist(), (real / world_size).tolist()))
-    process_group.shutdown()
-
-
-def run_example(world_size: int, numel: int) -> tuple[list[Hop], list[list[float]], list[float]]:
-    """Start W gloo processes, let them all-reduce, and gather what they report.
-
-    Returns:
-        All hops; every rank's result; the backend's own result.
-
-    Raises:
-        RuntimeError: a rank ended without a report or did not report in time.
-    """
-    context = multiprocessing.get_context("spawn")
-    reports = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        pipes = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (rank, world_size, numel, f"{folder}/store", theirs)
-            process = context.Process(target=_example_rank, args=arguments, daemon=True)
-            process.start()
-            stack.callback(process.join)
-            stack.callback(process.kill)  # runs first: after an error no rank is left
-            theirs.close()
-            pipes.append((ours, process))
-        deadline = time.monotonic() + _TIMEOUT_SECONDS
-        for rank, (ours, process) in enumerate(pipes):
-            if not ours.poll(max(0.0, deadline - time.monotonic())):
-                raise RuntimeError(f"rank {rank} of {world_size} has not answered within {_TIMEOUT_SECONDS:g} s")
-            try:
-                reports.append(ours.recv())
-            except EOFError:
-                process.join(10)
-                raise RuntimeError(f"rank {rank} of {world_size} ended with status {process.exitcode}") from None
-        for _, process in pipes:
-            process.join(10)
-    hops = [hop for report in reports for hop in report[0]]
-    return hops, [report[1] for report in reports], reports[0][2]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the example, tell it, check it. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m deepzero.comm.ring", description="The ring all-reduce, worked out."
-    )
-    parser.add_argument("--ranks", type=int, default=4, help="gloo processes (default 4, as in the sources)")
-    parser.add_argument("--numel", type=int, default=8, help="gradients per rank (default 8, as in the sources)")
-    options = parser.parse_args(arguments)
-    if not 1 <= options.ranks <= 16 or not 1 <= options.numel <= 1000:
-        parser.error(f"--ranks {options.ranks} --numel {options.numel}: 1 to 16 ranks and 1 to 1000 gradients, please")
-    hops, results, real = run_example(options.ranks, options.numel)
-    for line in tell(hops, options.ranks, options.numel):
-        print(line)
-    print()
-    verdicts = list(check(hops, results, real, options.numel))
-    print(*verdicts, sep="\n")
-    return 0 if all(verdict.startswith("OK") for verdict in verdicts) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

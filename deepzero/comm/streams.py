@@ -1,4 +1,4 @@
-"""Streams and events, once, behind a null object where there is no GPU.
+"""Streams, events and memory, once, behind a null object where there is no GPU; and chaos, which finds races in them.
 
 A *lane* is a side stream on which the reducer sums received buckets while the compute stream goes on with the backward
 pass. A *gate* is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and ``free`` (its
@@ -7,14 +7,23 @@ nothing needs ``record_stream``: buffers live as long as their owner, so the cac
 flight.
 
 On CPU a lane runs in line and a gate is always open: the same code runs, and chaos mode takes the place of timing.
+
+**Chaos mode.** A race in a ZeRO implementation reads a buffer too early or refills it too early, and gives a slightly
+wrong gradient on a busy machine once a week. Under chaos it gives NaN, at once, in a test: what is released is
+overwritten, and each rank sleeps where the others do not expect it. Results must keep their bits; the tests compare
+them with a calm run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
+import time
 from collections.abc import Iterator
 
 import torch
+
+from deepzero.config.engine import ChaosConfig
 
 
 class BufferEvent:
@@ -51,3 +60,57 @@ class SideStream:
         else:
             with torch.cuda.stream(self._stream):
                 yield
+
+
+class Chaos:
+    """Draws delays for one rank. When disabled, every method returns at once."""
+
+    def __init__(self, config: ChaosConfig, rank: int) -> None:
+        self.enabled = config.enabled
+        self._max_seconds = config.max_delay_ms / 1000
+        # Own generator: the run's random numbers must be the same with chaos on and off.
+        self._random = random.Random(config.seed * 1_000_003 + rank)
+
+    def delay(self) -> None:
+        """Sleep for a random while, often not at all."""
+        if self.enabled and self._random.random() < 0.5:
+            time.sleep(self._random.random() * self._max_seconds)
+
+    def puts_off(self) -> bool:
+        """Whether a copy between device and host is made only when it is waited for (``copy_streams.py``)."""
+        return self.enabled and self._random.random() < 0.5
+
+    def poison(self, *buffers: torch.Tensor | None) -> None:
+        """Overwrite buffers that nobody may read any more."""
+        if self.enabled:
+            for buffer in buffers:
+                if buffer is not None and buffer.is_floating_point():
+                    buffer.fill_(float("nan"))
+                elif buffer is not None and buffer.dtype == torch.uint8:
+                    buffer.fill_(255)  # quantised messages: their scales are NaN
+
+
+def storage_ptr_of(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins; of what has none (the meta device), the number of torch's handle for it."""
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr() or storage._cdata)
+
+
+def data_ptr_of(tensor: torch.Tensor) -> int:
+    """Where its first element lies: ``data_ptr()``, and on the meta device a number that bytes can be added to as well.
+
+    What has no elements lies nowhere, at 0.
+    """
+    if not tensor.is_meta:
+        return int(tensor.data_ptr())
+    if not tensor.numel():
+        return 0
+    return (int(tensor.untyped_storage()._cdata) << 64) + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a storage of its own, so that views of the alias are told from views of the tensor.
+
+    On the meta device, where there is no memory, a tensor of the same kind.
+    """
+    return torch.empty_like(tensor) if tensor.is_meta else torch.from_dlpack(tensor)

@@ -14,7 +14,6 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.2 and 3.3; MiCS (Zhang et al. 202
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from deepzero.comm import dry_run
 from deepzero.comm.loopback import behind_closed_doors
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
@@ -69,14 +67,6 @@ class Nodes:
         return (self.world_size - self.per_node) / max(self.world_size - 1, 1)
 
 
-def told_by_launcher() -> int | None:
-    """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
-    if (who := dry_run.current()) is not None:
-        return who.ranks_of_host
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) > 0 else None
-
-
 def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int | None] = ()) -> Nodes:
     """The nodes of this run.
 
@@ -84,7 +74,7 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
         ranks_per_node: ``comm.ranks_per_node``; None goes by what the launcher has told, and where it has told nothing,
             or machines differ in size, all ranks count as one node. With one rank it says nothing.
         world_size: W.
-        told: every rank's :func:`told_by_launcher`: **all ranks have to come to the same nodes**.
+        told: every rank's ``process_group.ranks_of_host()``: **all ranks have to come to the same nodes**.
 
     Raises:
         ConfigError: ``ranks_per_node`` does not divide W.

@@ -135,7 +135,7 @@ class EngineGetters(Engine):
     def step_metrics(self) -> dict[str, float]:
         """What the last step has to say beside its record.
 
-        Communication that was hidden (``comm/comm_timer.py``), :meth:`offload_metrics`, the error meter's readings.
+        Communication that was hidden (``profiler_ranges.py``), :meth:`offload_metrics`, the error meter's readings.
         """
         meter = self.zero.meter
         overlap = self.comm.overlap.metrics()

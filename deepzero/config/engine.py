@@ -60,7 +60,7 @@ class PrecisionConfig(Section):
 
 @dataclass(frozen=True)
 class ChaosConfig(Section):
-    """Seeded disorder, to show that results do not depend on timing. See ``comm/chaos.py``."""
+    """Seeded disorder, to show that results do not depend on timing. See ``comm/streams.py``."""
 
     where = "comm.chaos"
 

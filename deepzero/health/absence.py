@@ -3,7 +3,7 @@
 A rank that hangs in its data loader, sits in a debugger or prints for long makes the others wait up to
 ``comm.timeout_seconds``, ten minutes by default. That is no fault, and nothing is broken off; but whoever looks at the
 terminal wants to know. So when a wait has lasted :data:`NOTICE_SECONDS`, the rank that waits asks all ranks where they
-are, over the :class:`~deepzero.comm.flight_recorder.RankStore`, and the threads of their watchdogs answer. Whoever
+are, over the :class:`~deepzero.comm.process_group.StoreMailbox`, and the threads of their watchdogs answer. Whoever
 waits with the lowest number prints the answer (:func:`notice`): rank 0, unless it is rank 0 that is missing. It is
 asked and said again every :data:`AGAIN_SECONDS`.
 
@@ -20,7 +20,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State, user_line
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, State, user_line
+from deepzero.comm.process_group import StoreMailbox
 from deepzero.health.hang_report import ROLL_CALL_SECONDS, SHOWN, wait_texts
 
 NOTICE_SECONDS = 30.0
@@ -39,7 +40,7 @@ class Absence:
         host_waits: False where waits do not hold up the host.
     """
 
-    def __init__(self, board: RankStore, trail: FlightRecorder, trainer: int, host_waits: bool) -> None:
+    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool) -> None:
         self._board, self._trail, self._trainer, self._host_waits = board, trail, trainer, host_waits
         self._seen: tuple[int, CollectiveRecord | None] = (0, None)
         self._since: float | None = None
@@ -109,7 +110,7 @@ def on_device(states: Mapping[int, State]) -> dict[int, State]:
     return {rank: replace(state, waiting=state.recent.get(most) if behind else None) for rank, state in states.items()}
 
 
-def notice(states: Mapping[int, State], gone: Mapping[int, DepartedRank], board: RankStore) -> str:
+def notice(states: Mapping[int, State], gone: Mapping[int, DepartedRank], board: StoreMailbox) -> str:
     """Who waits for whom, since when and in what; then a line for each rank that is waited for. Empty: nobody waits.
 
     Args:

@@ -45,10 +45,10 @@ from deepzero.comm.flight_recorder import (
     DepartedRank,
     DesyncError,
     GroupObserver,
-    RankStore,
     State,
     user_line,
 )
+from deepzero.comm.process_group import StoreMailbox
 from deepzero.health.absence import Absence
 from deepzero.health.hang_report import (
     ASKING_SECONDS,
@@ -174,7 +174,7 @@ class Watchdog(GroupObserver):
     ) -> None:
         super().__init__()
         self._rank, self._world_size, self._seconds, self._standstill = rank, world_size, seconds, standstill
-        self._board = RankStore(store, rank, world_size, name) if store is not None and world_size > 1 else None
+        self._board = StoreMailbox(name, store, rank, world_size) if store is not None and world_size > 1 else None
         self._beat, self._posted = 0, ""
         self._verdict: Diagnosis | None = None
         self._found: dict[int, tuple[CollectiveRecord | None, int]] = {}
@@ -183,7 +183,7 @@ class Watchdog(GroupObserver):
         self._trainer = threading.get_ident()
         self._stop = threading.Event()
         self._roll_call = StateCollector(self._board, self.trail, self._trainer) if self._board is not None else None
-        board = RankStore(beside, rank, world_size, name) if beside is not None else self._board
+        board = StoreMailbox(name, beside, rank, world_size) if beside is not None else self._board
         self._absence = Absence(board, self.trail, self._trainer, beside is None) if board is not None else None
         target = self._run if self._board is not None else self._run_beside
         self._thread: threading.Thread | None = None

@@ -3,7 +3,7 @@
 Two failures say nothing by themselves. A collective *timed out* (``comm.timeout_seconds``): some rank has not come, but
 which, and what does it do instead? And a *connection was lost*, without a word from the rank at its other end: which
 one was killed? In both cases the rank that has noticed calls the roll on the
-:class:`~deepzero.comm.flight_recorder.RankStore`. Every rank answers with its
+:class:`~deepzero.comm.process_group.StoreMailbox`. Every rank answers with its
 :class:`~deepzero.comm.flight_recorder.State`: a rank that waits or sleeps in its own code by the thread of its
 watchdog, which looks for a call once a second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be
 gone. The first rank that knows writes the verdict, and all raise that:
@@ -33,10 +33,10 @@ from deepzero.comm.flight_recorder import (
     DepartedRank,
     DesyncError,
     FlightRecorder,
-    RankStore,
     State,
     user_line,
 )
+from deepzero.comm.process_group import StoreMailbox
 from deepzero.utils.threads import start_thread
 
 ROLL_CALL_SECONDS = 3.0
@@ -79,12 +79,12 @@ class Diagnosis(NamedTuple):
     """The rank that found it."""
     text: str
 
-    def write(self, board: RankStore) -> None:
+    def write(self, board: StoreMailbox) -> None:
         """Post it, unless there is one."""
         board.set_first("verdict", json.dumps(self))
 
     @staticmethod
-    def read(board: RankStore) -> Diagnosis | None:
+    def read(board: StoreMailbox) -> Diagnosis | None:
         """The one that was posted first."""
         text = board.get("verdict")
         return None if text is None else Diagnosis(*json.loads(text))
@@ -99,7 +99,7 @@ class StateCollector:
         trainer: number of the thread that trains.
     """
 
-    def __init__(self, board: RankStore, trail: FlightRecorder, trainer: int) -> None:
+    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int) -> None:
         self._board, self._trail, self._trainer = board, trail, trainer
         self._failure = ""
         self._heard: str | None = None

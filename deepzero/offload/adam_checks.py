@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of parameters, and of what is written into ``out``."""

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.utils.formatting import binary_bytes
 
 ALIGN_BYTES = 256

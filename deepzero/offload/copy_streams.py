@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import torch
 
 from deepzero.comm import profiler_ranges
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Chaos
 
 TO_HOST = "offload.gradients_to_host"
 TO_DEVICE = "offload.parameters_to_device"

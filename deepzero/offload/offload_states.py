@@ -266,12 +266,13 @@ class StateOffloader:
                 storages = OffloadedStorages(leaving, reachable, self._copier(), pin_memory, non_blocking)
         except HostMemoryError as error:
             problem = f"{error} (or pass pin_memory=False to offload_states)" if pin_memory else str(error)
-        first = next((text for text in process_group.all_gather_object(problem) if text is not None), None)
-        if first is not None:
+        try:
+            process_group.raise_on_all_ranks(problem, lambda text: HostMemoryError(f"offload_states: {text}"))
+        except HostMemoryError:
             if storages is not None:
                 storages.come_back(non_blocking=False)
             self._after_return()
-            raise HostMemoryError(f"offload_states: {first}")
+            raise
         self.offloaded = (*self.offloaded, *([storages] if storages is not None else []))
         self.away |= moved
         self._post_notices()

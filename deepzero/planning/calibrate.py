@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.topology import RankGroup, find_nodes, told_by_launcher
+from deepzero.comm.streams import Chaos
+from deepzero.comm.topology import RankGroup, find_nodes
 from deepzero.config.engine import ChaosConfig
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.op_cost import WorkMeter
@@ -50,7 +50,7 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
         sizes: bytes of a rank's part, at least two different ones.
     """
     device = process_group.default_device()
-    told = process_group.all_gather_object(told_by_launcher())
+    told = process_group.all_gather_object(process_group.ranks_of_host())
     nodes = find_nodes(None, process_group.world_size(), told)
     comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
     inside, across = comm.split(nodes.per_node)

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepzero.comm.dry_run import FakeRank, fake_process_group, real_device_type
 from deepzero.comm.ledger import Event, Traffic
+from deepzero.comm.process_group import FakeRank, fake_process_group, real_device_type
 from deepzero.comm.topology import Nodes
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig

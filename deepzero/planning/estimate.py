@@ -18,8 +18,8 @@ from typing import Literal
 
 import torch
 
-from deepzero.comm.dry_run import FakeRank, fake_process_group
 from deepzero.comm.ledger import Sent
+from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.comm.topology import Nodes
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 
 _FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[

@@ -17,6 +17,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
@@ -141,13 +142,11 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
         optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
     except RuntimeError as error:  # kernel="compiled", and there is none
         problem = str(error)
-    told = process_group.all_gather_object((optimizer.kernel, problem))
-    for rank, (_, text) in enumerate(told):
-        if text is not None:
-            raise ConfigError(f"rank {rank}: {text}")
+    raise_on_all_ranks(problem, ConfigError)
+    kernels = process_group.all_gather_object(optimizer.kernel)
     # Compiled and Numba's have the same bits.
-    if any(kernel == "chunked" for kernel, _ in told) and optimizer.kernel != "chunked":
-        without = next(rank for rank, (kernel, _) in enumerate(told) if kernel == "chunked")
+    if "chunked" in kernels and optimizer.kernel != "chunked":
+        without = kernels.index("chunked")
         optimizer.use("chunked", f"because rank {without} cannot compile")
 
 

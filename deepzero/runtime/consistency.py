@@ -26,6 +26,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
@@ -79,15 +80,9 @@ def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
         problem: on the rank that has one.
         RankMismatchError: on the others; or everywhere, with the first difference and both ranks.
     """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    everyone = process_group.all_gather_object((text, mine))
-    if problem is not None:
-        raise problem
-    for rank, (theirs, _) in enumerate(everyone):
-        if theirs is not None:
-            raise RankMismatchError(f"rank {rank} could not start: {theirs}")
-    first = everyone[0][1]
-    for rank, (_, lines) in enumerate(everyone[1:], start=1):
+    raise_on_all_ranks(problem, lambda text: RankMismatchError(f"could not start: {text}"))
+    first, *others = process_group.all_gather_object(mine)
+    for rank, lines in enumerate(others, start=1):
         for key in [*first, *(k for k in lines if k not in first)]:
             ours, other = first.get(key, "absent"), lines.get(key, "absent")
             if ours != other:

@@ -29,7 +29,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.collectives import open_communicator
 from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
@@ -126,10 +127,12 @@ class Engine(nn.Module):
 
         # ---- 0 build. What can still be refused comes before the model is touched.
         self.comm = open_communicator(config, process_group.default_device(), Ledger())
+        # Its scale is 1 and stays 1 but in fp16, so that what follows multiplies and divides by it in every precision.
         self.scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is None and config.scheduler is not None:
             self.lr_scheduler = build_scheduler(config.scheduler, optimizer, total_steps)
+        # From here on the model's parameters are views of flat buffers, or shards, and the optimizer's are masters.
         self.zero = build_zero(model, optimizer, config, self.comm, self.batch.accumulation)
         self.module, self.optimizer = model, optimizer
 
@@ -141,6 +144,8 @@ class Engine(nn.Module):
         self.on_step: list[Callable[[StepRecord], None]] = []
         """Called after each optimizer step, applied or skipped."""
 
+        # Autograd's hooks come after the parameters were given their new storage: a hook lives on the accumulation node
+        # of a parameter, which keeps the device and dtype that the parameter had when the node was made.
         trained = [param for group in self.zero.groups for param in group.params]
         self.passes = BackwardPasses(
             trained, self.zero.stage, self.scaler, self.comm.ledger, self._is_reduction_boundary, self.check
@@ -167,7 +172,9 @@ class Engine(nn.Module):
         nothing here.
         """
         self._check_pass("forward")
+        # What is sent from here on is filed, in the flight recorder and in messages, under the step that is to come.
         self.comm.step = self.global_steps + 1
+        # Parameters are in the compute dtype, and torch's matrix products mix no dtypes; integers stay as they are.
         if self.config.precision.auto_cast:
             args, kwargs = pytree.tree_map(self._cast_input, (args, kwargs))
         with contextlib.ExitStack() as stack:
@@ -175,6 +182,7 @@ class Engine(nn.Module):
                 stack.enter_context(context())
             stack.enter_context(profiler_ranges.span("forward"))
             outputs = self.module(*args, **kwargs)
+        # Without a graph (evaluation, generation) no backward pass can begin at these outputs.
         if torch.is_grad_enabled():
             self.passes.watch_outputs(outputs)
         return outputs
@@ -217,6 +225,8 @@ class Engine(nn.Module):
         """
         _check_loss("backward", loss)
         self._check_pass("backward")
+        # The loss itself is not divided before the pass: the mean over ranks and micro-batches is one division at the
+        # boundary, of fp32 sums, and costs no pass over the gradients of its own.
         steps = self.batch.accumulation
         self.passes.run(loss, 1 if scale_wrt_gas else steps, retain_graph)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
@@ -255,6 +265,7 @@ class Engine(nn.Module):
                 "Call engine.backward(loss) once for each engine.step(); another pass counts if it reaches a trained "
                 "parameter"
             )
+        # Until the step is taken the answer of was_step_applied() is no, whatever the step before did.
         self.state.applied = False
         # Here gradients, parameters and activations of a micro-batch are all in memory: the ledger measures its peak.
         self.comm.ledger.sample()
@@ -264,6 +275,7 @@ class Engine(nn.Module):
                 self._take_model_step(lr_kwargs or {})
         finally:
             self.comm.position = ""  # what a rank does from here on is the program's own code
+            # Counted also when the step raises: a program that catches the error goes on with the next micro-batch.
             self.micro_steps += 1
             if boundary:
                 self.passes.count = 0
@@ -281,6 +293,7 @@ class Engine(nn.Module):
         with profiler_ranges.span("agree"):
             words, loss = zero.stage.gradients.norm_sq_partials(), self._mean_loss()
             agreement = agree(self.comm, words, loss, self.state.asked_to_stop, trouble is not None)
+        # From here on all ranks hold the same agreement, so they take the same branch of everything below.
         self.state.open = False
         self.stopping = agreement.stop
         if agreement.trouble:
@@ -292,6 +305,8 @@ class Engine(nn.Module):
         if self.config.precision.dtype == "fp16":
             self.scaler.update(not agreement.finite)
             zero.reducer.rescale(self.scaler.scale / scale)  # what error feedback has kept is in units of the old scale
+        # The norm was taken of sums that still carry the loss scale, the ranks and the micro-batches. Dividing the norm
+        # in place of the gradients leaves one pass over them: the optimizer divides by mean_divisor * clip as it reads.
         norm = agreement.norm / mean_divisor
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
@@ -303,6 +318,7 @@ class Engine(nn.Module):
                 zero.stage.publish()
             ledger.note("publish")
         else:
+            # An overflow, in fp16: parameters, moments and schedule stay, the smaller scale is tried on the next batch.
             self.skipped_steps += 1
             zero.forget_gradients()
             self.finish_delayed_update()  # an update that is ready would otherwise be two steps late
@@ -318,8 +334,10 @@ class Engine(nn.Module):
         self.last_step = record
         self.zero.close_step(self.comm.ledger, agreement.finite)
         self.comm.overlap.close_step()
+        # A skipped step is no step of the schedule: its learning rate was not used.
         if self.lr_scheduler is not None and agreement.finite:
             self.lr_scheduler.step(**lr_kwargs)
+        # Last: an observer that raises leaves an engine whose step is complete.
         for observe in self.on_step:
             observe(record)
 
@@ -344,14 +362,11 @@ class Engine(nn.Module):
                 found = found or error
         return found
 
-    def _raise_together(self, mine: RuntimeError | None) -> NoReturn:
+    def _raise_together(self, mine: RuntimeError | None) -> None:
         """Some rank is in trouble, and all know it: the others raise too, with its text. Nothing was updated."""
+        # A second collective, after the agreement: only steps in trouble pay for the texts.
         self._drop_step()
-        told = process_group.all_gather_object(None if mine is None else str(mine))
-        if mine is not None:
-            raise mine
-        rank = next(rank for rank, text in enumerate(told) if text is not None)
-        raise RuntimeError(f"rank {rank}: {told[rank]}")
+        raise_on_all_ranks(mine)
 
     def _drop_step(self) -> None:
         self.zero.forget_gradients()
@@ -415,11 +430,13 @@ class Engine(nn.Module):
 
         The step begins again with its first micro-batch.
         """
+        # Hooks first, so that no pass under way hands on another gradient; then what the stage has of them.
         self.passes.discard()
         self.zero.stage.discard_gradients()
         if self.state.open:
             self.state.open = False
             self._drop_step()
+        # Back to the first micro-batch, or the boundary would come after fewer of them than the mean divides by.
         self.micro_steps -= self.micro_steps % self.batch.accumulation
 
     # ---- parameters and masters, between steps -----------------------------------------------------------------------
@@ -432,8 +449,10 @@ class Engine(nn.Module):
         """
         if not self.zero.sharded_step.update_pending:
             return
+        # Stage 3 may hold gathered parameters that were fetched ahead: they are of before the update.
         self.before_writes()
         self.zero.sharded_step.finish()
+        # Its bytes are beside the step's: the predictions are of a step without it.
         with self.comm.ledger.aside():
             self.zero.stage.publish()
         for group in self.zero.groups:
@@ -451,6 +470,7 @@ class Engine(nn.Module):
             return
         with contextlib.suppress(RuntimeError):  # an update that failed has said so
             self.finish_delayed_update()
+        # Hooks before storage: no hook of ours may run on a parameter that is whole again.
         self.state.destroyed = True
         self.passes.hooks.remove()
         self.fragments.forget()

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepzero.comm.dry_run import real_device_type
+from deepzero.comm.process_group import real_device_type
 from deepzero.layout import ALIGN, Fragment
 
 EXPONENTS = 256

@@ -43,7 +43,7 @@ from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
-from deepzero.comm.storage import storage_ptr_of
+from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import Bucket, FlatLayout

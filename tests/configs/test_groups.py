@@ -43,7 +43,7 @@ def test_the_groups_are_those_of_the_design():
     assert set(GROUPS) == set(expected.split())
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES, ids="=".join)
+@pytest.mark.parametrize(("group", "choice"), CHOICES, ids=["=".join(one) for one in CHOICES])
 def test_every_choice_composes(group, choice):
     run = run_config(*choose(group, choice))
     assert isinstance(run, RunConfig)

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.dry_run import FakeRank, fake_process_group
+from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.offload import arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.flight_recorder import FlightRecorder, RankStore, State
+from deepzero.comm.flight_recorder import FlightRecorder, State
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.store_mailbox import SideChannel
+from deepzero.comm.process_group import StoreMailbox
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig, CommConfig
 from deepzero.health import absence, desync_watchdog
 from deepzero.health.absence import Absence
@@ -31,7 +31,7 @@ class Ranks:
 
     def __init__(self, launches, host_waits=True, silent=()):
         store, world = dist.HashStore(), len(launches)
-        self.boards = [RankStore(store, rank, world, "absence") for rank in range(world)]
+        self.boards = [StoreMailbox("absence", store, rank, world) for rank in range(world)]
         self.trails = [FlightRecorder() for _ in launches]
         self.looks = [Absence(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
         self.now, self.silent, self.host_waits = 0.0, silent, host_waits
@@ -151,12 +151,12 @@ class Posts(io.StringIO):
 
     def __init__(self, name):
         super().__init__()
-        self.channel = SideChannel(name)
+        self.channel = StoreMailbox(name)
 
     def write(self, text):
         """Post all that was written so far."""
         written = super().write(text)
-        self.channel.post("said", self.getvalue())
+        self.channel.set("said", self.getvalue())
         return written
 
 
@@ -185,7 +185,7 @@ def come_when_missed(rank, world, missing):
             for step in range(2):
                 loss = engine(*batch)
                 if rank == missing and step == 1:
-                    while sum((SideChannel(c).look("said") or "").count("waiting for") for c in channels) < 2:
+                    while sum((StoreMailbox(c).get("said") or "").count("waiting for") for c in channels) < 2:
                         time.sleep(0.02)
                 engine.backward(loss)
                 engine.step()
@@ -212,7 +212,7 @@ def beside(rank, world):
         with contextlib.redirect_stderr(posts):
             if rank == 0:
                 comm._watch.trail.launch("gather", "blocks.3")  # and the host goes on
-            while SideChannel("stderr of 0").look("said") is None:
+            while StoreMailbox("stderr of 0").get("said") is None:
                 time.sleep(0.02)
             process_group.barrier()
         return posts.getvalue()
@@ -240,12 +240,12 @@ def test_a_launch_may_stand_still(rank, world):
 
 
 def test_a_side_channel_of_one_rank():
-    channel = SideChannel("alone")
-    assert channel.look("a") is None
-    channel.post("a", "b")
-    assert channel.look("a") == "b"
+    channel = StoreMailbox("alone")
+    assert channel.get("a") is None
+    channel.set("a", "b")
+    assert channel.get("a") == "b"
     channel.remove("a")
-    assert channel.look("a") is None
+    assert channel.get("a") is None
 
 
 def test_the_buckets_are_far_apart():

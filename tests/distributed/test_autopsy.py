@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, RankStore, State
+from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, State
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.process_group import StoreMailbox
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog, hang_report
 from deepzero.health.desync_watchdog import RankLeftError, Watchdog
@@ -192,7 +193,7 @@ def test_within():
 
 
 def test_the_first_verdict_counts():
-    board = RankStore(dist.HashStore(), 0, 2, "first")
+    board = StoreMailbox("first", dist.HashStore(), 0, 2)
     assert Diagnosis.read(board) is None
     Diagnosis("timeout", 0, "a").write(board)
     Diagnosis("missing", 1, "b").write(board)

@@ -291,7 +291,7 @@ def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
             enough.set()
 
     monkeypatch.setattr(async_save, "BEAT_SECONDS", 0.001)
-    monkeypatch.setattr(async_save, "SideChannel", lambda name: SimpleNamespace(post=post))
+    monkeypatch.setattr(async_save, "StoreMailbox", lambda name: SimpleNamespace(set=post))
     job = async_save._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
     assert enough.wait(60)
     job.end_beating()
@@ -474,8 +474,8 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
     job._lost = lambda rank: None
     written = async_save._shard_text(info)
     job.channel = SimpleNamespace(
-        look=lambda key: written if key == "1/written" and now[0] > 10 else None,
-        post=lambda key, text: posted.append((key, text)),
+        get=lambda key: written if key == "1/written" and now[0] > 10 else None,
+        set=lambda key, text: posted.append((key, text)),
     )
     assert job._gather(info)[0] is None
     assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}

@@ -1,11 +1,11 @@
 """Models, optimizers and schedules of all kinds, resumed to the bit: in a new engine, and in one that went further."""
 
 import contextlib
-import logging
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import deepzero
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
@@ -17,6 +17,7 @@ from tests.distributed.training import (
     WIDTH,
     TinyModel,
     config,
+    log_lines,
     make_model,
     my_micro_batches,
     one_step,
@@ -104,14 +105,15 @@ OPTIMIZERS = {
     "a rate that is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
 }
 SCHEDULES = {
-    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0 / (1 + step)),
-    "MultiStepLR": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, milestones=[2, 4, 4]),
-    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=9),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.02, total_steps=20),
-    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=0.5),
-    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2),
-     torch.optim.lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]),
-}  # fmt: skip
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 1.0 / (1 + step)),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, milestones=[2, 4, 4]),
+    "CosineAnnealingLR": lambda o: schedules.CosineAnnealingLR(o, T_max=9),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, max_lr=0.02, total_steps=20),
+    "ReduceLROnPlateau": lambda o: schedules.ReduceLROnPlateau(o, patience=0, threshold=0.5),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o, 0.5, 2), schedules.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+}
 
 
 def go(engine, rank, world, until):
@@ -121,7 +123,7 @@ def go(engine, rank, world, until):
         for ids, labels in my_micro_batches(engine.global_steps, rank, world, 2, 1):
             loss = engine(ids, labels)
             engine.backward(loss)
-            plateau = isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            plateau = isinstance(engine.lr_scheduler, schedules.ReduceLROnPlateau)
             engine.step({"metrics": engine.global_steps // 2} if plateau else None)
         r = engine.last_step
         records.append((r.step, r.loss, tuple(engine.get_lr()), r.grad_norm))
@@ -250,12 +252,8 @@ def test_the_module_only_and_another_schedule(rank, world, tmp_path):
 
 @contextlib.contextmanager
 def logged():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    yield messages
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as messages:
+        yield messages
 
 
 def within_a_step(rank, world, folder, stage):

@@ -7,7 +7,7 @@ from torch import nn
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, start
+from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, one_step, start
 
 
 def one_rank_differs(rank, world, what):
@@ -40,7 +40,7 @@ def test_one_rank_differs(ranks, what, words):
 
 def test_one_rank_cannot_start(ranks):
     ours, theirs = ranks.run(one_rank_differs, "invalid", world_size=2)
-    assert "RankMismatchError: rank 1 could not start: ConfigError: train_batch_size=5" in ours
+    assert "RankMismatchError: could not start: rank 1: train_batch_size=5" in ours
     assert theirs.startswith("ConfigError: train_batch_size=5")
 
 
@@ -103,9 +103,7 @@ def test_several_outputs_are_scaled_once(ranks):
 def fp16_accumulated(rank, world, stage, reduce):
     changes = {"precision": "fp16", "fp16": {"loss_scale": 8}, "gradient_accumulation_steps": 2, "optimizer": SGD}
     engine = start(make_model(), stage=stage, reduce=reduce, bucket=800, **changes)
-    for ids, labels in my_micro_batches(0, rank, world, 2, 2):
-        engine.backward(engine(ids, labels))
-        engine.step()
+    one_step(engine, rank, world, 0)
     return engine.last_step.grad_norm
 
 

@@ -13,10 +13,11 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import flight_recorder, process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, RankStore, State
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, FlightRecorder, State
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.process_group import StoreMailbox
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog
 from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, Watchdog
@@ -83,7 +84,9 @@ def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
     """A store that is a file keeps each post."""
     store, posted = dist.HashStore(), []
     dog, other = (Watchdog(store, rank, 2, "long", seconds=1e9) for rank in range(2))
-    monkeypatch.setattr(dog._board, "set", lambda key, text: (posted.append(key), RankStore.set(dog._board, key, text)))
+    monkeypatch.setattr(
+        dog._board, "set", lambda key, text: (posted.append(key), StoreMailbox.set(dog._board, key, text))
+    )
     for where in "ab":
         for watched in (dog, other):
             watched.trail.waiting = watched.trail.launch("gather", where)

@@ -1,6 +1,5 @@
 """What an engine meets in real models and real accidents."""
 
-import logging
 import math
 
 import pytest
@@ -16,6 +15,7 @@ from tests.distributed.training import (
     VOCAB,
     TinyModel,
     config,
+    log_lines,
     make_batch,
     make_model,
     my_micro_batches,
@@ -115,37 +115,28 @@ class Odd(nn.Module):
         return {"loss": loss, "more": [self.offset * 2, (loss.detach(),)]}
 
 
-def odd_model(rank, world, stage):
-    torch.manual_seed(0)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
-    frozen, unused = engine.module.frozen.weight.clone(), engine.module.unused.weight.clone()
-    for step in range(3):
-        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-        out = engine(ids, labels, extra=rank == 0)
-        engine.backward(out["loss"])
-        engine.step()
-    logging.getLogger("deepzero").removeHandler(handler)
-    assert torch.equal(frozen, engine.module.frozen.weight) and torch.equal(unused, engine.module.unused.weight)
-    assert engine.module.tiny.head.weight is engine.module.tiny.embed.weight
-    named = [m for m in messages if "no gradient" in m]
-    return engine.params_sha256(), engine.module.sometimes[0].item(), named
-
-
-def test_frozen_unused_scalar_tied_and_used_on_one_rank(ranks):
+@on_ranks(3)
+def test_frozen_unused_scalar_tied_and_used_on_one_rank(rank, world):
     hashes = set()
     for stage in (0, 1, 2):
-        results = ranks.run(odd_model, stage, world_size=3)
-        hashes.update(r[0] for r in results)
-        for rank, (_, sometimes, named) in enumerate(results):
-            # Mean over three ranks of a gradient of 1 on one of them, three steps of 0.1.
-            assert sometimes == pytest.approx(1 - 3 * 0.1 / 3)
-            said = [] if rank else ["no gradient in this backward pass, so it counts as zeros (said once): "]
-            assert [m.partition("unused.")[0] for m in named] == said, "one line, on rank 0"
-            assert all({"unused.weight", "unused.bias"} == set(m.split(": ")[1].split(", ")) for m in named)
+        torch.manual_seed(0)
+        with log_lines() as messages:
+            engine = start(Odd(), stage=stage, bucket=800, gradient_clipping=0, optimizer=SGD)
+            model = engine.module
+            frozen, unused = model.frozen.weight.clone(), model.unused.weight.clone()
+            for step in range(3):
+                ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
+                engine.backward(engine(ids, labels, extra=rank == 0)["loss"])
+                engine.step()
+        assert torch.equal(frozen, model.frozen.weight) and torch.equal(unused, model.unused.weight)
+        assert model.tiny.head.weight is model.tiny.embed.weight
+        # Mean over three ranks of a gradient of 1 on one of them, three steps of 0.1.
+        assert model.sometimes[0].item() == pytest.approx(1 - 3 * 0.1 / 3)
+        named = [m for m in messages if "no gradient" in m]
+        said = [] if rank else ["no gradient in this backward pass, so it counts as zeros (said once): "]
+        assert [m.partition("unused.")[0] for m in named] == said, "one line, on rank 0"
+        assert all({"unused.weight", "unused.bias"} == set(m.split(": ")[1].split(", ")) for m in named)
+        hashes.add(engine.params_sha256())
     assert len(hashes) == 1
 
 
@@ -160,23 +151,16 @@ class Chosen(nn.Module):
         return sum(self.layers[i](x).sum() for i in used)
 
 
-def several_unused(rank, world, stage):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
-    for used in ([0], [0, 1], [1]):
-        engine.backward(engine(torch.ones(2, 4), used))
-        engine.step()
-    logging.getLogger("deepzero").removeHandler(handler)
-    return [m.split(": ")[1] for m in messages if "no gradient" in m]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_unused_parameters_are_named_in_one_line(ranks, stage):
+@on_ranks()
+def test_unused_parameters_are_named_in_one_line(rank, world, stage):
+    with log_lines() as messages:
+        engine = start(Chosen(), stage=stage, bucket=4, optimizer=SGD)
+        for used in ([0], [0, 1], [1]):
+            engine.backward(engine(torch.ones(2, 4), used))
+            engine.step()
     said = ["layers.5.weight, layers.4.weight, layers.3.weight and 2 more", "layers.0.weight"]
-    assert ranks.run(several_unused, stage, world_size=2) == [said, []]
+    assert [m.split(": ")[1] for m in messages if "no gradient" in m] == [said, []][rank]
 
 
 def groups_and_accumulated_dtypes(rank, world, stage):
@@ -200,20 +184,16 @@ def test_parameter_groups(ranks):
         assert all(r == results[0][0] for result in results for r in result)
 
 
-def many_ranks_few_elements(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(4)
+def test_more_ranks_than_elements(rank, world, stage):
     torch.manual_seed(0)
     engine = start(nn.Linear(1, 1, bias=False), stage=stage, optimizer=SGD, train_micro_batch_size_per_gpu=1)
+    initial = engine.module.weight.item()
     engine.backward(engine(torch.tensor([[float(rank + 1)]])).sum())
     engine.step()
-    return engine.module.weight.item(), engine.last_step.grad_norm
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_more_ranks_than_elements(ranks, stage):
-    torch.manual_seed(0)
-    initial = nn.Linear(1, 1, bias=False).weight.item()
-    for weight, norm in ranks.run(many_ranks_few_elements, stage, world_size=4):
-        assert norm == 2.5 and weight == pytest.approx(initial - 0.1 * 0.5)  # clipped to 0.5
+    assert engine.last_step.grad_norm == 2.5
+    assert engine.module.weight.item() == pytest.approx(initial - 0.1 * 0.5)  # clipped to 0.5
 
 
 # ---- backward passes of all kinds ------------------------------------------------------------------------------------
@@ -259,26 +239,22 @@ def test_activation_checkpointing(ranks, stage, plain):
             assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(parameters, expected, strict=True))
 
 
-def two_losses(rank, world, stage):
-    """Two backward passes before one step: their gradients add up, as in torch."""
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_two_backward_passes_before_a_step(rank, world, stage):
+    """Their gradients add up, as in torch."""
+    model = make_model()
+    for step in (0, 1):
+        ids, labels = make_batch(step, 4)
+        model(ids, labels).backward()
+    expected = [p.detach() - 0.1 * p.grad for p in model.parameters()]
     engine = start(make_model(), stage=stage, bucket=800, optimizer=SGD, gradient_clipping=0)
     first, second = (my_micro_batches(step, rank, world, 2, 1)[0] for step in (0, 1))
     engine.backward(engine(*first))
     engine.backward(engine(*second))
     engine.step()
-    return [p.detach().clone() for p in engine.module.parameters()]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_two_backward_passes_before_a_step(ranks, stage):
-    model = make_model()
-    for step in (0, 1):
-        ids, labels = make_batch(step, 4)
-        model(ids, labels).backward()
-    with torch.no_grad():
-        expected = [p - 0.1 * p.grad for p in model.parameters()]
-    for ours in ranks.run(two_losses, stage, world_size=2):
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
+    ours = engine.module.parameters()
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -326,7 +302,9 @@ class Breaks(nn.Module):
         return grad
 
 
-def broken_backward(rank, world, stage):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks()
+def test_backward_that_raises(rank, world, stage):
     engine = start(Breaks(), stage=stage, bucket=10, optimizer=SGD)
     x = torch.ones(2, LENGTH)
     engine.module.broken = True
@@ -338,10 +316,4 @@ def broken_backward(rank, world, stage):
     engine.module.broken = False
     engine.backward(engine(x))
     engine.step()
-    return engine.last_step.grad_norm
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_backward_that_raises(ranks, stage):
-    norms = ranks.run(broken_backward, stage, world_size=2)
-    assert norms[0] == norms[1] > 0
+    assert engine.last_step.grad_norm > 0

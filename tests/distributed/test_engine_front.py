@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 import sys
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,17 @@ from torch import nn
 import deepzero
 from deepzero.runtime.consistency import RankMismatchError
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import SGD, TinyModel, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import (
+    SGD,
+    TinyModel,
+    config,
+    log_lines,
+    make_batch,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
 
 # ---- misuse ----------------------------------------------------------------------------------------------------------
 
@@ -52,45 +61,31 @@ def test_a_step_without_any_backward_pass_is_refused(rank, world, stage):
     assert (engine.micro_steps, engine.global_steps) == (3, 1)
 
 
-def facts(rank, world):
+@on_ranks()
+def test_what_others_ask(rank, world):
     settings = config(stage=2, precision="bf16", steps_per_print=7, gradient_accumulation_steps=3)
     engine, _, loader, _ = deepzero.initialize(model=make_model(), config=settings, training_data=Numbers())
     assert isinstance(engine, deepzero.DeepSpeedEngine) and engine.training_dataloader is loader
     assert start(make_model(), optimizer=SGD).get_mom() == [0]
     assert start(make_model()).training_dataloader is None
-    return (
-        engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization(), engine.get_batch_info(),
-        engine.steps_per_print(), engine.get_mom(), engine.get_data_parallel_rank(), engine.dp_world_size,
-        engine.mp_world_size,
-    )  # fmt: skip
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.zero_optimization()) == (False, True, True)
+    assert (engine.get_batch_info(), engine.steps_per_print()) == ((12, 2, 3), 7)
+    assert (engine.get_mom(), engine.get_data_parallel_rank()) == ([(0.9, 0.999)], rank)
+    assert (engine.dp_world_size, engine.mp_world_size) == (2, 1)
 
 
-def test_what_others_ask(ranks):
-    expected = [(False, True, True, (12, 2, 3), 7, [(0.9, 0.999)], rank, 2, 1) for rank in range(2)]
-    assert ranks.run(facts, world_size=2) == expected
-
-
-def given_twice(rank, world):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
+@on_ranks()
+def test_what_the_script_passes_wins_over_the_config(rank, world):
     model, schedule = make_model(), {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine, *_ = deepzero.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=lambda chosen: torch.optim.lr_scheduler.ConstantLR(chosen, factor=1.0),
-        config=config(stage=1, scheduler=schedule),
-    )
-    logging.getLogger("deepzero").removeHandler(handler)
+    given = {"lr_scheduler": lambda chosen: torch.optim.lr_scheduler.ConstantLR(chosen, factor=1.0)}
+    with log_lines() as messages:
+        engine, *_ = deepzero.initialize(
+            model=model, optimizer=optimizer, **given, config=config(stage=1, scheduler=schedule)
+        )
     assert engine.optimizer is optimizer and engine.get_lr() == [0.5]
-    return [m.partition(",")[0] for m in messages]
-
-
-def test_what_the_script_passes_wins_over_the_config(ranks):
     said = ["initialize was given optimizer=", "initialize was given lr_scheduler="]
-    assert ranks.run(given_twice, world_size=2) == [said, []]
+    assert [m.partition(",")[0] for m in messages] == [said, []][rank]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -11,9 +11,8 @@ from deepzero import zero
 from deepzero.utils import safe_get_full_grad
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Moe, batch
-from tests.distributed.training import SGD, config, make_batch, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import SGD, WHOLE, config, make_batch, make_model, my_micro_batches, one_step, start
 
-WHOLE = {"stage3_param_persistence_threshold": 0}
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 # ---- zero_grad -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, make_model, my_micro_batches, one_step, start
-
-WHOLE = {"stage3_param_persistence_threshold": 0}
+from tests.distributed.training import WHOLE, TinyModel, make_model, my_micro_batches, one_step, start
 
 
 def freeze(model):

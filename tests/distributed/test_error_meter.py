@@ -3,13 +3,12 @@
 import logging
 import math
 
-import pytest
 import torch
 from torch import nn
 
 import deepzero
 from deepzero.runtime.zero.zeropp import METER
-from tests.distributed.training import config
+from tests.distributed.training import as_predicted, config
 
 SIZE = 128
 LAYERS = 4
@@ -94,8 +93,7 @@ def test_a_bucket_that_loses_too_much_goes_unquantised(ranks):
         assert last["unquantized"] == ["weights of 1.weight"]
         assert set(last["weights"]) == {"0.weight", "2.weight", "3.weight"}
         assert len(messages) == (1 if rank == 0 else 0)
-        for kind, counts in report["communication"].items():
-            assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+        as_predicted(report["communication"])
         assert METER not in report["communication"]
     assert "weights of 1.weight" in results[0][1][0] and "min_weight_snr_db, which is 25" in results[0][1][0]
 
@@ -164,5 +162,4 @@ def test_the_account_of_the_steps_after_a_stop(ranks):
     for accounts, unquantized in ranks.run(stopped, given, world_size=4):
         assert "weights of 1.weight" in unquantized and len(unquantized) == 1 + LAYERS
         for account in accounts[1:]:
-            for kind, counts in account["communication"].items():
-                assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+            as_predicted(account["communication"])

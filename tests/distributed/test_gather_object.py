@@ -1,7 +1,7 @@
 """Small talk that one rank alone hears."""
 
 from deepzero.comm import process_group
-from deepzero.comm.dry_run import FakeRank, fake_process_group
+from deepzero.comm.process_group import FakeRank, fake_process_group
 
 
 def told(rank, world_size):

@@ -7,7 +7,7 @@ import pytest
 
 import deepzero
 from deepzero.runtime.grad_norm import layer_of
-from tests.distributed.training import config, make_batch, make_model, my_micro_batches
+from tests.distributed.training import config, make_batch, make_model, one_step
 
 ACCUMULATION, MICRO = 2, 2
 
@@ -20,9 +20,7 @@ def layer_norms(rank, world, changes):
     )  # fmt: skip
     engine, *_ = deepzero.initialize(model=make_model(), config=settings)
     before = engine.gradient_norms()
-    for ids, labels in my_micro_batches(0, rank, world, MICRO, ACCUMULATION):
-        engine.backward(engine(ids, labels))
-        engine.step()
+    one_step(engine, rank, world, 0)
     found, whole = engine.gradient_norms(), engine.last_step.grad_norm
     engine.destroy()
     return before, found, whole

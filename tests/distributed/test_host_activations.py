@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import (
     ACTIVATIONS_TO_DEVICE,
@@ -21,10 +21,8 @@ from deepzero.offload.activations import (
 )
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_stage3_bits import KINDS
-from tests.distributed.training import LENGTH, VOCAB, WIDTH, config, my_micro_batches
+from tests.distributed.training import KINDS, LENGTH, VOCAB, WHOLE, WIDTH, config, my_micro_batches, one_step
 
-WHOLE = {"stage3_param_persistence_threshold": 0}
 EVERYTHING = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
 
 
@@ -34,17 +32,12 @@ def settings(stage, keep, **changes):
     return config(stage=stage, bucket=1500, overlap=True, zero=zero, activation_checkpointing=block, **changes)
 
 
-def bits(rank, world, given, kind, steps=6):
+def bits(rank, world, given, kind, steps=3):
     torch.manual_seed(0)
     engine, *_ = deepzero.initialize(model=KINDS[kind](), config=given)
-    seen = []
-    for step in range(steps):
-        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-            engine.backward(engine(ids, labels))
-            engine.step()
-        seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+    done = [one_step(engine, rank, world, step) for step in range(steps)]
     moved = engine.ledger.last_step.get(ACTIVATIONS_TO_HOST)
-    return (seen, engine.params_sha256()), moved.bytes if moved is not None else 0
+    return ([(r.loss, r.grad_norm) for r in done], engine.params_sha256()), moved.bytes if moved is not None else 0
 
 
 def many(rank, world, cases):
@@ -113,9 +106,7 @@ def test_counted_bytes(rank, world, stage, reentrant):
     engine, *_ = deepzero.initialize(model=KINDS["reentrant" if reentrant else "checkpoint"](), config=given)
     held = []
     for step in range(4):
-        for ids, labels in my_micro_batches(step, rank, world, 2, 1):
-            engine.backward(engine(ids, labels))
-            engine.step()
+        one_step(engine, rank, world, step)
         held.append(engine.ledger.held_now()[HOST_ACTIVATIONS])
     # Outside of the blocks: the last norm's input and output, and the loss's logarithms.
     tokens = 2 * LENGTH

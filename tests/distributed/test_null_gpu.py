@@ -9,9 +9,8 @@ from torch import nn
 
 import deepzero
 from deepzero.comm import process_group
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.streams import BufferEvent, SideStream
+from deepzero.comm.streams import BufferEvent, Chaos, SideStream
 from deepzero.config.engine import ChaosConfig
 from deepzero.offload.activations import HostActivations
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
@@ -25,8 +24,7 @@ from deepzero.utils import (
 )
 from tests.distributed.null_gpu import CPU, GPU, MixedSides, Race, null_gpu
 from tests.distributed.test_offload import settings
-from tests.distributed.test_stage3_bits import KINDS
-from tests.distributed.training import my_micro_batches
+from tests.distributed.training import KINDS, my_micro_batches
 
 HOST = {"cpu_checkpointing": True, "cpu_checkpointing_min_bytes": 1}
 

@@ -24,7 +24,7 @@ def adapted(rank, world, case, init):
     return losses, sha, memory
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_frozen_weights_in_host_memory(ranks, world):
     more = {"precision": "bf16", "bucket": 500}
     plain = ranks.run(adapted, settings(3, **more), False, world_size=world)[0]
@@ -47,7 +47,7 @@ def alone(rank, world, cases):
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2))])
 def test_one_rank(ranks, stage):
     """Nothing is gathered that copies could hide behind."""
     more = {"precision": "bf16"}

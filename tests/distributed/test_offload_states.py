@@ -112,7 +112,7 @@ def test_fp16(ranks, stage):
     check_same(ranks.run(variants, stage, "fp16", {"fp16": {"initial_scale_power": 8}}, aways, world_size=2))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=EXHAUSTIVE) for stage in (1, 2))])
 def test_chaos_puts_copies_off(ranks, stage):
     check_same(ranks.run(variants, stage, "bf16", {"chaos": 3}, [(None, False), (None, True)], world_size=2))
 
@@ -123,7 +123,7 @@ def test_stage_3_alone_and_uneven(ranks, world):
         check_same(ranks.run(variants, 3, "bf16", {"persistent": persistent}, [(None, False)], world_size=world))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=EXHAUSTIVE) for stage in (1, 3))])
 def test_what_is_in_the_arena_stays(ranks, stage):
     aways = [(None, False), (["optim_states"], False)]
     check_same(ranks.run(variants, stage, "bf16", {"offload": True}, aways, world_size=2))

@@ -3,7 +3,7 @@
 import pytest
 
 import deepzero
-from tests.distributed.training import config, make_model, my_micro_batches
+from tests.distributed.training import config, make_model, one_step
 
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
 
@@ -11,10 +11,7 @@ REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "ag
 def events(rank, world, settings):
     engine, *_ = deepzero.initialize(model=make_model(), config=settings)
     engine.ledger.trace = True
-    micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
-    for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
-        engine.backward(engine(ids, labels))
-        engine.step()
+    one_step(engine, rank, world, 0)
     return [(e.what, e.kind, e.where) for e in engine.ledger.events], len(engine.zero.groups[0].layout.buckets)
 
 

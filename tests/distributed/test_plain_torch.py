@@ -7,7 +7,7 @@ import torch
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config, make_batch, make_model, my_micro_batches
+from tests.distributed.training import config, make_batch, make_model, one_step
 
 OPTIMIZERS = {
     "AdamW": dict(lr=1e-2, weight_decay=0.1),
@@ -75,15 +75,13 @@ def gradients(rank, world, stage, micro, accumulation):
         ),
     )  # fmt: skip
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    for ids, labels in my_micro_batches(0, rank, world, micro, accumulation):
-        engine.backward(engine(ids, labels))
-        engine.step()
+    one_step(engine, rank, world, 0)
     # SGD with learning rate 1 and no momentum moves a parameter by exactly minus its gradient.
     return {name: (before[name].double() - p.double()).detach() for name, p in engine.module.named_parameters()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 4, 1), (2, 1, 4), (4, 1, 2), (4, 2, 1), (1, 1, 8)])
+@pytest.mark.parametrize(("world", "micro", "accumulation"), [(2, 1, 4), (4, 1, 2), (1, 1, 8)])
 def test_gradients_against_double(ranks, stage, world, micro, accumulation):
     model = make_model().double()
     ids, labels = make_batch(0, micro * accumulation * world)
@@ -116,7 +114,7 @@ def losses_and_parameters(rank, world, stage, optimizer, steps):
     return losses, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_trajectory_against_plain_loop(ranks, name, stage, world):

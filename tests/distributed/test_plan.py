@@ -93,17 +93,17 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("case", ["stage 1", "stage 2", "stage 3"])
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [
+        *((case, 2) for case in CASES),
+        ("stage 3", 3),
+        *(pytest.param(case, 3, marks=pytest.mark.exhaustive) for case in ("stage 1", "stage 2")),
+    ],
+)
 def test_the_plan_is_what_is_executed(ranks, case, world_size):
     found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=world_size)
     assert found == [[]] * world_size
-
-
-@pytest.mark.parametrize("case", ["stage 3, all in few bits", "stage 3, offload"])
-def test_the_plan_with_other_features(ranks, case):
-    found = ranks.run(plan_and_run, settings(**CASES[case]), MODEL, world_size=2)
-    assert found == [[]] * 2
 
 
 def follow_from_the_first_step(rank, world_size, config):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import flight_recorder, loopback, process_group, rendezvous, topology
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from tests import doors
 from tests.distributed.pool import on_ranks

@@ -10,12 +10,11 @@ import torch
 import deepzero
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.dry_run import FakeRank, fake_process_group
+from deepzero.comm.process_group import FakeRank, fake_process_group
 from tests.distributed.null_gpu import CPU, GPU, MIRRORS, null_gpu
 from tests.distributed.removals import calls_of, without
 from tests.distributed.test_offload import settings
-from tests.distributed.test_stage3_bits import KINDS
-from tests.distributed.training import make_batch
+from tests.distributed.training import KINDS, make_batch
 
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",

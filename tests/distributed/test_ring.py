@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 
 from deepzero.comm import ring
 from deepzero.comm.ring import Phase
+from examples import ring as worked_example
 from tests.distributed.pool import on_ranks
 
 ROOT = Path(__file__).parents[2]
 
 # The tables of sources/000…: per iteration what GPU 0..3 sends (chunk, values), and what the receiver then holds.
 REDUCE_SCATTER = [
-    ([(0, [1.0, 2.0]), (1, [4.0, 5.0]), (2, [5.5, 6.5]), (3, [8.5, 9.5])], [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1,
-     [7.5, 9.5]), (2, [12.0, 14.0])]),
-    ([(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])], [(2, [17.0, 20.0]), (3, [23.5, 26.5]),
-     (0, [4.5, 7.5]), (1, [12.0, 15.0])]),
-    ([(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])], [(1, [15.0, 19.0]), (2, [23.0, 27.0]),
-     (3, [31.0, 35.0]), (0, [7.0, 11.0])]),
+    ([(0, [1.0, 2.0]), (1, [4.0, 5.0]), (2, [5.5, 6.5]), (3, [8.5, 9.5])],
+     [(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])]),
+    ([(3, [15.5, 17.5]), (0, [3.0, 5.0]), (1, [7.5, 9.5]), (2, [12.0, 14.0])],
+     [(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])]),
+    ([(2, [17.0, 20.0]), (3, [23.5, 26.5]), (0, [4.5, 7.5]), (1, [12.0, 15.0])],
+     [(1, [15.0, 19.0]), (2, [23.0, 27.0]), (3, [31.0, 35.0]), (0, [7.0, 11.0])]),
 ]  # fmt: skip
 SUMS = [[7.0, 11.0], [15.0, 19.0], [23.0, 27.0], [31.0, 35.0]]
 ALL_GATHER = [
@@ -68,7 +69,7 @@ def numbers(rank, numel, dtype):
 def example(rank, world_size):
     """The sources' example on real ranks."""
     hops = []
-    tensor = ring.gradients(rank)
+    tensor = worked_example.gradients(rank)
     ring.all_reduce(tensor, watch=hops.append)
     return hops, tensor.tolist()
 
@@ -145,7 +146,7 @@ def test_the_sources_example_on_four_ranks(ranks):
 
 
 def test_the_sources_example_simulated():
-    tensors = [ring.gradients(rank) for rank in range(4)]
+    tensors = [worked_example.gradients(rank) for rank in range(4)]
     assert_tables(ring.simulate(tensors))
     assert [tensor.tolist() for tensor in tensors] == [AVERAGE] * 4
 
@@ -230,21 +231,21 @@ def test_any_number_of_ranks_and_elements(world_size, numel):
             assert after.sent_chunk == before.received_chunk, "what arrives is passed on"
 
 
-def run_module(*arguments):
-    command = [sys.executable, "-W", "error", "-m", "deepzero.comm.ring", *arguments]
+def run_example(*arguments):
+    command = [sys.executable, "-W", "error", "examples/ring.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.exhaustive
-def test_module_prints_the_sources_example():
-    code, text = run_module()
+def test_the_example_prints_the_sources_example():
+    code, text = run_example()
     assert code == 0, text
     expected = []
     for iteration, (sends, holds) in enumerate(REDUCE_SCATTER, 1):
         expected += [f"GPU {r} sends Chunk {c} {values} to GPU {(r + 1) % 4}" for r, (c, values) in enumerate(sends)]
         for rank, (chunk, total) in enumerate(holds):
-            own = ring.gradients(rank)[2 * chunk : 2 * chunk + 2].tolist()
+            own = worked_example.gradients(rank)[2 * chunk : 2 * chunk + 2].tolist()
             done = f" ✓ (sum of all 4 GPUs for Chunk {chunk})" if iteration == 3 else ""
             expected.append(f"GPU {rank}: Chunk {chunk} = {own} + {sends[rank - 1][1]} = {total}{done}")
     expected += table([{chunk} for chunk, _ in REDUCE_SCATTER[-1][1]])
@@ -269,20 +270,20 @@ def table(known):
 
 
 @pytest.mark.exhaustive
-def test_module_refuses_what_it_cannot_run():
-    code, text = run_module("--ranks", "99")
+def test_the_example_refuses_what_it_cannot_run():
+    code, text = run_example("--ranks", "99")
     assert code == 2
     assert "--ranks 99" in text
 
 
 def test_the_story_of_one_rank():
-    assert list(ring.tell([], 1, 2)) == ["GPU 0: [1.0, 2.0]", "Average: [1.0, 2.0]", "", "GPU 0: [1.0, 2.0]"]
+    assert list(worked_example.tell([], 1, 2)) == ["GPU 0: [1.0, 2.0]", "Average: [1.0, 2.0]", "", "GPU 0: [1.0, 2.0]"]
 
 
-def test_module_says_when_a_claim_fails():
-    tensors = [ring.gradients(rank) for rank in range(4)]
+def test_the_example_says_when_a_claim_fails():
+    tensors = [worked_example.gradients(rank) for rank in range(4)]
     hops = ring.simulate(tensors)
-    good = list(ring.check(hops, [AVERAGE] * 4, AVERAGE, 8))
+    good = list(worked_example.check(hops, [AVERAGE] * 4, AVERAGE, 8))
     assert all(line.startswith("OK") for line in good)
-    wrong = list(ring.check(hops[1:], [AVERAGE] * 3 + [[0.0] * 8], [0.0] * 8, 8))
+    wrong = list(worked_example.check(hops[1:], [AVERAGE] * 3 + [[0.0] * 8], [0.0] * 8, 8))
     assert [line.startswith("FAILED") for line in wrong] == [True, False, True, True, False, True]

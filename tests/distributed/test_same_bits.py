@@ -46,7 +46,7 @@ def test_stages_buckets_overlap_chaos(ranks, world, precision, steps):
             assert result == reference, f"variant {number} differs"
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_plain_backward(ranks, world):
     """``loss.backward()`` by the user is the same as ``engine.backward(loss)``."""
     settings = [config(stage=stage, precision="bf16", bucket=1500) for stage in (0, 1, 2)]

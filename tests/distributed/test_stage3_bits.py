@@ -4,35 +4,12 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, make_model, my_micro_batches
+from tests.distributed.training import KINDS, WHOLE, TinyModel, config, make_model, my_micro_batches, one_step
 
 FEW, STEPS = 4, 20
-WHOLE = {"stage3_param_persistence_threshold": 0}
-
-
-class Checkpointed(TinyModel):
-    """Blocks are run again in the backward pass, in one of torch's two ways."""
-
-    reentrant = False
-
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant}
 
 
 def bits(rank, world, settings, kind="plain", steps=STEPS):
@@ -40,14 +17,8 @@ def bits(rank, world, settings, kind="plain", steps=STEPS):
     with deepzero.zero.Init(enabled=kind == "init"):
         model = KINDS.get(kind, TinyModel)()
     engine, *_ = deepzero.initialize(model=model, config=settings)
-    losses, norms = [], []
-    for step in range(steps):
-        for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
-            engine.backward(engine(ids, labels))
-            engine.step()
-        losses.append(engine.last_step.loss)
-        norms.append(engine.last_step.grad_norm)
-    return losses, norms, engine.params_sha256()
+    done = [one_step(engine, rank, world, step) for step in range(steps)]
+    return [r.loss for r in done], [r.grad_norm for r in done], engine.params_sha256()
 
 
 def many(rank, world, cases, steps=STEPS):
@@ -105,7 +76,7 @@ def test_fp16(ranks):
     """Overflow, skipped steps and all."""
     fp16 = {"initial_scale_power": 30, "loss_scale_window": 4, "hysteresis": 1}
     settings = [config(stage=s, precision="fp16", fp16=fp16, bucket=1500, zero=WHOLE if s == 3 else {}) for s in (2, 3)]
-    results = ranks.run(many, [(one, "plain") for one in settings], world_size=2)
+    results = ranks.run(many, [(one, "plain") for one in settings], 10, world_size=2)
     assert results[0][0] == results[0][1] and float("inf") in results[0][0][1]
 
 

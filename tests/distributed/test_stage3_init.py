@@ -1,7 +1,6 @@
 """``zero.Init``, existing and ``meta`` models, ``GatheredParameters``: what is whole when, and with which values."""
 
 import copy
-import logging
 import pickle
 from unittest import mock
 
@@ -13,9 +12,7 @@ import deepzero
 from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, make_model, one_step, start
-
-WHOLE = {"stage3_param_persistence_threshold": 0}
+from tests.distributed.training import WHOLE, TinyModel, config, log_lines, make_model, one_step, start
 
 
 class PostInit(TinyModel):
@@ -190,31 +187,25 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
     assert values_of(layers[-1])["weight"].shape == (4, 6)
 
 
-def for_another_stage(rank, world, stage):
-    """A model of ``zero.Init`` in a stage that keeps parameters whole: they are gathered, and rank 0 says so."""
-    hashes, lines = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    for how in ("init", "plain"):
-        torch.manual_seed(5)
-        with Init(enabled=how == "init"):
-            model = PostInit()
-        engine = start(model, stage=stage, precision="bf16", bucket=1500)
-        assert all(type(param) is nn.Parameter for param in model.parameters())
-        one_step(engine, rank, world)
-        hashes.append(engine.params_sha256())
-    logging.getLogger("deepzero").removeHandler(handler)
+@pytest.mark.parametrize("stage", [0, 2])
+@on_ranks()
+def test_a_model_of_init_in_other_stages(rank, world, stage):
+    """It keeps parameters whole: they are gathered, and rank 0 says so."""
+    hashes = []
+    with log_lines() as lines:
+        for how in ("init", "plain"):
+            torch.manual_seed(5)
+            with Init(enabled=how == "init"):
+                model = PostInit()
+            engine = start(model, stage=stage, precision="bf16", bucket=1500)
+            assert all(type(param) is nn.Parameter for param in model.parameters())
+            one_step(engine, rank, world)
+            hashes.append(engine.params_sha256())
     assert hashes[0] == hashes[1]
     whole = start(make_model(), stage=3, zero=WHOLE)
     with pytest.raises(deepzero.ConfigError, match=r"'embed\.weight' belongs to another engine"):
         start(whole.module, stage=stage)
-    return [line for line in lines if f"zero stage {stage} keeps its parameters whole" in line]
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_model_of_init_in_other_stages(ranks, stage):
-    assert [len(lines) for lines in ranks.run(for_another_stage, stage, world_size=2)] == [1, 0]
+    assert [f"zero stage {stage} keeps its parameters whole" in line for line in lines].count(True) == (rank == 0)
 
 
 @on_ranks()
@@ -266,23 +257,15 @@ def test_parameters_that_stay_whole(rank, world):
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
-def odd_settings(rank, world):
+@on_ranks()
+def test_settings_that_contradict_or_do_nothing(rank, world):
     with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
         Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
     partition_parameters._say_not_pinned.cache_clear()
-    logging.getLogger("deepzero").addHandler(handler)
-    with mock.patch("torch.cuda.is_available", return_value=False):
+    with log_lines() as lines, mock.patch("torch.cuda.is_available", return_value=False):
         for _ in range(2):
             Init(remote_device="cpu", pin_memory=True)
-    logging.getLogger("deepzero").removeHandler(handler)
-    return [line for line in lines if "pin_memory=True" in line]
-
-
-def test_settings_that_contradict_or_do_nothing(ranks):
-    assert [len(lines) for lines in ranks.run(odd_settings, world_size=2)] == [1, 0]
+    assert ["pin_memory=True" in line for line in lines].count(True) == (rank == 0)
 
 
 def gathered(rank, world, stage):

@@ -1,17 +1,15 @@
 """Stage 3's order of events, counted volume and held memory, read from the ledger."""
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 import deepzero
-from tests.distributed.training import config, one_step, start
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import WHOLE, as_predicted, config, log_lines, one_step, start
 
 FORWARD, BACKWARD = "parameters.all_gather_forward", "parameters.all_gather_backward"
 REDUCE, GATHER, AGREE = "gradients.reduce_scatter", "parameters.all_gather", "agreement.all_reduce"
-WHOLE = {"stage3_param_persistence_threshold": 0}
 VOCAB, WIDTH = 40, 24
 
 
@@ -115,8 +113,7 @@ def test_three_psi(ranks, world, accumulation):
     assert sent[FORWARD] == pytest.approx(PSI * share)
     assert sent[BACKWARD] == pytest.approx((PSI - TABLE - TABLE) * share)
     assert sent[REDUCE] == pytest.approx(PSI * share)
-    for kind, counts in entry["communication"].items():
-        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    as_predicted(entry["communication"])
 
 
 def test_persistent_parameters_travel_once(ranks):
@@ -124,8 +121,7 @@ def test_persistent_parameters_travel_once(ranks):
     sent = {kind: counts["measured"]["elements"] for kind, counts in entry["communication"].items()}
     assert sent[GATHER] * 2 == pytest.approx(4 * LAYER)
     assert sent[FORWARD] * 2 == pytest.approx(2 * TABLE)
-    for kind, counts in entry["communication"].items():
-        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    as_predicted(entry["communication"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -164,24 +160,18 @@ def test_attributes_of_persistent_parameters(ranks):
     assert sum(map(sum, sizes)) == PSI
 
 
-def too_small(rank, world, caplog_name):
+@on_ranks()
+def test_a_limit_below_one_bucket(rank, world):
     """A module that needs more than the limit gets it, and the user a line."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(model(), stage=3, bucket=600, zero={**WHOLE, "stage3_max_live_parameters": 100})
-    for step in range(2):
-        one_step(engine, rank, world, step)
-    logging.getLogger("deepzero").removeHandler(handler)
-    return [text for text in records if "stage3_max_live_parameters=100" in text]
+    with log_lines() as records:
+        engine = start(model(), stage=3, bucket=600, zero={**WHOLE, "stage3_max_live_parameters": 100})
+        for step in range(2):
+            one_step(engine, rank, world, step)
+    assert ["stage3_max_live_parameters=100" in text for text in records].count(True) == (rank == 0)
 
 
-def test_a_limit_below_one_bucket(ranks):
-    assert [len(lines) for lines in ranks.run(too_small, "", world_size=2)] == [1, 0]
-
-
-def frozen(rank, world):
+@on_ranks()
+def test_frozen_parameters(rank, world):
     """Frozen weights are partitioned too: a W-th of them is held."""
     torch.manual_seed(0)
     net = Untied()
@@ -190,12 +180,7 @@ def frozen(rank, world):
     engine = start(net, stage=3, precision="bf16", bucket=600, zero=WHOLE)
     for step in range(2):
         one_step(engine, rank, world, step)
-    return engine.report()
-
-
-def test_frozen_parameters(ranks):
-    entry = ranks.run(frozen, world_size=2)[0]
+    entry = engine.report()
     held = entry["memory"]["parameters"]
     assert held["predicted"] == held["measured"] == PSI
-    for kind, counts in entry["communication"].items():
-        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    as_predicted(entry["communication"])

@@ -14,10 +14,9 @@ import deepzero
 from deepzero import zero
 from deepzero.runtime.zero.module_hooks import is_compiled
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config
+from tests.distributed.training import WHOLE, config
 
 WIDTH = 24
-WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
 class Base(nn.Module):
@@ -164,7 +163,7 @@ def run(rank, world, kind, precision, forwards=1):
     for one in settings:
         engine, *_ = deepzero.initialize(model=make(kind), config=one)
         seen = []
-        for step in range(5):
+        for step in range(3):
             dtype = torch.bfloat16 if precision == "bf16" else torch.float32
             inputs = [batch(step + 10 * k, rank).to(dtype) for k in range(forwards)]
             engine.backward(sum(loss_of(engine(x)).float() for x in inputs))

@@ -19,10 +19,9 @@ from deepzero.profiling.trace import trace
 from deepzero.profiling.trace_events import load_trace
 from deepzero.profiling.trace_summary import summarize
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import one_step, start
+from tests.distributed.training import WHOLE, log_lines, one_step, start
 
 WIDTH, ACTIVE = 256, 3
-WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
 class Layers(nn.Module):
@@ -239,15 +238,11 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
 
 
 def ended_early(rank, world, folder):
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("deepzero").addHandler(handler)
-    engine = start(Layers(), stage=2)
-    with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), Path(folder), rank) as end_of_step:
-        one_step(engine, rank, world)
-        end_of_step()
-    logging.getLogger("deepzero").removeHandler(handler)
+    with log_lines() as said:
+        engine = start(Layers(), stage=2)
+        with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), Path(folder), rank) as end_of_step:
+            one_step(engine, rank, world)
+            end_of_step()
     engine.destroy()
     return said
 

@@ -5,13 +5,21 @@ import os
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import TinyModel, config, make_model, my_micro_batches, one_step, start
+from tests.distributed.training import (
+    WHOLE,
+    Checkpointed,
+    TinyModel,
+    as_predicted,
+    config,
+    make_model,
+    my_micro_batches,
+    one_step,
+    start,
+)
 
-WHOLE = {"stage3_param_persistence_threshold": 0}
 HPZ = {**WHOLE, "zero_hpz_partition_size": 2}
 QWZ = {**WHOLE, "zero_quantized_weights": True}
 MICS = {**WHOLE, "mics_shard_size": 2}
@@ -22,15 +30,6 @@ def settings(zero, per_node=2, **changes):
     return config(
         stage=3, zero=zero, comm={"reduce": "exact", "ranks_per_node": per_node}, **{"bucket": 1500, **changes}
     )
-
-
-class Checkpointed(TinyModel):
-    def forward(self, ids, labels):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=False)
-        logits = self.head(self.norm(x))
-        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def frozen_embedding():
@@ -335,8 +334,7 @@ def test_evaluations_stay_inside_the_node(rank, world, zero):
     one_step(engine, rank, world, 3)
     account = engine.report()["communication"]
     assert (sent[0] > 0) is ("zero_hpz_partition_size" in zero) and sent[1:] == [0, 0]
-    for kind, counts in account.items():
-        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    as_predicted(account)
 
 
 @pytest.mark.parametrize("zero", [HPZ, {**MICS, **QWZ, "quantization": SHORT}], ids=["hpz", "mics-qwz"])
@@ -357,8 +355,7 @@ def test_the_account_after_a_load(rank, world, tmp_path, zero):
     assert messages is None or not messages._taken  # given back
     engine.destroy()
     left = len(secondaries())
-    for kind, counts in account.items():
-        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+    as_predicted(account)
     assert held > 0 and left == 0
 
 

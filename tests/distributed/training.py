@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import deepzero
 
@@ -36,6 +41,27 @@ class TinyModel(nn.Module):
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
+class Checkpointed(TinyModel):
+    """Blocks are run again in the backward pass, in one of torch's two ways."""
+
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """As :class:`TinyModel`'s."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+KINDS = {"plain": TinyModel, "checkpoint": Checkpointed, "reentrant": Reentrant}
+
+
 def make_model(seed: int = 0) -> TinyModel:
     """The same values on every rank and in every call."""
     torch.manual_seed(seed)
@@ -58,6 +84,9 @@ def my_micro_batches(step: int, rank: int, world: int, micro: int, accumulation:
         chunks.append((ids[lo : lo + micro], labels[lo : lo + micro]))
     return chunks
 
+
+WHOLE = {"stage3_param_persistence_threshold": 0}
+"""Stage 3 with every parameter partitioned."""
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -123,3 +152,22 @@ def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> A
         engine.backward(engine(ids, labels))
         engine.step()
     return engine.last_step
+
+
+def as_predicted(communication: dict[str, Any]) -> None:
+    """Every kind of communication was counted as it was predicted."""
+    for kind, counts in communication.items():
+        assert counts["measured"] == pytest.approx(counts["predicted"]), kind
+
+
+@contextlib.contextmanager
+def log_lines(name: str = "deepzero") -> Iterator[list[str]]:
+    """What is logged inside, on this rank."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)

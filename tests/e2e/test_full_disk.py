@@ -8,7 +8,7 @@ import pytest
 from tests.e2e import runs
 
 
-@pytest.mark.parametrize("names", ["[]", pytest.param("[tensorboard,wandb]", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", ["[]", pytest.param("[tensorboard,wandb]", marks=pytest.mark.exhaustive)])
 def test_training_goes_on_and_says_it_once(names, tiny, tmp_path):
     """No file may grow above 32 kB."""
     more = ["train.steps=120", "train.eval_every=0", "train.save_every=0", "train.log_every=40", "hydra.run.dir=run"]

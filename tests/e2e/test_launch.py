@@ -29,7 +29,7 @@ KILLED = "RankFailed: rank 1 was killed by signal 9 (SIGKILL)"
         pytest.param("save and fail", "RankFailed: rank ", marks=EXHAUSTIVE),
         # What would only happen again is not started again.
         pytest.param("never", "RankFailed: rank", marks=EXHAUSTIVE),
-        pytest.param("config", "ConfigError: zero.stage=7: no such stage\n", marks=SLOW),
+        pytest.param("config", "ConfigError: zero.stage=7: no such stage\n", marks=EXHAUSTIVE),
     ],
 )
 def test_what_becomes_of_ranks(how, said, tmp_path):

@@ -105,10 +105,10 @@ def test_tensorboard_lists_the_run_and_its_pages_load(watched, tmp_path):
 
         pages = {
             "time series": (url + "#timeseries", ["train /loss", "train /grad_norm", "validation 3 cards"]),
-            "overview": (relay + PLUGIN + "index.html", ["Configuration", "Number of Worker(s) 2", "Step Time",
-             "rank0"]),
-            "distributed": (relay + PLUGIN + "index.html#Distributed", ["Distributed View",
-             "Communication Operations"]),
+            "overview": (relay + PLUGIN + "index.html",
+                         ["Configuration", "Number of Worker(s) 2", "Step Time", "rank0"]),
+            "distributed": (relay + PLUGIN + "index.html#Distributed",
+                            ["Distributed View", "Communication Operations"]),
         }  # fmt: skip
         for name, (page, expected) in pages.items():
             picture = tmp_path / f"{name}.png"

@@ -47,7 +47,7 @@ def test_a_signal_between_two_attempts_ends_the_run(number, tmp_path):
     ("launcher", signal.SIGINT),
     pytest.param("launcher", signal.SIGTERM, marks=pytest.mark.exhaustive),
     pytest.param("torchrun", signal.SIGINT, marks=pytest.mark.exhaustive),
-    pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+    pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_ctrl_c_and_sigterm_let_ranks_leave_in_order(launched_by, number, tmp_path):
     # As under nohup, which torchrun does not heed.

@@ -147,7 +147,7 @@ def test_two_and_three_ranks_validate_alike(sweep, broken):
     assert three["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_fp16_overflow_is_skipped_and_training_goes_on(tiny, tmp_path):
     done = runs.train(
         *tiny, "debug=overflow", "precision=fp16", "precision.hysteresis=1", "precision.initial_scale_power=8",

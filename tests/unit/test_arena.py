@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from deepzero.comm.chaos import Chaos
 from deepzero.comm.ledger import Ledger
+from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepzero.offload import arena as arenas

@@ -38,15 +38,11 @@ def plan(folder, timeout_seconds=200.0):
     return Plan(TINY, 1, 1, timeout_seconds, tokens, folder)
 
 
-def test_median_of_even_count_is_between_the_middle_two():
-    assert median([4.0, 1.0, 2.0, 100.0]) == 3.0
-    assert median([7.0]) == 7.0
+def test_medians_and_the_slowest_rank():
+    assert (median([4.0, 1.0, 2.0, 100.0]), median([7.0])) == (3.0, 7.0)
     with pytest.raises(ValueError, match="no samples"):
         median([])
-
-
-def test_a_step_lasts_as_long_as_its_slowest_rank():
-    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
+    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5], "a step lasts as long as that"
     assert mean_over_ranks([[1.0, 5.0], [3.0, 4.0]]) == [2.0, 4.5]
     with pytest.raises(ValueError, match=r"\[2, 3\]"):
         slowest_rank([[1.0, 2.0], [1.0, 2.0, 3.0]])
@@ -54,13 +50,9 @@ def test_a_step_lasts_as_long_as_its_slowest_rank():
 
 def test_rounds_are_pooled_and_failed_rounds_left_out():
     ddp = by_name("ddp")
-    rounds = [
-        Outcome(seconds={"step": [1.0, 3.0]}, cpu_seconds={"step": 1.0}, losses=[5.0], build_peak_bytes=10,
-         step_peak_bytes=7),
-        Outcome(error="rank 1 ended with 1"),
-        Outcome(seconds={"step": [2.0, 9.0]}, cpu_seconds={"step": 2.0}, losses=[5.0], build_peak_bytes=6,
-         step_peak_bytes=8),
-    ]  # fmt: skip
+    first = Outcome({"step": [1.0, 3.0]}, [5.0], {"step": 1.0}, build_peak_bytes=10, step_peak_bytes=7)
+    last = Outcome({"step": [2.0, 9.0]}, [5.0], {"step": 2.0}, build_peak_bytes=6, step_peak_bytes=8)
+    rounds = [first, Outcome(error="rank 1 ended with 1"), last]
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
     assert (row.median_seconds, row.best_seconds, row.samples) == (2.5, 1.0, 4)
@@ -116,14 +108,10 @@ def test_losses_that_differ_are_named():
     assert fastest(rows, "fsdp2") is None
 
 
-def test_tokens_are_the_same_every_time_and_use_the_vocabulary():
+def test_tokens_are_the_same_every_time_and_ranks_read_disjoint_ones():
     tokens = make_tokens(512, 20_000)
     assert np.array_equal(tokens, make_tokens(512, 20_000))
-    assert tokens.min() >= 0 and tokens.max() == 511
-    assert len(np.unique(tokens)) > 400
-
-
-def test_ranks_read_disjoint_neighbouring_tokens():
+    assert tokens.min() >= 0 and tokens.max() == 511 and len(np.unique(tokens)) > 400
     work = Workload(block_size=4, micro_batch=2, ranks=3)
     tokens = np.arange(tokens_needed(work, 2))
     read = torch.cat([batch(work, tokens, step, rank)[0].flatten() for step in range(2) for rank in range(3)])

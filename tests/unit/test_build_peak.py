@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.comm.dry_run import FakeRank, fake_process_group
+from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.offload.arena import HostArena

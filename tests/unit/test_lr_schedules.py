@@ -188,11 +188,11 @@ class TestRefused:
 
 # What DeepSpeed 0.19.8 gives for optimizer steps 0, 1, …, kept here so that the numbers hold where it is not installed.
 FROZEN = [
-    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4}, [0.1, 0.1, 0.5,
-     0.7339850002884625, 0.9, 0.9]),
+    ("WarmupLR", {"warmup_min_lr": 0.1, "warmup_max_lr": 0.9, "warmup_num_steps": 4},
+     [0.1, 0.1, 0.5, 0.7339850002884625, 0.9, 0.9]),
     ("WarmupLR", {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}, [0, 0, 0.25, 0.5, 0.75, 1, 1]),
-    ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"}, [0,
-     0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+    ("WarmupDecayLR", {"total_num_steps": 6, "warmup_max_lr": 1.0, "warmup_num_steps": 2, "warmup_type": "linear"},
+     [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
     ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_min_ratio": 0.5, "cos_min_ratio": 0.0,
      "warmup_type": "linear"}, [0, 0.5, 0.75, 0.8535533905932737, 0.5, 0.14644660940672627, 0, 0]),
     ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_second_step_size": 2,

@@ -17,41 +17,28 @@ SIMPLE = Cluster(
 )  # fmt: skip
 
 
-def sent(nbytes, between, ranks, ring):
-    return Sent(nbytes // 2, nbytes, between, ranks, ring)
-
-
-def test_an_op_is_bound_by_its_operations_or_by_memory():
+def test_an_op_takes_what_its_operations_memory_or_launch_take():
     assert SIMPLE.op_seconds(flops=1e12, moved=1e6) == 2.0
     assert SIMPLE.op_seconds(flops=1e6, moved=3e9) == 3.0
-
-
-def test_an_op_takes_no_less_than_its_launch():
     slow = dataclasses.replace(SIMPLE, op_overhead=0.25)
-    assert slow.op_seconds(flops=0, moved=1e6) == 0.25
-    assert slow.op_seconds(flops=0, moved=1e9) == 1.0
+    assert (slow.op_seconds(flops=0, moved=1e6), slow.op_seconds(flops=0, moved=1e9)) == (0.25, 1.0)
 
 
-def test_a_ring_inside_one_node():
-    # 3 steps of latency, and every byte through this rank's link.
-    assert SIMPLE.collective_seconds(sent(300, 0, 4, ring=True), Nodes(4, 4)) == 3 * 0.5 + 300 / 100
-
-
-def test_a_ring_over_nodes_enters_each_node_once():
+@pytest.mark.parametrize(("given", "nodes", "seconds"), [
+    # A ring inside one node: 3 steps of latency, and every byte through this rank's link.
+    ((300, 0, 4, True), (4, 4), 3 * 0.5 + 300 / 100),
     # 8 ranks of 2 nodes: 700 bytes through the own link, the other node's 400 once through the node's.
-    seconds = SIMPLE.collective_seconds(sent(700, 400, 8, ring=True), Nodes(8, 4))
-    assert seconds == 2 * 2.0 + 7 * 0.5 + max(700 / 100, 400 / 10)
-
-
-def test_pairs_share_what_leaves_a_node():
-    # Each of the 4 ranks of a node sends 400 bytes out: 1,600 through the node's link.
-    assert SIMPLE.collective_seconds(sent(700, 400, 8, ring=False), Nodes(8, 4)) == 2.0 + max(1600 / 10, 300 / 100)
-    assert SIMPLE.collective_seconds(sent(300, 0, 4, ring=False), Nodes(4, 4)) == 0.5 + 300 / 100
-
-
-def test_nobody_to_talk_to():
-    assert SIMPLE.collective_seconds(sent(0, 0, 8, ring=True), Nodes(8, 4)) == 0.0
-    assert SIMPLE.collective_seconds(sent(300, 0, 1, ring=False), Nodes(1, 1)) == 0.0
+    ((700, 400, 8, True), (8, 4), 2 * 2.0 + 7 * 0.5 + max(700 / 100, 400 / 10)),
+    # By pairs each of the 4 ranks of a node sends 400 bytes out: 1,600 through the node's link.
+    ((700, 400, 8, False), (8, 4), 2.0 + max(1600 / 10, 300 / 100)),
+    ((300, 0, 4, False), (4, 4), 0.5 + 300 / 100),
+    # Nobody to talk to.
+    ((0, 0, 8, True), (8, 4), 0.0),
+    ((300, 0, 1, False), (1, 1), 0.0),
+])  # fmt: skip
+def test_how_long_a_collective_takes(given, nodes, seconds):
+    nbytes, between, ranks, ring = given
+    assert SIMPLE.collective_seconds(Sent(nbytes // 2, nbytes, between, ranks, ring), Nodes(*nodes)) == seconds
 
 
 def test_presets_by_name_with_changes():

@@ -6,9 +6,8 @@ import threading
 import pytest
 import torch
 
-from deepzero.comm import quantization, quantize_kernels
-from deepzero.comm.quantization import Format, Quantizer
-from deepzero.comm.quantize_kernels import CompiledKernel, PlainKernel, decode, encode
+from deepzero.comm import quantization
+from deepzero.comm.quantization import TINY, CompiledKernel, Format, PlainKernel, Quantizer, levels
 from deepzero.utils.compile import CompilationError, why_not_compiled
 
 BITS = (8, 4)
@@ -194,6 +193,30 @@ class TestMessages:
                 Quantizer(other).unpack(packed, x.clone())
 
 
+def encode(values, codes, scales, bits):
+    """The truth: a line for each step, every temporary fresh memory. Every kernel is compared with it."""
+    x = values.to(torch.float32)
+    scale = (x.abs().amax(1, keepdim=True) * (1.0 / levels(bits))).clamp_min(TINY)
+    q = (x * (1.0 / scale)).round()
+    scales.copy_(scale)
+    if bits == 8:
+        codes.copy_(q)
+    else:
+        low, high = q.to(torch.int32).chunk(2, 1)
+        codes.copy_((low & 15) | ((high & 15) << 4))
+
+
+def decode(codes, scales, values, bits):
+    """The other way."""
+    if bits == 8:
+        values.copy_(codes.to(torch.float32) * scales)
+    else:
+        wide, half = codes.to(torch.int32), values.shape[1] // 2
+        # A shift to the left and back to the right spreads the sign of a half byte.
+        values[:, :half].copy_(((wide << 28) >> 28).to(torch.float32) * scales)
+        values[:, half:].copy_(((wide << 24) >> 28).to(torch.float32) * scales)
+
+
 def agree(form, values, kernel):
     """The kernel and the truth give the same bits, both ways, for rows of finite values."""
     rows = values.view(-1, form.block)
@@ -214,13 +237,13 @@ class TestPlain:
     @pytest.mark.parametrize(("bits", "dtype"), [*itertools.product(BITS, (*DTYPES, torch.float64))], ids=str)
     @pytest.mark.parametrize("kind", INPUTS)
     def test_gives_the_bits_of_the_truth(self, bits, dtype, kind, monkeypatch):
-        monkeypatch.setattr(quantize_kernels, "CHUNK", 512)  # two rows, then one
+        monkeypatch.setattr(quantization, "CHUNK", 512)  # two rows, then one
         torch.manual_seed(0)
         of_input = torch.float32 if dtype == torch.float64 else dtype
         agree(Format(bits, 256), INPUTS[kind](5 * 256, of_input).to(dtype), PlainKernel())
 
     def test_scratch_serves_long_and_short_rows_and_several_threads(self, monkeypatch):
-        monkeypatch.setattr(quantize_kernels, "CHUNK", 256)
+        monkeypatch.setattr(quantization, "CHUNK", 256)
         kernel = PlainKernel()
         for block in (64, 2048, 256):
             agree(Format(4, block), randn(4 * block).to(torch.bfloat16), kernel)
@@ -247,18 +270,17 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
         """Nothing is compiled yet, and everything is large enough to be."""
-        monkeypatch.setattr(quantize_kernels, "_COMPILED", {})
+        monkeypatch.setattr(quantization, "_COMPILED", {})
         monkeypatch.setattr(quantization, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
         yield
 
     def compiler(self, compile):
-        for module in (quantize_kernels, quantization):
-            self.monkeypatch.setattr(module, "why_not_compiled", lambda kind: "")
-        self.monkeypatch.setattr(quantize_kernels, "_compile", compile)
+        self.monkeypatch.setattr(quantization, "why_not_compiled", lambda kind: "")
+        self.monkeypatch.setattr(quantization, "_compile", compile)
 
     def lines(self, variant):
-        return getattr(quantize_kernels, f"{variant.direction}{variant.bits}_lines")
+        return getattr(quantization, f"{variant.direction}{variant.bits}_lines")
 
     def broken(self, variant):
         raise OSError("cc1plus: killed")

@@ -5,12 +5,11 @@ import json
 import pytest
 import torch
 
-from deepzero.comm import comm_timer, profiler_ranges
-from deepzero.comm.chaos import Chaos
+from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.comm_timer import OverlapMeter
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, Recorder
+from deepzero.comm.profiler_ranges import VERBS, Label, LaneSpan, OverlapMeter, Recorder
+from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import RankGroup
 from deepzero.config.engine import ChaosConfig
 from deepzero.profiling.trace import our_events, weave
@@ -48,7 +47,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(comm_timer, "perf_counter", made)
+    monkeypatch.setattr(profiler_ranges, "perf_counter", made)
     return made
 
 

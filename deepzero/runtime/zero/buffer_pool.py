@@ -47,8 +47,7 @@ from typing import Any
 
 import torch
 
-from deepzero.comm.chaos import Chaos
-from deepzero.comm.storage import alias_of, storage_ptr_of
+from deepzero.comm.streams import Chaos, alias_of, storage_ptr_of
 from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
 
 ROUNDS = 8

@@ -29,7 +29,8 @@ from functools import partial
 
 import torch
 
-from deepzero.comm import process_group, profiler_ranges
+from deepzero.comm import profiler_ranges
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -136,10 +137,7 @@ class DelayedStep:
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
-        told = process_group.all_gather_object(problem)
-        first = next((rank for rank, text in enumerate(told) if text is not None), None)
-        if first is not None:
-            raise RuntimeError(f"rank {first}: {told[first]}")
+        raise_on_all_ranks(problem)
 
     # ---- the thread's end --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.overrides import get_default_nowrap_functions
 
-from deepzero.comm.storage import data_ptr_of
+from deepzero.comm.streams import data_ptr_of
 from deepzero.config.strict import ConfigError
 
 if TYPE_CHECKING:

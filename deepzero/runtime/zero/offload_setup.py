@@ -17,6 +17,7 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from deepzero.layout import Bucket, FlatLayout
@@ -305,6 +306,4 @@ def _agree(attempt: Callable[[], None]) -> None:
         attempt()
     except (HostMemoryError, ConfigError) as error:
         problem = str(error)
-    for rank, text in enumerate(process_group.all_gather_object(problem)):
-        if text is not None:
-            raise ConfigError(f"rank {rank}: {text}")
+    raise_on_all_ranks(problem, ConfigError)

@@ -52,7 +52,7 @@ from torch import nn
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.storage import data_ptr_of
+from deepzero.comm.streams import data_ptr_of
 from deepzero.layout import Bucket, FlatLayout, Fragment
 from deepzero.offload.arena import HostArena
 from deepzero.offload.copy_streams import PendingCopy

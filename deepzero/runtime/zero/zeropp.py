@@ -74,10 +74,9 @@ def build_quantizer(
     except RuntimeError as error:
         problem = str(error)
     if settings.kernel == "compiled":
-        told = process_group.all_gather_object(problem)
-        for rank, text in enumerate(told):
-            if text is not None:
-                raise ConfigError(f"zero.quantization.kernel='compiled': rank {rank}: {text}")
+        process_group.raise_on_all_ranks(
+            problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}")
+        )
     if comm.rank == 0:
         log.info("%s: %s", what, quantizer.describe())
     return quantizer
