@@ -280,3 +280,84 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
     if pending:
         close()
     return FlatLayout(world_size, tuple(slots), tuple(buckets))
+
+
+@dataclass(frozen=True)
+class BucketRange:
+    """A run of elements of a rank's share."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    def holds(self, place: int) -> bool:
+        """Whether the element is inside."""
+        return self.start <= place < self.stop
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Where one group's tensors live: counts of buckets from the first, and what follows from them.
+
+    Whole buckets go to the host, in the order in which their gradients arrive: the first to arrive have the rest of the
+    backward pass to travel in, and while the CPU is still busy with them the device steps on the last. In fp32 a
+    parameter is its own master where both lie on the same side; elsewhere there is a separate fp32 master.
+    """
+
+    layout: FlatLayout
+    optimizer_buckets: int
+    """Masters, moments and reduced gradients of so many buckets are in host memory."""
+    parameter_buckets: int
+    """This rank's part of the parameters of so many."""
+    own_masters: bool
+    """The parameters are fp32: their own masters, where both are on one side."""
+    trained: bool = True
+    """False: no optimizer, no masters."""
+
+    @classmethod
+    def on_device(cls, layout: FlatLayout, own_masters: bool, trained: bool = True) -> OffloadPlan:
+        """Nothing is offloaded."""
+        return cls(layout, 0, 0, own_masters, trained)
+
+    def _numel(self, count: int) -> int:
+        return sum(bucket.shard_numel for bucket in self.layout.buckets[:count])
+
+    @property
+    def optimizer_numel(self) -> int:
+        """Elements of the share, padding included, that the CPU steps on."""
+        return self._numel(self.optimizer_buckets)
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements of the share, padding included, whose parameters are in host memory."""
+        return self._numel(self.parameter_buckets)
+
+    @property
+    def host_masters(self) -> BucketRange:
+        """Separate masters in host memory."""
+        stop = self.optimizer_numel if self.trained else 0
+        return BucketRange(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
+
+    @property
+    def device_masters(self) -> BucketRange:
+        """Separate masters on the device."""
+        start = self.optimizer_numel
+        if not self.trained:
+            return BucketRange(0, 0)
+        return BucketRange(start, max(self.parameter_numel, start) if self.own_masters else self.layout.shard_numel)
+
+    def own_masters_at(self, bucket: Bucket) -> bool:
+        """Whether this bucket's parameters are their own masters."""
+        return self.trained and self.own_masters and self.steps_on_host(bucket) == self.keeps_on_host(bucket)
+
+    def steps_on_host(self, bucket: Bucket) -> bool:
+        """Whether the CPU steps on this bucket."""
+        return bucket.index < self.optimizer_buckets
+
+    def keeps_on_host(self, bucket: Bucket) -> bool:
+        """Whether this rank's part of the bucket's parameters is in host memory."""
+        return bucket.index < self.parameter_buckets

@@ -20,8 +20,7 @@ from pathlib import Path
 from deepzero.comm.topology import find_nodes
 from deepzero.config.hydra_errors import plain_names
 from deepzero.config.strict import ConfigError
-from deepzero.planning.autotune import Search
-from deepzero.planning.autotune_text import as_dict, text
+from deepzero.planning.autotune import Search, as_dict, text
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
 from deepzero.planning.dry_run import ClusterShape
 from deepzero.planning.search_space import HEADROOM, Question

@@ -6,7 +6,7 @@
     python -m tools.simulate --compare zero.stage=1 --compare zero=stage1_allreduce --cluster dgx_2h model=gpt2_1_3b
 
 Each telling rank is rehearsed (``deepzero/planning/check_collective_order.py``), the rehearsal is played on the
-cluster's numbers (``deepzero/planning/event_simulator.py``). ``--probe`` measures instead what the machine at hand can
+cluster's numbers (``deepzero/planning/simulate.py``). ``--probe`` measures instead what the machine at hand can
 do, on ranks that it starts, or on those that torchrun has started it as (``deepzero/planning/calibrate.py``).
 """
 

@@ -245,7 +245,7 @@ class Checkpointer:
         engine, zero = self.engine, self.engine.zero
         # Everything of the state before goes first: an update on its way, what is gathered, gradients, what error
         # feedback has kept. What comes of them later would land on the loaded values.
-        zero.sharded_step.forget()
+        zero.optimizer_shard.drop_pending_update()
         engine.before_writes()
         engine.discard_gradients()
         zero.reducer.forget()
@@ -253,7 +253,7 @@ class Checkpointer:
         with engine.comm.ledger.aside(), torch.no_grad():
             loader.read()
             if zero.offload is not None:
-                zero.offload.lay()
+                zero.offload.upload_masters()
             zero.stage.publish()
         for group in loader.holdings.frozen:
             for bucket in group.buckets:
@@ -284,7 +284,7 @@ class Checkpointer:
         for name in COUNTERS:
             setattr(engine, name, manifest.counters[name])
         engine.micro_steps = engine.global_steps * engine.batch.accumulation
-        engine.zero.sharded_step.set_applied_steps(engine.global_steps - engine.skipped_steps)
+        engine.zero.optimizer_shard.set_applied_steps(engine.global_steps - engine.skipped_steps)
         if optimizer:
             loader.restore_rng()
             if manifest.precision == engine.config.precision.dtype == "fp16":

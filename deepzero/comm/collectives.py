@@ -8,7 +8,7 @@ Two habits of the backends are settled here and nowhere else:
   tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
   all-gather 116 ms, pairwise exchange 54 ms; all-to-all 78 ms, pairwise exchange 53 ms). So on gloo both are pairwise
   exchanges. NCCL gathers in place by itself.
-- torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
+- torch 2.13 renamed the single-tensor collectives.
 
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
 reducer does by launching buckets in the order of the layout, never in the order of arrival. Where ranks run different
@@ -43,8 +43,9 @@ from deepzero.config.engine import EngineConfig
 
 log = logging.getLogger(__name__)
 
-_all_gather_single: Callable[..., dist.Work] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 _Works = Sequence[dist.Work | None]
 
@@ -122,22 +123,23 @@ class Communicator:
         self.device_type = process_group.real_device_type(device)
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
-        self._pretends = process_group.fake_rank() is not None
+        self._torch: Any = dist
+        """Who starts collectives; a dry run has another one."""
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        # A rank that is made up has nobody to watch.
-        self._watch = flight_recorder.GroupObserver() if self._pretends else flight_recorder.observer()
+        self._watch = flight_recorder.observer()
         self.overlap = OverlapMeter(device, ledger)
         """How much of what is sent was hidden."""
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
-        """The values of a 1-D tensor as Python numbers; waits for the device. In a dry run they are zeros."""
-        return [0] * tensor.numel() if self._pretends else tensor.tolist()
+        """The values of a 1-D tensor as Python numbers; waits for the device."""
+        return list(tensor.tolist())
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
         inside, across = split_ranks(self.world_size, size)
-        with_handle = not self._pairwise and not self._pretends
+        # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
+        with_handle = not self._pairwise
         return make_group(inside, self.rank, with_handle), make_group(across, self.rank, with_handle)
 
     def fingerprint(self) -> int:
@@ -195,19 +197,17 @@ class Communicator:
             return pending  # nothing travels
         # torch is called right here, not by way of helpers: whoever follows a gradient comes to its end.
         with pending:
-            if self._pretends:
-                pass
-            elif self._pairwise:
-                works = [dist.isend(send[q], among.ranks[q], tag=launch.tag) for q in sent]
+            if self._pairwise:
+                works = [self._torch.isend(send[q], among.ranks[q], tag=launch.tag) for q in sent]
                 receives = [q for q in reversed(among.peers) if recv[q].numel()]
-                pending.works = works + [dist.irecv(recv[q], among.ranks[q], tag=launch.tag) for q in receives]
+                pending.works = works + [self._torch.irecv(recv[q], among.ranks[q], tag=launch.tag) for q in receives]
             else:
                 outputs = [t[:0] if q == among.index else t for q, t in enumerate(recv)]
                 inputs = [t[:0] if q == among.index else t for q, t in enumerate(send)]
                 if self.backend == "gloo":
                     self._exchange_through_host(inputs, outputs, among)
                 else:
-                    pending.works = [dist.all_to_all(outputs, inputs, among.handle, async_op=True)]
+                    pending.works = [self._torch.all_to_all(outputs, inputs, among.handle, async_op=True)]
         return pending
 
     def all_gather(
@@ -235,8 +235,7 @@ class Communicator:
         sent, between = others * mine.nbytes, crossing * mine.nbytes
         self.ledger.record(kind, others * elements, sent, padding, between, where, among.size, ring=True)
         with Pending(self, launch) as pending:
-            if not self._pretends:
-                pending.works = [_all_gather_single(whole, mine, among.handle, async_op=True)]
+            pending.works = [getattr(self._torch, _ALL_GATHER)(whole, mine, among.handle, async_op=True)]
         return pending
 
     def reduce_scatter(
@@ -248,8 +247,7 @@ class Communicator:
         sent = others * output.nbytes
         self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size, ring=True)
         with Pending(self, launch) as pending:
-            if not self._pretends:
-                pending.works = [_reduce_scatter_single(output, whole, async_op=True)]
+            pending.works = [getattr(self._torch, _REDUCE_SCATTER)(output, whole, async_op=True)]
         return pending
 
     def all_reduce(self, kind: str, tensor: torch.Tensor, padding: int = 0, where: str = "") -> Pending:
@@ -266,8 +264,7 @@ class Communicator:
         if self.world_size == 1:
             return pending  # nothing travels
         with pending:
-            if not self._pretends:
-                pending.works = [dist.all_reduce(tensor, async_op=True)]
+            pending.works = [self._torch.all_reduce(tensor, async_op=True)]
         return pending
 
     def broadcast(self, kind: str, tensor: torch.Tensor, src: int = 0) -> None:
@@ -278,8 +275,7 @@ class Communicator:
         between = tensor.nbytes * (self.world_size - self.nodes.per_node) / self.world_size if sent else 0
         elements, sent_bytes = (tensor.numel(), tensor.nbytes) if sent else (0, 0)
         self.ledger.record(kind, elements, sent_bytes, 0, between, "", self.world_size)
-        if not self._pretends:
-            process_group.broadcast_tensor(tensor, src, kind)
+        process_group.broadcast_tensor(tensor, src, kind)
 
     def _before(self, kind: str, where: str) -> CollectiveRecord:
         self.chaos.delay()
@@ -297,6 +293,37 @@ class Communicator:
             target.copy_(source)
 
 
+class _NothingTravels:
+    """In place of ``torch.distributed``: every collective is called, and none is started."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+class DryRunCommunicator(Communicator):
+    """The collectives of one rank of a world that is not there: counted as any others, on tensors without memory."""
+
+    def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
+        super().__init__(device, ledger, chaos, nodes)
+        self._torch = _NothingTravels()
+        # What a rank that is made up launches must not stand in the flight recorder of the process that plays it.
+        self._watch = flight_recorder.GroupObserver()
+
+    def split(self, size: int) -> tuple[RankGroup, RankGroup]:
+        """As on real ranks, without the backend's communicators."""
+        inside, across = split_ranks(self.world_size, size)
+        return make_group(inside, self.rank, with_handle=False), make_group(across, self.rank, with_handle=False)
+
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """Zeros: nothing has a value here."""
+        return [0] * tensor.numel()
+
+
+def make_communicator(device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> Communicator:
+    """A communicator; inside of ``fake_process_group`` a :class:`DryRunCommunicator`. Arguments as of those."""
+    return (Communicator if process_group.fake_rank() is None else DryRunCommunicator)(device, ledger, chaos, nodes)
+
+
 def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger) -> Communicator:
     """The collectives of one engine; rank 0 says what is odd about its groups. A collective."""
     rank, world_size = process_group.rank(), process_group.world_size()
@@ -306,4 +333,4 @@ def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger
     if rank == 0:
         for line in oddities(config, nodes, told):
             log.warning(line)
-    return Communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)
+    return make_communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)

@@ -383,7 +383,7 @@ def _unseal(sealed: torch.Tensor) -> Any:
     return pickle.loads(pickled)
 
 
-def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
+def gather_and_sum(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Every rank's vector, gathered and added in the order of ranks: the same bits on all, whoever came first.
 
     For small vectors, as each rank receives all of them.
@@ -399,7 +399,7 @@ def sum_in_rank_order(vector: torch.Tensor, device: torch.device) -> torch.Tenso
         return vector * world_size()
     mine = vector.to(device)
     everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with flight_recorder.observer().blocking("sum_in_rank_order"):
+    with flight_recorder.observer().blocking("gather_and_sum"):
         dist.all_gather(everyone, mine)
     total = torch.zeros_like(vector)
     for theirs in everyone:

@@ -57,18 +57,6 @@ BETWEEN = "gradients.reduce_between_nodes"
 
 
 @dataclass(frozen=True)
-class EncodedMessage:
-    """A quantised contribution, which is decoded chunk by chunk as it is added."""
-
-    quantizer: Quantizer
-    packed: Packed
-
-    def read(self, start: int, values: torch.Tensor) -> None:
-        """Decode elements ``start`` to ``start + values.numel()``, whole blocks, into 1-D fp32 ``values``."""
-        self.quantizer.unpack(self.packed, values, start)
-
-
-@dataclass(frozen=True)
 class QuantizedMessages:
     """The messages of one bucket, views of its bucket's mail; ``uint8`` but for the sum. Own entries are empty."""
 
@@ -199,9 +187,7 @@ class QuantizedReduce:
             INSIDE, recv_buffer.inside_send, recv_buffer.inside_recv, padding, f"bucket {bucket.index}", self.inside,
             len(nodes) * bucket.shard_numel,
         )  # fmt: skip
-        received = [
-            [EncodedMessage(self.quantizer, p) for p in self._messages(m, bucket)] for m in recv_buffer.inside_recv
-        ]
+        received = [[self._reader(p) for p in self._messages(m, bucket)] for m in recv_buffer.inside_recv]
         # For every node, what this node's ranks have for its l-th rank.
         shares: list[list[Part]] = [[own[j] if l == me else received[l][j] for l in range(per_node)] for j in nodes]
         if len(nodes) == 1:
@@ -232,11 +218,13 @@ class QuantizedReduce:
             sum_in_rank_order(recv_buffer.partial, shares[me], False, scratch)
             mine = recv_buffer.partial
         inflight.parts = [
-            mine
-            if node == me
-            else EncodedMessage(self.quantizer, *self._messages(recv_buffer.between_recv[node], bucket))
+            mine if node == me else self._reader(*self._messages(recv_buffer.between_recv[node], bucket))
             for node in range(self.across.size)
         ]
+
+    def _reader(self, packed: Packed) -> Part:
+        """A contribution that is decoded chunk by chunk, whole blocks each, as it is added."""
+        return lambda start, values: self.quantizer.unpack(packed, values, start)
 
     def _pack(
         self,

@@ -52,14 +52,9 @@ Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
 
 
-class EncodedPart(Protocol):
-    """A rank's contribution that has to be decoded to be read."""
-
-    def read(self, start: int, values: torch.Tensor) -> None:
-        """Write elements ``start`` to ``start + values.numel()`` into 1-D fp32 ``values``."""
-
-
-Part: TypeAlias = torch.Tensor | EncodedPart
+Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
+"""One rank's contribution to a sum: 1-D values; or, where they are encoded, what writes elements from ``start`` on
+into 1-D fp32 ``values`` when it is called with the two."""
 
 
 # ---- the sum ---------------------------------------------------------------------------------------------------------
@@ -90,7 +85,7 @@ def _widen(part: Part, start: int, values: torch.Tensor) -> None:
     if isinstance(part, torch.Tensor):
         values.copy_(part[start : start + values.numel()])
     else:
-        part.read(start, values)
+        part(start, values)
 
 
 def sum_in_rank_order(
@@ -373,8 +368,7 @@ class BucketReducer:
 
     def _padding(self, bucket: Bucket) -> int:
         """How many of the elements of the other owners' shards are padding."""
-        mine = bucket.padding_of(self.comm.rank)
-        return bucket.numel - bucket.true_numel() - mine
+        return bucket.numel - bucket.true_numel() - bucket.padding_of(self.comm.rank)
 
     def _launch_native(self, inflight: InflightReduce) -> None:
         bucket, where = inflight.bucket, f"bucket {inflight.bucket.index}"

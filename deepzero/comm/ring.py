@@ -95,7 +95,9 @@ def route(phase: Phase, iteration: int, rank: int, world_size: int) -> tuple[int
         >>> [route(Phase.ALL_GATHER, t, rank=0, world_size=4) for t in (1, 2, 3)]
         [(1, 0), (0, 3), (3, 2)]
     """
+    # A reduce-scatter begins with one's own chunk, an all-gather with the one that is finished here by then: r + 1.
     first = rank if phase is Phase.REDUCE_SCATTER else rank + 1
+    # In each iteration a rank passes on what has arrived in the one before, which is one chunk to the left.
     sent = (first - (iteration - 1)) % world_size
     return sent, (sent - 1) % world_size
 
@@ -109,6 +111,7 @@ def cut(tensor: torch.Tensor, world_size: int) -> list[torch.Tensor]:
     """
     if not tensor.is_contiguous():
         raise ValueError(f"the ring works in place on contiguous tensors, got strides {tensor.stride()}")
+    # Parameters may take part; what happens to their memory here is nothing for autograd to record.
     return list(torch.tensor_split(tensor.detach().view(-1), world_size))
 
 
@@ -124,6 +127,7 @@ def elements_sent(numel: int, world_size: int, rank: int) -> int:
         >>> [elements_sent(5, 3, rank) for rank in range(3)]
         [7, 7, 6]
     """
+    # Uneven chunks cost ranks differently: who leaves out a long one sends an element less.
     sizes = [numel // world_size + (chunk < numel % world_size) for chunk in range(world_size)]
     return 2 * numel - sizes[(rank + 1) % world_size] - sizes[(rank + 2) % world_size] if world_size > 1 else 0
 
@@ -141,6 +145,8 @@ def reduce_scatter(tensor: torch.Tensor, watch: Watch | None = None) -> torch.Te
     """
     rank, world_size = process_group.rank(), process_group.world_size()
     chunks = cut(tensor, world_size)
+    # After hop t this rank's chunk (r - t) mod W is the sum over t + 1 ranks: the one with which its journey began, and
+    # those that it has passed. After W - 1 hops it is the sum over all, and that chunk is (r + 1) mod W.
     for iteration in range(1, world_size):
         _hop(Phase.REDUCE_SCATTER, iteration, chunks, watch)
     return chunks[(rank + 1) % world_size]
@@ -155,6 +161,7 @@ def all_gather(tensor: torch.Tensor, watch: Watch | None = None) -> None:
     """
     world_size = process_group.world_size()
     chunks = cut(tensor, world_size)
+    # No arithmetic here: every rank ends with the very bits that one rank has computed.
     for iteration in range(1, world_size):
         _hop(Phase.ALL_GATHER, iteration, chunks, watch)
 
@@ -167,12 +174,15 @@ def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None =
         average: divide by W at the end, as the sources do; False leaves the sum.
         watch: is told every hop.
     """
+    # Refused before anything is sent: a rank that raised in the middle would leave its neighbours waiting for it.
     if average and not tensor.is_floating_point():
         raise ValueError(
             f"the average of {tensor.dtype} is not an integer: use average=False or a floating-point dtype"
         )
     reduce_scatter(tensor, watch)
     all_gather(tensor, watch)
+    # Every rank divides the same bits, so the averages are the same too. In fp16 the sum may have overflowed by now,
+    # which is why training divides before it sends (`reduce=native`) or adds in fp32 (`reduce=exact`).
     if average:
         tensor.detach().div_(process_group.world_size())
 
@@ -205,6 +215,7 @@ def _arrive(
 ) -> None:
     """What the receiver does with a chunk: the only difference between the two phases."""
     (sent_chunk, sent_values), (own_chunk, own_values) = sent, own
+    # Numbers are copied out of the tensors only where somebody looks on: they are about to be overwritten.
     before = own_values.tolist() if watch else []
     if phase is Phase.REDUCE_SCATTER:
         own_values.add_(received)

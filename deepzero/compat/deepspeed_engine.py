@@ -255,7 +255,7 @@ class DeepSpeedEngine(EngineGetters):
 
     def eval_mean(self, values: torch.Tensor) -> torch.Tensor:
         """Mean over ranks, in rank order, of a 1-D tensor of doubles. A collective."""
-        return process_group.sum_in_rank_order(values.detach().double().cpu(), self.device) / self.world_size
+        return process_group.gather_and_sum(values.detach().double().cpu(), self.device) / self.world_size
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

@@ -150,45 +150,32 @@ def _first_difference(states: Mapping[int, State]) -> list[str]:
 
 
 class Watchdog(GroupObserver):
-    """One rank's trail and the thread that looks after it, for one process group.
+    """One rank's flight recorder and the thread that looks after it, where gloo does the waiting.
 
     Args:
         store: where the ranks have met.
         rank: this rank.
-        world_size: how many there are; one rank is not watched.
+        world_size: how many there are, at least 2.
         name: of this group, the same on every rank and never used before in ``store``.
         seconds: a wait that has lasted longer is looked into; None: :data:`DIVERGENCE_SECONDS`.
-        standstill: without a store: prints where this rank is before the backend ends it.
-        beside: without a store: one at which nothing is asked but who is absent.
     """
 
-    def __init__(
-        self,
-        store: dist.Store | None,
-        rank: int,
-        world_size: int,
-        name: str,
-        seconds: float | None = None,
-        standstill: NcclStallReporter | None = None,
-        beside: dist.Store | None = None,
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str, seconds: float | None = None) -> None:
         super().__init__()
-        self._rank, self._world_size, self._seconds, self._standstill = rank, world_size, seconds, standstill
-        self._board = StoreMailbox(name, store, rank, world_size) if store is not None and world_size > 1 else None
+        self._rank, self._world_size, self._seconds = rank, world_size, seconds
+        self._board = StoreMailbox(name, store, rank, world_size)
         self._beat, self._posted = 0, ""
         self._verdict: Diagnosis | None = None
+        # The circle that the last look has found, and the beats of its ranks then: found again, it is proved.
         self._found: dict[int, tuple[CollectiveRecord | None, int]] = {}
         self._beats: dict[int, int] = {}
+        # For each peer its last beat, and in how many looks it has been the last.
         self._heard: dict[int, tuple[int, int]] = {}
         self._trainer = threading.get_ident()
         self._stop = threading.Event()
-        self._roll_call = StateCollector(self._board, self.trail, self._trainer) if self._board is not None else None
-        board = StoreMailbox(name, beside, rank, world_size) if beside is not None else self._board
-        self._absence = Absence(board, self.trail, self._trainer, beside is None) if board is not None else None
-        target = self._run if self._board is not None else self._run_beside
-        self._thread: threading.Thread | None = None
-        if self._board is not None or standstill is not None:
-            self._thread = start_thread(target, "deepzero-divergence")
+        self._roll_call = StateCollector(self._board, self.trail, self._trainer)
+        self._absence = Absence(self._board, self.trail, self._trainer, host_waits=True)
+        self._thread = start_thread(self._run, "deepzero-divergence")
 
     def explain(self, error: RuntimeError) -> None:
         """Raise what is behind ``error`` of a collective, if that can be found out; else return, after some seconds.
@@ -196,7 +183,7 @@ class Watchdog(GroupObserver):
         A verdict is written before any wait is broken, and a rank says that it leaves before it does. So whatever there
         is to know is in the store when this rank sees its connection close; and where nothing is, the roll is called.
         """
-        if self._board is None or isinstance(error, DesyncError):
+        if isinstance(error, DesyncError):
             return
         found = self._known(self._verdict) if self._verdict else within(ASKING_SECONDS, lambda: self._find(error))
         if found is not None:
@@ -204,17 +191,14 @@ class Watchdog(GroupObserver):
 
     def _find(self, error: RuntimeError) -> RuntimeError | None:
         """What is to be raised in place of ``error``, from what the other ranks say."""
-        board, roll_call = self._board, self._roll_call
         failure, seconds = failure_of(error)
-        if board is None or roll_call is None:
-            return None
-        found = Diagnosis.read(board) or self._missed(failure)
+        found = Diagnosis.read(self._board) or self._missed(failure)
         if found is None and failure:
-            roll_call.hold(failure, seconds)
-            found = Diagnosis.read(board) or self._missed(failure)
+            self._roll_call.hold(failure, seconds)
+            found = Diagnosis.read(self._board) or self._missed(failure)
         if isinstance(found, Diagnosis):
             if found.kind == TIMEOUT:
-                roll_call.say()
+                self._roll_call.say()
             return self._known(found)
         return found
 
@@ -227,9 +211,11 @@ class Watchdog(GroupObserver):
 
     def _missed(self, failure: str) -> RankLeftError | None:
         """The ranks that have said that they leave, and that this one needs."""
-        gone = self._board.gone() if self._board is not None else {}
-        lost = failure == CONNECTION
-        gone = {rank: peer for rank, peer in gone.items() if lost or peer.sequence < self.trail.sequence}
+        gone = {
+            rank: peer
+            for rank, peer in self._board.gone().items()
+            if failure == CONNECTION or peer.sequence < self.trail.sequence
+        }
         if not gone:
             return None
         who = "; ".join(f"rank {rank} {peer.reason}" for rank, peer in gone.items())
@@ -237,29 +223,21 @@ class Watchdog(GroupObserver):
 
     def found(self) -> str | None:
         """The verdict, once there is one: the ranks will not go on together. For threads that wait beside training."""
-        if self._board is None:
-            return None
         known = self._verdict or Diagnosis.read(self._board)
         return None if known is None else known.text
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank will not come back, and stop watching.
-
-        Args:
-            reason: completes "rank 3 …".
-        """
+        """Tell the others that this rank will not come back, and stop watching; ``reason`` completes "rank 3 …"."""
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(2 * TICK_SECONDS)
+        self._thread.join(2 * TICK_SECONDS)
         self._say_gone(reason)
 
     def _say_gone(self, reason: str) -> None:
         where = self.trail.place()
-        if self._board is not None:
-            with contextlib.suppress(Exception):
-                self._board.leave(self.trail.sequence, reason + (f" ({where})" if where else ""))
+        with contextlib.suppress(Exception):
+            self._board.leave(self.trail.sequence, reason + (f" ({where})" if where else ""))
 
     def _run(self) -> None:
         """The thread. It ends with the group, and when the store cannot be reached: then nobody can be asked."""
@@ -279,29 +257,13 @@ class Watchdog(GroupObserver):
                     self._break_waits()
                     return
                 looks += 1
-                if self._roll_call is not None and self._absence is not None and looks % ROLL_CALL_TICKS == 0:
+                if looks % ROLL_CALL_TICKS == 0:
                     self._roll_call.answer()
                     self._absence.look(time.monotonic())
-
-    def _run_beside(self) -> None:
-        """The thread where gloo does not do the waiting: it prints, and touches nothing."""
-        standstill, looks = self._standstill, 0
-        while standstill is not None and not self._stop.wait(TICK_SECONDS) and self.of_current_group:
-            if standstill.look(self.trail, time.monotonic()):
-                text = standstill.text(self.trail, self._rank, user_line(self._trainer))
-                print(text, file=sys.stderr, flush=True)
-            looks += 1
-            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
-                look = partial(self._absence.look, time.monotonic())
-                # A store that is gone, or hangs, must not keep this thread from what it says by itself.
-                if within(ASKING_SECONDS, look) is None:
-                    self._absence = None
 
     def _look(self, waiting: CollectiveRecord) -> bool:
         """Post this rank's state, read the others'; True when there is a verdict."""
         board = self._board
-        if board is None:
-            return False
         self._beat += 1
         mine = self.trail.state(0, user_line(self._trainer))
         if mine.waiting is not waiting or self.trail.waiting is not waiting:
@@ -360,26 +322,61 @@ class Watchdog(GroupObserver):
         return f"it is in {place}, {doing}" if place else f"it is {doing}"
 
 
+class NcclWatchdog(GroupObserver):
+    """The flight recorder and a thread that prints, where NCCL does the waiting: it breaks nothing off.
+
+    NCCL's waits do not hold up the CPU, so that no wait is seen here; see ``hang_report.NcclStallReporter``.
+
+    Args:
+        rank: this rank.
+        standstill: prints where this rank is before the backend ends it.
+        board: to ask who is absent; None: nobody is asked.
+    """
+
+    def __init__(self, rank: int, standstill: NcclStallReporter, board: StoreMailbox | None = None) -> None:
+        super().__init__()
+        self._rank, self._standstill, self._trainer = rank, standstill, threading.get_ident()
+        self._absence = None if board is None else Absence(board, self.trail, self._trainer, host_waits=False)
+        self._stop = threading.Event()
+        self._thread = start_thread(self._run, "deepzero-divergence")
+
+    def leave(self, reason: str) -> None:
+        """Stop watching. The others hear of it from NCCL."""
+        self._stop.set()
+        self._thread.join(2 * TICK_SECONDS)
+
+    def _run(self) -> None:
+        looks = 0
+        while not self._stop.wait(TICK_SECONDS) and self.of_current_group:
+            if self._standstill.look(self.trail, time.monotonic()):
+                text = self._standstill.text(self.trail, self._rank, user_line(self._trainer))
+                print(text, file=sys.stderr, flush=True)
+            looks += 1
+            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
+                look = partial(self._absence.look, time.monotonic())
+                # A store that is gone, or hangs, must not keep this thread from what it says by itself.
+                if within(ASKING_SECONDS, look) is None:
+                    self._absence = None
+
+
 _groups = 0
 
 
-def watch_group() -> Watchdog:
-    """A watchdog for the process group that this process is in now. For ``flight_recorder.observe_groups_with``."""
+def watch_group() -> GroupObserver:
+    """An observer for the process group that this process is in now. For ``flight_recorder.observe_groups_with``."""
     global _groups
     if _groups == 0:
         atexit.register(_program_ends)
     _groups += 1
-    if not dist.is_initialized():
-        return Watchdog(None, 0, 1, "alone")
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return GroupObserver()
     rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
     store = dist.distributed_c10d._get_default_store()
     if _speaks_gloo():
         return Watchdog(store, rank, world_size, name)
-    if world_size == 1:
-        return Watchdog(None, rank, world_size, name)
     # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
-    standstill, beside = NcclStallReporter(_timeout_seconds()), store.clone()  # type: ignore[attr-defined]
-    return Watchdog(None, rank, world_size, name, standstill=standstill, beside=beside)
+    beside = StoreMailbox(name, store.clone(), rank, world_size)  # type: ignore[attr-defined]
+    return NcclWatchdog(rank, NcclStallReporter(_timeout_seconds()), beside)
 
 
 def _program_ends() -> None:

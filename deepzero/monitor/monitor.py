@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.async_logger import Sink, finish_all
-from deepzero.monitor.loggers import make_loggers
+from deepzero.monitor.async_logger import Background, Sink, Tell, finish_all
 from deepzero.monitor.metrics_file import (
     METRICS,
     SUMMARY,
@@ -24,9 +23,11 @@ from deepzero.monitor.metrics_file import (
     write_failed_summary,
     write_summary,
 )
-from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.report.sections import write_report_or_tell
+from deepzero.monitor.tensorboard_logger import TensorBoard
 from deepzero.monitor.terminal import Terminal, ledger_table, printable
 from deepzero.monitor.throughput import rates
+from deepzero.monitor.wandb_logger import WandB
 from deepzero.utils.exit_hooks import before_the_end
 from deepzero.utils.formatting import short_bytes
 
@@ -201,6 +202,28 @@ def make_monitor(
     monitor.sinks += make_loggers(cfg, run_dir, config, first_step, terminal.line)
     before_the_end(monitor.broken_off)
     return monitor
+
+
+def make_loggers(
+    cfg: LoggerConfig, run_dir: Path, config: Mapping[str, Any], first_step: int, tell: Tell
+) -> list[Background]:
+    """What ``logger.names`` asks for, each in a thread of its own.
+
+    Args:
+        cfg: which, and how.
+        run_dir: the run folder.
+        config: all settings, for loggers that show them.
+        first_step: steps that were taken before this start of the run.
+        tell: prints a line.
+    """
+    makers: dict[str, Callable[[Tell], Sink]] = {
+        "wandb": lambda say: WandB(cfg, run_dir, config, first_step, say),
+        "tensorboard": lambda _: TensorBoard(run_dir, config, first_step),
+    }
+    loggers = [Background(name, makers[name], tell) for name in dict.fromkeys(cfg.names)]
+    for logger in loggers:  # all of them start at the same time
+        logger.start()
+    return loggers
 
 
 def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:

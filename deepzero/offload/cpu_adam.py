@@ -79,7 +79,7 @@ class CPUAdam(torch.optim.Optimizer):
         ([0.5, 0.5, 0.5], 'chunked')
     """
 
-    # torch's contract with GradScaler, and ShardedStep's: around a step they set the attributes grad_scale and
+    # torch's contract with GradScaler, and OptimizerShard's: around a step they set the attributes grad_scale and
     # found_inf, and delete them. **They must not exist in between**, because GradScaler multiplies what it finds.
     _step_supports_amp_scaling = True
 

@@ -322,8 +322,7 @@ class StateOffloader:
         self._wait_for_saves()
         self._close_reloaded()
         self.engine.zero.reducer.drain()
-        if self.engine.zero.offload is not None and self.engine.zero.offload.gradients is not None:
-            self.engine.zero.offload.gradients.drain()
+        self.engine.zero.optimizer_shard.drain_grads()
         partitioning = self.engine.zero.partitioning
         if parameters and partitioning is not None and "lp_params" not in self.away:
             partitioning.coordinator.release_all()
@@ -370,7 +369,7 @@ class StateOffloader:
                 (t, True) for state in self.engine.optimizer.state.values() for t in state.values() if _has_extent(t)
             ]
         if category == "hp_params":
-            separate = [group.master_store.on_device for group in zero.groups]
+            separate = [group.master_shard.on_device for group in zero.groups]
             own = [(master, True) for group in zero.groups for master in group.masters]
             return [*((t, True) for t in separate if t is not None), *own]
         if category == "lp_params":
@@ -400,7 +399,7 @@ class StateOffloader:
         found += [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         found += [master for group in self.engine.zero.groups for master in group.masters]
         found += [t for state in self.engine.optimizer.state.values() for t in state.values() if _has_extent(t)]
-        return found + [part.grad for part in self.engine.zero.sharded_step.parts]
+        return found + [part.grad for part in self.engine.zero.optimizer_shard.parts]
 
     # ---- 3: on every rank or on none ---------------------------------------------------------------------------------
 

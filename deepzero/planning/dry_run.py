@@ -30,12 +30,10 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import FETCH
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.planning.hf_patches import nothing_is_packed
-from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
+from deepzero.planning.op_cost import Work, WorkMeter, fused_attention, nothing_is_packed
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
-from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.parameter_all_gather import TO_REPLICAS
 from deepzero.runtime.zero.stage3 import ZeroStage3
@@ -229,8 +227,7 @@ def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> Deep
     if isinstance(optimizer, CPUAdam):
         vars(optimizer)["prepare"] = _nothing  # no kernel is compiled for tensors without values
     engine = DeepSpeedEngine(model, optimizer, config)
-    step = engine.zero.sharded_step
-    vars(step.inner if isinstance(step, DelayedStep) else step)["step_sub_group"] = _nothing
+    vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
     return engine
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -227,3 +228,28 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = original
+
+
+@contextlib.contextmanager
+def nothing_is_packed() -> Iterator[None]:
+    """While it lasts, position numbers on the meta device are those of one sequence to a row.
+
+    Before each forward pass ``transformers`` looks at the position numbers, whether several short sequences were packed
+    into a row; on the meta device there are none to look at. A run of deepzero gives none either: nothing is packed.
+    Releases of ``transformers`` that do not ask have nothing to be exchanged.
+    """
+    # Importing it takes seconds: only where the model has done so already.
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, "find_packed_sequence_indices", None)
+    if original is None:
+        yield
+        return
+
+    def find(position_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return None if position_ids.is_meta else original(position_ids, *rest, **options)
+
+    masking.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking.find_packed_sequence_indices = original

@@ -1,15 +1,198 @@
-"""A step on a cluster, in words and numbers: how long, how much of it waiting for what, whether it fits."""
+"""From the events of a rehearsed step and a cluster's numbers to seconds: when each thing begins, ends, is waited for.
+
+Four lanes run side by side: the device computes, the network carries one collective after the other in the order of
+their launches, and each direction between host and device carries one copy after the other. The device goes on until it
+comes to a *wait*; what it waits for there is *exposed*. The CPU's step, where something is offloaded, is taken piece by
+piece as its results leave for the device, at the speed of the host's memory. A delayed one began with the step, on the
+gradients of the step before, and nothing leaves before it is over.
+
+Not in it: the time in which Python launches things (none, where a GPU's queue is never empty), other traffic on the
+links, ranks that are slower than others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from typing import Any
 
+from deepzero.comm.ledger import Event
+from deepzero.offload.copy_streams import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import DryRunResult
-from deepzero.planning.event_simulator import SimulatedTimeline, play
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
+
+STEP_PASSES = 2
+"""Masters and moments are read and written."""
+
+
+@dataclass
+class SimulatedSpan:
+    """One piece of work on one lane, in seconds from the beginning of the step."""
+
+    lane: str
+    """compute, network, to_host, to_device, host."""
+    what: str
+    where: str
+    start: float
+    end: float
+    bytes: float = 0.0
+    exposed: float = 0.0
+    """How long the device stood still for it."""
+
+
+@dataclass
+class SimulatedTimeline:
+    """One optimizer step of one rank."""
+
+    spans: list[SimulatedSpan] = field(default_factory=list)
+    seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+    @property
+    def network_seconds(self) -> float:
+        """During which something was on the network."""
+        return sum(span.end - span.start for span in self.spans if span.lane == "network")
+
+    @property
+    def exposed_seconds(self) -> float:
+        """During which the device waited for anything."""
+        return sum(span.exposed for span in self.spans)
+
+    def exposed_by_kind(self) -> dict[str, float]:
+        """The same by what was waited for, the longest first."""
+        found: dict[str, float] = defaultdict(float)
+        for span in self.spans:
+            found[span.what] += span.exposed
+        return dict(sorted(((k, v) for k, v in found.items() if v > 0), key=lambda item: -item[1]))
+
+
+class _StreamClocks:
+    """Plays the events in order."""
+
+    def __init__(self, rehearsal: DryRunResult, cluster: Cluster) -> None:
+        self.rehearsal, self.cluster = rehearsal, cluster
+        ops = zip(rehearsal.work.flops, rehearsal.work.bytes, strict=True)
+        self.until = [0.0, *itertools.accumulate(cluster.op_seconds(flops, moved) for flops, moved in ops)]
+        self.now, self.done_ops = 0.0, 0
+        self.free: dict[str, float] = defaultdict(float)
+        self.under_way: dict[tuple[str, str], deque[SimulatedSpan]] = defaultdict(deque)
+        self.fetched: dict[str, float] = {}
+        self.stepped = 0
+        """Elements that the CPU has stepped on."""
+        self.line = SimulatedTimeline()
+
+    def play(self) -> SimulatedTimeline:
+        """Play all events; returns the timeline."""
+        play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
+        play |= {"step": self._step, "publish": self._publish}
+        if self.rehearsal.delayed:
+            self._step_on_host(self._host_elements(), "")
+        for event in self.rehearsal.events:
+            self._compute(int(event.at))
+            if event.what in play:
+                play[event.what](event)
+        self._compute(len(self.until) - 1)
+        self.line.seconds = self.now
+        return self.line
+
+    def _compute(self, ops: int) -> None:
+        seconds = self.until[ops] - self.until[self.done_ops]
+        if seconds > 0:
+            self.line.spans.append(SimulatedSpan("compute", "compute", "", self.now, self.now + seconds))
+            self.line.compute_seconds += seconds
+            self.now += seconds
+        self.done_ops = ops
+
+    def _run(self, lane: str, event: Event, seconds: float) -> SimulatedSpan:
+        """Behind what is on the lane already."""
+        start = max(self.now, self.free[lane])
+        span = SimulatedSpan(
+            lane, event.kind, event.where, start, start + seconds, event.sent.bytes if event.sent else 0.0
+        )
+        self.free[lane] = span.end
+        self.line.spans.append(span)
+        return span
+
+    def _launch(self, event: Event) -> None:
+        if event.sent is not None:
+            seconds = self.cluster.collective_seconds(event.sent, self.rehearsal.nodes)
+            if (arrives := self.fetched.pop(event.where, 0.0)) > self.free["network"]:
+                self.free["network"] = arrives  # its own part comes from the host first
+            self.under_way[event.kind, event.where].append(self._run("network", event, seconds))
+
+    def _wait(self, event: Event) -> None:
+        queue = self.under_way[event.kind, event.where]
+        if queue:
+            self._stand_still(queue.popleft())
+
+    def _stand_still(self, span: SimulatedSpan) -> None:
+        span.exposed += max(0.0, span.end - self.now)
+        self.now = max(self.now, span.end)
+
+    def _copy(self, event: Event) -> None:
+        if event.sent is None:
+            return
+        lane = "to_device" if event.kind.endswith(("to_device", "fetch")) else "to_host"
+        if event.kind == TO_DEVICE:
+            # The CPU has stepped on what leaves now: its gradients came before, its masters and moments lie there.
+            if not self.rehearsal.delayed:
+                self._step_on_host(event.sent.elements, event.where)
+            self.free[lane] = max(self.free[lane], self.free["host"])
+        span = self._run(lane, event, event.sent.bytes / self.cluster.host_bandwidth)
+        if event.kind == FETCH:
+            self.fetched[event.where] = span.end
+
+    def _step_on_host(self, elements: int, where: str) -> None:
+        """The CPU steps on so many elements, when their gradients have come and it is free."""
+        held = self.rehearsal.held
+        states = held.get("host_masters", 0) + held.get("host_moments", 0)
+        # A delayed update reads one copy of the gradients while the other one is written.
+        gradients = held.get("host_gradients", 0) // (2 if self.rehearsal.delayed else 1)
+        moved = (STEP_PASSES * states + gradients) * elements / self._host_elements()
+        start = max(self.now, self.free["to_host"], self.free["host"])
+        self.free["host"] = start + moved * self.rehearsal.nodes.per_node / self.cluster.host_memory_bandwidth
+        self.line.spans.append(SimulatedSpan("host", "optimizer step", where, start, self.free["host"], moved))
+        self.stepped += elements
+
+    def _host_elements(self) -> int:
+        """That the CPU steps on; in fp32 parameters in host memory are their own masters."""
+        held = self.rehearsal.held
+        return max(1, (held.get("host_masters", 0) or held.get("host_parameters", 0)) // 4)
+
+    def _step(self, event: Event) -> None:
+        """The device's own optimizer step: one pass over what it keeps."""
+        held = self.rehearsal.held
+        moved = STEP_PASSES * (held.get("masters", 0) + held.get("moments", 0))
+        if moved:
+            moved += self.rehearsal.memory.get("gradients", 0)
+        bandwidth = self.cluster.memory_bandwidth
+        if self.cluster.device_type == "cpu":  # the device's memory is the host's, which its ranks share
+            bandwidth = self.cluster.host_memory_bandwidth / self.rehearsal.nodes.per_node
+        seconds = moved / bandwidth
+        self.line.spans.append(SimulatedSpan("compute", "optimizer step", "", self.now, self.now + seconds, moved))
+        self.line.compute_seconds += seconds
+        self.now += seconds
+
+    def _publish(self, event: Event) -> None:
+        """The step is over when the new parameters are there; those that stay in host memory, too."""
+        left = self._host_elements() - self.stepped
+        if left > 0 and self.rehearsal.held.get("host_moments", 0):
+            self._step_on_host(left, "")
+        late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
+        for span in sorted(late, key=lambda item: item.end):
+            if span.end > self.now:
+                self._stand_still(span)
+
+
+def play(rehearsal: DryRunResult, cluster: Cluster) -> SimulatedTimeline:
+    """When what happens in the rehearsed step, on such a cluster."""
+    return _StreamClocks(rehearsal, cluster).play()
+
+
+# ---- in words and numbers: how long, how much of it waiting for what, whether it fits --------------------------------
 
 
 @dataclass(frozen=True)

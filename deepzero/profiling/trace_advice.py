@@ -89,7 +89,7 @@ def _tail(gap: Gap) -> bool:
 def _say_prefetched(summary: TraceSummary, gaps: Sequence[Gap]) -> tuple[str, str, str]:
     trace = summary.trace
     passes = times_of(phase for phase in trace.phases if phase.label and phase.label.verb in ("forward", "backward"))
-    gathers = [s for s in trace.communication if s.label is not None and s.label.note.split(" ")[0] in GATHERS]
+    gathers = [span for span in trace.communication if span.kind in GATHERS]
     if trace.device == "cpu":
         # A lane's end is the end of a wait. Only where somebody stood in it was that the moment of arrival.
         known = {gap.flight for gap in gaps if gap.label and gap.label.verb == "wait" and gap.length >= STOOD}

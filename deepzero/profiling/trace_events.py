@@ -55,6 +55,11 @@ class TraceSpan:
     flight: float | None = None
     """When the collective began: its launch and its wait have this in common."""
 
+    @property
+    def kind(self) -> str:
+        """The ledger's name for the collective or copy; empty if unknown."""
+        return self.label.note.split(" ")[0] if self.label is not None else ""
+
 
 @dataclass(frozen=True)
 class TraceStep:

@@ -194,8 +194,8 @@ def _gaps(
 ) -> list[Gap]:
     """One for each piece of exposed time and each cause in it; what overlaps is put down to what began first."""
     mine = [cause for cause in causes if cause.end > step.begin and cause.begin < step.end]
-    first = next((c for c in _by_launch(mine) if _kind(c) == GATHERS[0]), None)
-    last = next((c for c in reversed(_by_launch(mine)) if _kind(c).startswith(REDUCTIONS)), None)
+    first = next((c for c in _by_launch(mine) if c.kind == GATHERS[0]), None)
+    last = next((c for c in reversed(_by_launch(mine)) if c.kind.startswith(REDUCTIONS)), None)
     gaps = []
     for begin, end in exposed:
         left = [(begin, end)]
@@ -220,10 +220,6 @@ def _gaps(
 
 def _by_launch(causes: Iterable[TraceSpan]) -> list[TraceSpan]:
     return sorted(causes, key=lambda cause: cause.begin if cause.flight is None else cause.flight)
-
-
-def _kind(cause: TraceSpan) -> str:
-    return cause.label.note.split(" ")[0] if cause.label is not None else ""
 
 
 def _same(cause: TraceSpan, other: TraceSpan | None) -> bool:

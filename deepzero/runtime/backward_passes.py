@@ -73,7 +73,7 @@ class BackwardPasses:
         """``engine.backward``: one pass from ``loss``, which the caller has divided by ``micro_batches``."""
         self._given_loss = loss.detach() * micro_batches if micro_batches != 1 else loss.detach()
         self._inside_backward = True
-        # The mean over micro-batches is part of the boundary's one division (``sharded_step.py``); here it is undone
+        # The mean over micro-batches is part of the boundary's one division (``optimizer_shard.py``); here it is undone
         # for a caller who has taken it already.
         factor = self._scaler.scale * micro_batches
         try:

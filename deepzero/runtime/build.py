@@ -22,16 +22,14 @@ from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
-from deepzero.layout import bucket_limit, plan_layout
+from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.offload.offload_plan import Offload, build_host, plan_offload
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
-from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
-from deepzero.runtime.zero.offload_setup import GroupLayout, Offload, build_host, place
-from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.stage3 import (
     Partitioning,
     ZeroStage3,
@@ -115,11 +113,11 @@ def build_groups(
     offload: Offload | None,
 ) -> list[FlatParamGroup]:
     """Stages 0-2: move the trainable parameters into flat buffers."""
-    arena, whole = offload.arena if offload is not None else None, config.zero.stage == 0
+    allocate, whole = offload.arena.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
             [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
-            group.optimizer_group or 0, None if whole else placement, arena,
+            group.optimizer_group or 0, None if whole else placement, allocate,
         )
         for group, placement in zip(planned, placements, strict=True)
     ]  # fmt: skip
@@ -204,7 +202,7 @@ def build_zero(
     moment_bytes = _moment_bytes(optimizer, config, comm.device)
     plan = plan_partitioning(names, chosen, config.zero, comm.world_size) if stage == 3 else None
     planned = plan.groups if plan is not None else plan_groups(chosen, config, comm.world_size)
-    placements = place(planned, config.zero, dtypes.compute)
+    placements = plan_offload(planned, config.zero, dtypes.compute)
     depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
     offload = build_host(
         planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
@@ -231,13 +229,16 @@ def build_zero(
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
         source = GradAccumulator(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
         reducer = _build_reducer(groups, config, comm, dtypes, depth)
-        made = _build_stage(model, groups, partitioning, arrival, source, reducer, config, offload)
-        if offload is not None and not isinstance(made, ZeroStage0):
-            offload.build_uploads(groups, comm.rank, made.arrived)
+        shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
+        gradients = GradientReducer(
+            shard, reduce_order(groups, arrival), source, reducer, stage >= 2, config.zero.overlap_comm and stage > 0
+        )
+        made = _build_stage(model, gradients, partitioning, stage, comm)
+        if offload is not None and offload.shard is not None and not isinstance(made, ZeroStage0):
+            offload.shard.on_uploaded = made.arrived
         built = ZeroComponents(
             groups, source, reducer, made, dtypes, next((size for size in moment_bytes if size), 0),
-            partitioning, offload, build_step(made, groups, offload, optimizer, config, comm),
-            TrainedParameters(model, groups),
+            partitioning, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
         buckets = partitioning.coordinator.buckets if partitioning is not None else []
@@ -255,28 +256,34 @@ def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device
     return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
 
 
-def _build_stage(
-    model: nn.Module,
+def _build_optimizer_shard(
+    optimizer: torch.optim.Optimizer,
     groups: Sequence[ParamGroup],
-    partitioning: Partitioning | None,
-    arrival: dict[nn.Parameter, int],
-    source: GradAccumulator,
-    reducer: BucketReducer,
     config: EngineConfig,
+    reducer: BucketReducer,
+    dtypes: Dtypes,
     offload: Offload | None,
+) -> OptimizerShard:
+    """Phase 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
+    build = OptimizerShard if offload is None else offload.build_shard
+    if offload is not None and reducer.comm.rank == 0:
+        log.info(offload.describe(optimizer))
+    return build(
+        optimizer, groups, dtypes.accumulation, reducer.comm.rank,
+        whole_sums=reducer.whole,
+        sub_group_size=config.zero.sub_group_size if config.zero.stage == 3 else None,
+        # Looked up late: schedulers wrap the optimizer's step.
+        one_pass=(lambda **given: optimizer.step(**given)) if isinstance(optimizer, CPUAdam) else None,
+    )  # fmt: skip
+
+
+def _build_stage(
+    model: nn.Module, gradients: GradientReducer, partitioning: Partitioning | None, stage: int, comm: Communicator
 ) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
-    order, comm, accumulation = reduce_order(groups, arrival), reducer.comm, Dtypes.of(config).accumulation
-    host = offload.build_gradients() if offload is not None else None
     if partitioning is not None:
-        return ZeroStage3(model, partitioning, order, source, reducer, accumulation, host)
-    flat = [group for group in groups if isinstance(group, FlatParamGroup)]
-    overlap = config.zero.overlap_comm and config.zero.stage > 0
-    gradients = GradientReducer(
-        groups, order, source, reducer, config.zero.stage == 2, overlap, accumulation, host=host
-    )
-    if config.zero.stage == 0:
-        return ZeroStage0(flat, gradients)
-    return ZeroStage1And2(flat, gradients, comm)
+        return ZeroStage3(model, gradients, partitioning)
+    flat = [group for group in gradients.groups if isinstance(group, FlatParamGroup)]
+    return ZeroStage0(flat, gradients) if stage == 0 else ZeroStage1And2(flat, gradients, comm)
 
 
 def _build_reducer(
@@ -305,25 +312,3 @@ def _build_reduce_strategy(
     dtypes_on_the_way = {dtypes.wire, torch.float32}
     quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
     return QuantizedReduce(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)
-
-
-def build_step(
-    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3,
-    groups: Sequence[ParamGroup],
-    offload: Offload | None,
-    optimizer: torch.optim.Optimizer,
-    config: EngineConfig,
-    comm: Communicator,
-) -> ShardedStep | DelayedStep:
-    """Phase 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
-    limit = config.zero.sub_group_size if config.zero.stage == 3 else None
-    gradients = stage.gradients
-    parts = gradients.master_parts()
-    if offload is None:
-        return ShardedStep(optimizer, parts, limit)
-    if comm.rank == 0:
-        log.info(offload.describe(optimizer))
-    step, settings = ShardedStep(optimizer, parts, limit, offload.host_steps(parts)), offload.settings
-    if settings.delayed_update:
-        return DelayedStep(step, gradients, groups, settings.delay_after_steps)
-    return step

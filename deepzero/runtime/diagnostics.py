@@ -16,8 +16,8 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.ledger import UNPREDICTED, Ledger, Traffic
 from deepzero.runtime.grad_norm import layer_of
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, ParamGroup
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
 
 
 def params_sha256(model: nn.Module) -> str:
@@ -114,7 +114,7 @@ def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Seq
     Args:
         model: gives the order.
         groups: all groups.
-        parts: in the order of the groups' pieces, as ``stage.gradients.master_parts`` gives them.
+        parts: in the order of the groups' fragments, as ``OptimizerShard.parts`` has them.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     owners = [group.names[fragment.slot.index] for group in groups for fragment in group.fragments]
@@ -139,5 +139,5 @@ def gradient_norms(
     for name, square in zip(names, torch.cat(list(squares)).tolist(), strict=True):
         layers[layer_of(name)] += square
     mine = torch.tensor(list(layers.values()), dtype=torch.float64)
-    sums = process_group.sum_in_rank_order(mine, device).tolist()
+    sums = process_group.gather_and_sum(mine, device).tolist()
     return {f"gradients/{layer}": math.sqrt(square) / divisor for layer, square in zip(layers, sums, strict=True)}

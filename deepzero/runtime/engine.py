@@ -16,7 +16,7 @@ sequences. The learning-rate schedule advances with every applied step.
 Three intended differences. A plain ``loss.backward()`` works in every stage and precision: fp16's loss scale is then
 applied to each parameter's gradient, too late for what has underflowed, and said so. NaN gradients in bf16 and fp32
 stop the run instead of silently skipping steps. And gradients are averaged, unscaled and clipped by one fp32 division
-after all additions (``sharded_step.py``).
+after all additions (``optimizer_shard.py``).
 
 Checkpoints, ``offload_states``, offloaded activations and printing enter through three lists of callables
 (``preconditions``, ``around_forward``, ``on_step``): what ``deepzero.initialize`` returns, a
@@ -47,7 +47,7 @@ from deepzero.runtime.consistency import StepAgreement, agree
 from deepzero.runtime.diagnostics import find_bad_gradient
 from deepzero.runtime.loss_scaler import build_loss_scaler
 from deepzero.runtime.lr_schedules import build_scheduler
-from deepzero.runtime.zero.sharded_step import clip_divisor
+from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
 BAD_LOSSES = 5
@@ -151,7 +151,7 @@ class Engine(nn.Module):
             trained, self.zero.stage, self.scaler, self.comm.ledger, self._is_reduction_boundary, self.check
         )  # fmt: skip
         self.fragments = TensorFragments(
-            model, self.zero.groups, self.zero.sharded_step, self.zero.stage.gradients,
+            model, self.zero.groups, self.zero.optimizer_shard, self.zero.stage.gradients,
             self._mean_divisor, self._is_reduction_boundary, self.finish_delayed_update,
         )  # fmt: skip
 
@@ -311,7 +311,7 @@ class Engine(nn.Module):
         clip = clip_divisor(norm, self.config.gradient_clipping) if agreement.finite else 1.0
         if agreement.finite:
             with profiler_ranges.span("step"):
-                zero.sharded_step.step(mean_divisor * clip)
+                zero.optimizer_shard.step(mean_divisor * clip)
             ledger.note("step")
             # 6 publish: cast into the flat buffer, gather the buckets.
             with profiler_ranges.span("publish"):
@@ -353,7 +353,7 @@ class Engine(nn.Module):
     def _trouble(self) -> RuntimeError | None:
         """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""
         found, zero = None, self.zero
-        for check in (partial(zero.sharded_step.before_step, zero.groups), zero.trained.check, zero.stage.end_passes):
+        for check in (partial(zero.optimizer_shard.before_step), zero.trained.check, zero.stage.end_passes):
             try:
                 check()
             except DesyncError:
@@ -389,7 +389,7 @@ class Engine(nn.Module):
         if agreement.finite or self.config.precision.dtype == "fp16":
             return
         self._drop_step()
-        where = find_bad_gradient(self.module, self.zero.groups, self.zero.sharded_step.parts)
+        where = find_bad_gradient(self.module, self.zero.groups, self.zero.optimizer_shard.parts)
         raise NonFiniteError(
             f"step {self.global_steps + 1}: the gradient of {where} is not finite (loss {agreement.loss}). "
             "Parameters and optimizer state are those of the step before. Lower the learning rate, clip gradients, or "
@@ -447,11 +447,11 @@ class Engine(nn.Module):
         Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
         training as if this step had not been delayed; a run that is continued takes the same course.
         """
-        if not self.zero.sharded_step.update_pending:
+        if not self.zero.optimizer_shard.update_pending:
             return
         # Stage 3 may hold gathered parameters that were fetched ahead: they are of before the update.
         self.before_writes()
-        self.zero.sharded_step.finish()
+        self.zero.optimizer_shard.apply_pending_update()
         # Its bytes are beside the step's: the predictions are of a step without it.
         with self.comm.ledger.aside():
             self.zero.stage.publish()

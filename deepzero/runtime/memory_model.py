@@ -46,15 +46,14 @@ from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUC
 from deepzero.comm.streams import storage_ptr_of
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
-from deepzero.layout import Bucket, FlatLayout
+from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE, TO_HOST
-from deepzero.offload.host_gradients import GRADIENTS, LANDING
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.offload.offload_plan import MOMENTS
+from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
-from deepzero.runtime.zero.master_shard import HOST_MASTERS
-from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, MOMENTS
+from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
     FORWARD,
@@ -65,7 +64,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 )
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.stage3 import PartitionedParamGroup
+from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER, FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
@@ -540,7 +539,7 @@ def build_ledger(
     if built.offload is not None:
         delayed = config.zero.offload_optimizer.delayed_update
         placements = [group.placement for group in built.groups]
-        on_device, memory[LANDING] = wire_bytes(placements, sizes, world, delayed)
+        on_device, memory[STAGING] = wire_bytes(placements, sizes, world, delayed)
         memory["buckets"] += on_device
     if built.quantized_grads is not None and config.zero.quantization.error_feedback:
         memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
@@ -577,9 +576,8 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     """Which tensors are measured, and how much of each is padding: what is more than this rank's pieces."""
 
     def stepped_on_host() -> list[torch.Tensor]:
-        masters = [
-            master for way in (built.offload.ways if built.offload is not None else ()) for master in way.masters
-        ]
+        uploads = built.offload.uploads if built.offload is not None else []
+        masters = [master for upload in uploads for master in upload.masters]
         states = (optimizer.state.get(master, {}) for master in masters)
         return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
 
@@ -599,7 +597,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     padding = _padding(built)
 
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
-    ledger.watch("masters", lambda: [group.master_store.on_device for group in built.groups], padding["masters"])
+    ledger.watch("masters", lambda: [group.master_shard.on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", lambda: [*_bucket_buffers(built), *built.reducer.kept()])
@@ -645,7 +643,7 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
             found[category] += tensor.nbytes - numel * tensor.itemsize
 
     for group in built.stores:
-        fragments, placement, store = group.fragments, group.placement, group.master_store
+        fragments, placement, store = group.fragments, group.placement, group.master_shard
         if isinstance(group, PartitionedParamGroup):
             on_host = sum(p.numel for p in fragments if p.shard_start < placement.parameter_numel)
             count("parameters", group.shard_on_device, sum(p.numel for p in fragments) - on_host)
@@ -657,7 +655,7 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
             count(category, tensor, sum(p.numel for p in fragments if span.holds(p.shard_start)))
-    sums, whole = built.stage.gradients.grad_S, built.reducer.whole
+    sums, whole = built.optimizer_shard.grad_S, built.reducer.whole
     for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
         count("gradients", flat, group.layout.numel)
         there = group.placement.optimizer_numel

@@ -13,10 +13,9 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
-from deepzero.runtime.zero.delayed_update import DelayedStep
+from deepzero.offload.offload_plan import Offload
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator
-from deepzero.runtime.zero.offload_setup import Offload
-from deepzero.runtime.zero.sharded_step import ParamGroup, ShardedStep
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
 from deepzero.runtime.zero.stage3 import Partitioning, ZeroStage3
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
@@ -136,7 +135,7 @@ class ZeroComponents:
     """Stage 3's."""
     offload: Offload | None
     """What lives in host memory, if anything does."""
-    sharded_step: ShardedStep | DelayedStep
+    optimizer_shard: OptimizerShard
     """Phase 5: the optimizer over this rank's masters."""
     trained: TrainedParameters
     """Checked before every step: the same parameters train as at build."""

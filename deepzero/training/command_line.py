@@ -36,7 +36,7 @@ from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, def
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
-from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.monitor.run_name import named
 from deepzero.monitor.terminal import say
 from deepzero.planning import plan

@@ -19,7 +19,7 @@ from deepzero.comm import process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import TIMELINE, write_json
-from deepzero.monitor.report.write import write_report_or_tell
+from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.planning.dry_run import ClusterShape, dry_run, quiet
 from deepzero.profiling.step_recorder import StepRecorder, points_for
 from deepzero.training.build_model import program_of

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
+from deepzero.comm.collectives import Communicator, DryRunCommunicator
 from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.offload import arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
@@ -366,9 +366,9 @@ def _nccl(machine, method, uses, mirrored):
         for tensor, writes in touched:
             machine.touch(machine.network, tensor, writes, kind)
         pending = method(self, kind, *args, **kwargs)
-        for work in pending.works:
+        for work in filter(None, pending.works):
             work.wait()
-        if self._pretends:
+        if isinstance(self, DryRunCommunicator):
             with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
                 mirrored(self, *args, **kwargs)
         if touched:

@@ -21,7 +21,7 @@ from deepzero.comm.process_group import StoreMailbox
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog, hang_report
-from deepzero.health.desync_watchdog import RankLeftError, Watchdog
+from deepzero.health.desync_watchdog import NcclWatchdog, RankLeftError, Watchdog
 from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
@@ -217,7 +217,7 @@ def test_standing_still_is_said_once():
 
 @pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys):
-    dog = Watchdog(None, 1, 2, "nccl", standstill=NcclStallReporter(1.0))
+    dog = NcclWatchdog(1, NcclStallReporter(1.0))
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
     dog.leave("is done")

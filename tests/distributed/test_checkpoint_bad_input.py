@@ -42,9 +42,6 @@ def saved(ranks, tmp_path_factory):
     return folder
 
 
-# ---- folders that hold no such checkpoint ----------------------------------------------------------------------------
-
-
 def load_from(rank, world, places):
     engine = engine_for(world, 2)
     before = engine.params_sha256()
@@ -93,9 +90,6 @@ def test_a_manifest_of_a_newer_version(ranks, saved, tmp_path):
         assert f"{file} has version 2, and this deepzero reads version 1; load it with the one that wrote it (9.1)" in (
             message
         )
-
-
-# ---- another model, another optimizer --------------------------------------------------------------------------------
 
 
 class Larger(TinyModel):
@@ -223,9 +217,6 @@ def test_a_rank_that_holds_nothing(rank, world, tmp_path, stage):
     engine.destroy()
 
 
-# ---- what the caller gives -------------------------------------------------------------------------------------------
-
-
 class Sullen:
     """Cannot be turned into anything."""
 
@@ -301,9 +292,6 @@ def test_ranks_that_disagree(rank, world, tmp_path):
     assert "no white space at its ends" in found[3] and "'latest' is taken" in found[4]
     assert "keep_last=0 must be at least 1" in found[5]
     assert "holds no checkpoint" in found[6]
-
-
-# ---- disks that cannot be read ---------------------------------------------------------------------------------------
 
 
 @on_ranks()

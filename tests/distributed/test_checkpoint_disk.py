@@ -133,47 +133,35 @@ def test_a_commit_that_fails_and_a_disk_too_full_beforehand(rank, world, tmp_pat
     assert too_full.startswith(f"{tmp_path}: a checkpoint needs 0.000 GB and the disk has 0.000 GB left; make room")
 
 
-def no_memory(rank, world, folder, victim):
+@pytest.mark.parametrize("victim", [0, 1])
+@on_ranks()
+def test_no_memory_for_the_copy(rank, world, tmp_path, victim):
     """One rank cannot take its copy: it says so itself, the others hear of it."""
     engine = engine_for(world, 2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
             patch.setattr(async_save.Saver, "_snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
         began = time.monotonic()
-        if rank == victim:
-            with pytest.raises(MemoryError):
-                engine.save_checkpoint(folder, asynchronous=True)
-        else:
-            engine.save_checkpoint(folder, asynchronous=True)
+        with pytest.raises(MemoryError) if rank == victim else nullcontext():
+            engine.save_checkpoint(tmp_path, asynchronous=True)
         message = said(engine.wait_for_checkpoint)
         assert time.monotonic() - began < 10
-    left = names(folder)
-    engine.save_checkpoint(folder)
+    assert rank == victim or f"rank {victim}: MemoryError: no memory" in message
+    assert names(tmp_path) == [".lock"]
+    engine.save_checkpoint(tmp_path)
     engine.destroy()
-    return message, left
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_no_memory_for_the_copy(ranks, tmp_path, victim):
-    found = ranks.run(no_memory, tmp_path, victim)
-    assert f"rank {victim}: MemoryError: no memory" in found[1 - victim][0]
-    assert found[0][1] == [".lock"]
-
-
-def closed_folders(rank, world, places):
+@on_ranks()
+def test_folders_that_cannot_be_written(rank, world, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
     engine = engine_for(world, 1)
-    found = [said(engine.save_checkpoint, place) for place in places]
+    for place in (file, file / "below", Path("/proc/deepzero"), tmp_path / ("x" * 300)):
+        message = said(engine.save_checkpoint, place)
+        assert message.startswith(f"cannot write to {place}: ") and message.endswith("; choose another folder")
     steps(engine, rank, world, 1)
     engine.destroy()
-    return found
-
-
-def test_folders_that_cannot_be_written(ranks, tmp_path):
-    (tmp_path / "file").write_text("")
-    places = [tmp_path / "file", tmp_path / "file" / "below", Path("/proc/deepzero"), tmp_path / ("x" * 300)]
-    for found in ranks.run(closed_folders, places):
-        for place, message in zip(places, found, strict=True):
-            assert message.startswith(f"cannot write to {place}: ") and message.endswith("; choose another folder")
 
 
 HOLD = """
@@ -235,31 +223,20 @@ def test_the_same_tag_again(rank, world, tmp_path):
     engine.destroy()
 
 
-def prune_tags(rank, world, folder):
+@on_ranks()
+def test_old_checkpoints_are_removed(rank, world, tmp_path):
+    """Those of like tags, and never the one that ``latest`` names."""
     engine = engine_for(world, 1)
-    seen = []
-    engine.save_checkpoint(folder, tag="best")
-    for until in (1, 2, 9, 10):
+    engine.save_checkpoint(tmp_path, tag="best")
+    kept = {1: "step_1", 2: "step_1 step_2", 9: "step_2 step_9", 10: "step_10 step_9"}
+    for until in (1, 2, 9, 10, 11, 12, 13):
         steps(engine, rank, world, until)
-        engine.save_checkpoint(folder, tag=f"step_{until}", keep_last=2)
-        seen.append(names(folder))
-    for until in (11, 12, 13):
-        steps(engine, rank, world, until)
-        engine.save_checkpoint(folder, tag=f"step_{until}", keep_last=1, save_latest=False)
-        seen.append(names(folder))
-    engine.load_checkpoint(folder)
+        few = {"keep_last": 2} if until <= 10 else {"keep_last": 1, "save_latest": False}
+        engine.save_checkpoint(tmp_path, tag=f"step_{until}", **few)
+        assert names(tmp_path) == [".lock", "best", "latest", *kept.get(until, f"step_10 step_{until}").split()]
+    engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 10
     engine.destroy()
-    return seen
-
-
-def test_old_checkpoints_are_removed(ranks, tmp_path):
-    """Those of like tags, and never the one that ``latest`` names."""
-    always = [".lock", "best", "latest"]
-    kept = [["step_1"], ["step_1", "step_2"], ["step_2", "step_9"], ["step_10", "step_9"]]
-    kept += [["step_10", f"step_{until}"] for until in (11, 12, 13)]
-    for seen in ranks.run(prune_tags, tmp_path):
-        assert seen == [always + tags for tags in kept]
 
 
 def test_an_unfinished_save_is_said(tmp_path):

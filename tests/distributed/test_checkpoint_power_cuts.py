@@ -151,9 +151,6 @@ def test_saves(ranks, tmp_path, world):
     assert idle_flushes(events, search) == set()
 
 
-# ---- a process that was killed, and then the power -------------------------------------------------------------------
-
-
 class Killed(BaseException):
     """Nothing of the process goes on."""
 
@@ -202,9 +199,6 @@ def test_what_a_killed_process_had_no_time_to_flush(ranks, tmp_path, monkeypatch
     assert next(search(events, chance=Random(0)), None) is None
     needed = {event[2] for event in events if event[0] == "flush"} - idle_flushes(events, search)
     assert any("clear_remains" in site for site in needed)
-
-
-# ---- a whole model, and small files ----------------------------------------------------------------------------------
 
 
 def write_model(folder, number, max_bytes):

@@ -14,8 +14,8 @@ import torch
 import deepzero
 from deepzero.comm import process_group
 from deepzero.config.strict import ConfigError
+from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.ops import CPUAdam
-from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_offload import CPU_ADAM, go, settings
@@ -95,18 +95,18 @@ def test_same_bits_in_all_stages(ranks, accumulation):
 def begins_late(rank, world, case):
     """Losses and bits, where each delayed update begins after the backward pass that it runs beside."""
     engine, _ = made(case)
-    run, gate, held, losses = DelayedStep._run, threading.Event(), [], []
+    run, gate, held, losses = DelayedOptimizerShard._run, threading.Event(), [], []
 
     def wait_and_run(self, *args):
         held.append(gate.wait(60))
         run(self, *args)
 
-    with mock.patch.object(DelayedStep, "_run", wait_and_run):
+    with mock.patch.object(DelayedOptimizerShard, "_run", wait_and_run):
         for step in range(6):
             engine.backward(engine(*my_micro_batches(step, rank, world, 2, 1)[0]))
             engine.stage.gradients.drain()
             gate.set()
-            engine.zero.sharded_step.join()
+            engine.zero.optimizer_shard.wait_pending_update()
             gate.clear()
             engine.step()
             losses.append(engine.last_step.loss)
@@ -161,7 +161,7 @@ def test_what_a_late_step_moved_is_measured(rank, world):
     engine, _ = made(case)
     go(engine, rank, world, 0, AFTER + 2)
     engine.finish_delayed_update()
-    numel = sum(part.master.numel() for part in engine.zero.sharded_step.parts)
+    numel = sum(part.master.numel() for part in engine.zero.optimizer_shard.parts)
     meter = engine.zero.offload.meter
     legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
     engine.destroy()
@@ -258,7 +258,7 @@ def test_a_skipped_step_sends_what_is_ready(rank, world):
     engine.backward(engine(ids, labels) * (float("inf") if rank == 0 else 1.0))
     engine.step()
     assert engine.last_step.skipped and not torch.equal(before, model.norm.weight)
-    assert not engine.zero.sharded_step.update_pending
+    assert not engine.zero.optimizer_shard.update_pending
 
 
 @on_ranks()
@@ -274,10 +274,10 @@ def test_after_a_refused_step_gradients_are_those_of_the_step(rank, world):
         ids, labels = my_micro_batches(step, rank, world, engine.batch.micro_batch, 1)[0]
         engine.backward(engine(ids, labels))
         engine.stage.gradients.reduce_now()
-        fresh = engine.stage.gradients.master_parts()
-        mine = engine.zero.sharded_step.parts
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(fresh, mine, strict=True)), step
-        assert all(a.grad.data_ptr() == b.grad.data_ptr() for a, b in zip(fresh, mine, strict=True)), step
+        fresh = list(engine.zero.optimizer_shard._grad_fragments())
+        mine = engine.zero.optimizer_shard.parts
+        assert all(torch.equal(a, b.grad) for a, b in zip(fresh, mine, strict=True)), step
+        assert all(a.data_ptr() == b.grad.data_ptr() for a, b in zip(fresh, mine, strict=True)), step
         engine.step()
     engine.destroy()
 
@@ -293,7 +293,7 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
     engine, _ = made(late(2, after=0))
     engine.save_checkpoint(folder)
     go(engine, rank, world, 0, 1)
-    engine.zero.sharded_step.join()
+    engine.zero.optimizer_shard.wait_pending_update()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(CPUAdam, "step", refuse)

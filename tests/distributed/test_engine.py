@@ -23,8 +23,6 @@ from tests.distributed.training import (
     start,
 )
 
-# ---- fp16 ------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks()
@@ -68,9 +66,6 @@ def test_fp16_three_ways_to_call_backward(ranks):
     assert plain[1].grad_norm == pytest.approx(engine[1].grad_norm, rel=1e-3) and plain[1].loss == engine[1].loss
 
 
-# ---- what is not finite ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @on_ranks()
@@ -90,9 +85,6 @@ def test_nan_gradient_stops_and_names_the_parameter(rank, world, stage, precisio
     message, untouched = str(error.value), engine.params_sha256() == before
     assert message.startswith("step 2: the gradient of blocks.1.1.weight is not finite")
     assert untouched
-
-
-# ---- parameters that are special -------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -194,9 +186,6 @@ def test_more_ranks_than_elements(rank, world, stage):
     engine.step()
     assert engine.last_step.grad_norm == 2.5
     assert engine.module.weight.item() == pytest.approx(initial - 0.1 * 0.5)  # clipped to 0.5
-
-
-# ---- backward passes of all kinds ------------------------------------------------------------------------------------
 
 
 class Checkpointed(TinyModel):

@@ -25,8 +25,6 @@ from tests.distributed.training import (
     start,
 )
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
-
 
 @on_ranks()
 def test_misuse(rank, world):
@@ -113,7 +111,7 @@ def test_a_model_that_building_broke_off_with_is_refused(rank, world):
     """Out of memory on all ranks, in the middle of building: the model is lost, and is said to be; a new one trains."""
     for stage in (0, 2, 3):
         zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}  # the frozen weight stays whole
-        for place in ("zero.master_shard.MasterShard.allocate", "build.ShardedStep", "zero.stage3.take_values"):
+        for place in ("zero.optimizer_shard.MasterShard.allocate", "build.OptimizerShard", "zero.stage3.take_values"):
             model = make_model()
             model.norm.weight.requires_grad_(False)
             broken = mock.patch(f"deepzero.runtime.{place}", side_effect=torch.OutOfMemoryError("no room"))
@@ -193,41 +191,30 @@ def test_a_checkpoint_without_a_folder(rank, world):
     assert sorted(Path().iterdir()) == before
 
 
-def progress(rank, world):
+@on_ranks()
+def test_steps_per_print(rank, world):
     engine = start(make_model(), stage=1, steps_per_print=2)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step in range(4):
             one_step(engine, rank, world, step)
-    return out.getvalue().splitlines()
+    assert [line.split(",")[0] for line in out.getvalue().splitlines()] == [["step=2", "step=4"], []][rank]
 
 
-def test_steps_per_print(ranks):
-    lines, silent = ranks.run(progress, world_size=2)
-    assert [line.split(",")[0] for line in lines] == ["step=2", "step=4"] and not silent
-
-
-def different(rank, world, what):
-    changes = {"stage": 1}
-    model = make_model()
+@pytest.mark.parametrize(("what", "words"), [
+    ("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"), ("shape", "(38, 24)"), ("frozen", "trained=False"),
+])  # fmt: skip
+@on_ranks(3)
+def test_ranks_that_differ_all_raise(rank, world, what, words):
+    changes, model = {"stage": 1}, make_model()
     if what == "config":
         changes["gradient_clipping"] = 1.0 + rank
     elif what == "shape" and rank == 1:
-        torch.manual_seed(0)
         model = TinyModel(hidden=38)
     elif what == "frozen" and rank == 1:
         model.norm.bias.requires_grad_(False)
     with pytest.raises(RankMismatchError) as error:
         start(model, **changes)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [("config", "gradient_clipping: 1.0 on rank 0, 2.0 on rank 1"), ("shape", "(38, 24)"), ("frozen", "trained=False")],
-)
-def test_ranks_that_differ_all_raise(ranks, what, words):
-    messages = ranks.run(different, what, world_size=3)
-    assert all(words in message for message in messages)
+    assert words in str(error.value)
 
 
 def different_values(rank, world):
@@ -247,9 +234,6 @@ def test_optimizers_that_do_not_fit(rank, world):
         deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
     with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
         deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
-
-
-# ---- front door ------------------------------------------------------------------------------------------------------
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -15,8 +15,6 @@ from tests.distributed.training import SGD, WHOLE, config, make_batch, make_mode
 
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
-# ---- zero_grad -------------------------------------------------------------------------------------------------------
-
 
 def clear(engine):
     """Whatever a program may clear gradients with."""
@@ -106,24 +104,18 @@ class SparseTwice(nn.Module):
         return (self.embed.weight if dense else self.embed(ids)).square().sum()
 
 
-def sparse(rank, world, dense):
-    torch.manual_seed(0)
-    engine = start(SparseTwice(), stage=1, optimizer=SGD, gradient_accumulation_steps=len(dense), gradient_clipping=0)
-    expected = engine.module.embed.weight.detach().clone().requires_grad_()
-    ids = torch.tensor([1, 5, 5])
-    for some in dense:
-        engine.backward(engine(ids, some))
-        engine.step()
-        (expected if some else expected[ids]).square().sum().backward()
-    return torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * expected.grad / len(dense))
-
-
-def test_sparse_and_dense_gradients_add_up(ranks):
+@on_ranks(1)
+def test_sparse_and_dense_gradients_add_up(rank, world):
     for dense in ([False, False], [False, True], [True, False]):
-        assert ranks.run(sparse, dense, world_size=1) == [True]
-
-
-# ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
+        few = {"gradient_accumulation_steps": len(dense), "gradient_clipping": 0}
+        engine = start(SparseTwice(), stage=1, optimizer=SGD, **few)
+        expected = engine.module.embed.weight.detach().clone().requires_grad_()
+        ids = torch.tensor([1, 5, 5])
+        for some in dense:
+            engine.backward(engine(ids, some))
+            engine.step()
+            (expected if some else expected[ids]).square().sum().backward()
+        assert torch.allclose(engine.module.embed.weight, expected.detach() - 0.1 * expected.grad / len(dense))
 
 
 class Energy(nn.Module):
@@ -204,61 +196,50 @@ def test_autograd_grad_through_experts(rank, world):
     assert results[0] == results[1]
 
 
-def penalty(rank, world, stage):
-    """A gradient penalty (``create_graph=True``): one backward pass, whose loss is the whole one."""
-    torch.manual_seed(0)
-    engine = start(Energy(), stage=stage, optimizer=SGD, gradient_clipping=0)
-    x = torch.full((3, 6), 0.5 + rank, requires_grad=True)
-    out = engine(x)
-    (slope,) = torch.autograd.grad(out, x, create_graph=True)
-    loss = out + slope.square().sum()
-    engine.backward(loss)
-    engine.step()
-    return engine.last_step.loss, float(loss.detach()), engine.last_step.grad_norm
-
-
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradient_penalty(ranks, stage):
-    torch.manual_seed(0)
-    model, norms, losses = Energy(), [], []
-    for rank in range(2):
-        x = torch.full((3, 6), 0.5 + rank, requires_grad=True)
+@on_ranks()
+def test_gradient_penalty(rank, world, stage):
+    """With ``create_graph=True``: one backward pass, whose loss is the whole one."""
+
+    def loss_of(model, at):
+        x = torch.full((3, 6), 0.5 + at, requires_grad=True)
         out = model(x)
         (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        loss = out + slope.square().sum()
-        (loss / 2).backward()
-        losses.append(float(loss.detach()))
-    norms = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
-    for seen, own, norm in ranks.run(penalty, stage, world_size=2):
-        assert seen == pytest.approx(sum(losses) / 2) and own in losses and norm == pytest.approx(norms)
+        return out + slope.square().sum()
+
+    torch.manual_seed(0)
+    model = Energy()
+    losses = [loss_of(model, at) for at in range(world)]
+    mean = sum(losses) / world
+    mean.backward()
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    torch.manual_seed(0)
+    engine = start(Energy(), stage=stage, optimizer=SGD, gradient_clipping=0)
+    loss = loss_of(engine, rank)
+    engine.backward(loss)
+    engine.step()
+    assert engine.last_step.loss == pytest.approx(mean.item()) and engine.last_step.grad_norm == pytest.approx(norm)
+    assert loss.item() == pytest.approx(losses[rank].item())
 
 
-# ---- losses that are not finite --------------------------------------------------------------------------------------
-
-
-def nan_loss(rank, world, stage, scale):
+@pytest.mark.parametrize(("stage", "scale"), [(1, 0), (3, 64)])
+@on_ranks()
+def test_a_nan_loss_is_no_overflow_for_ever(rank, world, stage, scale):
     settings = {"fp16": {"loss_scale": scale, "initial_scale_power": 10}}
     engine = start(make_model(), stage=stage, precision="fp16", zero=WHOLE if stage == 3 else {}, **settings)
     one_step(engine, rank, world)
     kept = engine.params_sha256()
-    for step in range(1, 20):
-        ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
-        # Four bad steps and a good one in between are an accident; five in a row are not.
-        bad = rank == 1 and step != 5
-        try:
+    with pytest.raises(deepzero.NonFiniteError) as error:
+        for step in range(1, 20):
+            # Four bad steps and a good one in between are an accident; five in a row are not.
+            bad = rank == 1 and step != 5
+            ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
             engine.backward(engine(ids, labels) * (math.nan if bad else 1.0))
             engine.step()
-        except deepzero.NonFiniteError as error:
-            return step, str(error), engine.params_sha256() != kept, engine.skipped_steps
-    return None
-
-
-@pytest.mark.parametrize(("stage", "scale"), [(1, 0), (3, 64)])
-def test_a_nan_loss_is_no_overflow_for_ever(ranks, stage, scale):
-    for step, text, trained, skipped in ranks.run(nan_loss, stage, scale, world_size=2):
-        assert (step, trained, skipped) == (10, True, 8)
-        assert text.startswith("step 11: the loss is not finite (nan on rank 1), in 5 optimizer steps in a row")
-        assert "those of step 6" in text
+    assert (step, engine.params_sha256() != kept, engine.skipped_steps) == (10, True, 8)
+    text = str(error.value)
+    assert text.startswith("step 11: the loss is not finite (nan on rank 1), in 5 optimizer steps in a row")
+    assert "those of step 6" in text
 
 
 @on_ranks()

@@ -1,6 +1,5 @@
 """The error meter: what it reads, when it reads, and what happens to a bucket that loses too much."""
 
-import logging
 import math
 
 import torch
@@ -8,7 +7,8 @@ from torch import nn
 
 import deepzero
 from deepzero.runtime.zero.zeropp import METER
-from tests.distributed.training import as_predicted, config
+from tests.distributed.pool import on_ranks
+from tests.distributed.training import as_predicted, config, log_lines
 
 SIZE = 128
 LAYERS = 4
@@ -45,24 +45,16 @@ def settings(zero=None, precision="bf16", fp16=None, **quantization):
 
 def run(rank, world, given, outlier, steps):
     """The readings and metrics of every step, and the account at the end."""
-    messages = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            messages.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("deepzero.runtime.zero.zeropp").addHandler(handler)
-    engine, *_ = deepzero.initialize(model=model(outlier), config=given)
-    generator = torch.Generator().manual_seed(rank)
-    seen = []
-    for _ in range(steps):
-        x = torch.randn(8, SIZE, generator=generator).bfloat16() / SIZE
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
-        same = {name: value for name, value in engine.step_metrics().items() if not name.startswith("comm/")}
-        seen.append((same, engine.quantization_report()))
-    logging.getLogger("deepzero.runtime.zero.zeropp").removeHandler(handler)
+    with log_lines("deepzero.runtime.zero.zeropp") as messages:
+        engine, *_ = deepzero.initialize(model=model(outlier), config=given)
+        generator = torch.Generator().manual_seed(rank)
+        seen = []
+        for _ in range(steps):
+            x = torch.randn(8, SIZE, generator=generator).bfloat16() / SIZE
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            same = {name: value for name, value in engine.step_metrics().items() if not name.startswith("comm/")}
+            seen.append((same, engine.quantization_report()))
     return seen, messages, engine.report(), engine.params_sha256()
 
 
@@ -120,46 +112,34 @@ def test_the_meter_changes_no_bit(ranks):
     assert [result[3] for result in with_it] == [result[3] for result in without]
 
 
-def overflows(rank, world, given):
-    """Steps that are skipped at first; how many were, and what was decided when."""
-    engine, *_ = deepzero.initialize(model=model(), config=given)
-    decided = []
-    for _ in range(32):
-        x = torch.ones(4, SIZE).half() / SIZE
-        engine.backward(engine(x).float().square().mean())
-        engine.step()
-        decided.append((engine.last_step.skipped, len(engine.quantization_report()["unquantized"])))
-    return decided
-
-
-def test_a_skipped_step_is_measured_later(ranks):
+@on_ranks()
+def test_a_skipped_step_is_measured_later(rank, world):
     """fp16 begins with overflows: the first step that is applied is the first that is measured."""
     given = settings(
         {"zero_quantized_weights": False}, "fp16", meter_every=50, min_gradient_snr_db=200.0,
         fp16={"initial_scale_power": 32, "hysteresis": 1},
     )  # fmt: skip
-    for decided in ranks.run(overflows, given, world_size=2):
-        skipped = [one for one, _ in decided]
-        first = skipped.index(False)
-        assert first > 0 and [count for _, count in decided] == [0] * first + [LAYERS] * (len(decided) - first)
-
-
-def stopped(rank, world, given):
-    """The account of the step in which buckets have just been stopped, and of the next."""
-    engine, *_ = deepzero.initialize(model=model(100.0), config=given)
-    accounts = []
-    for _ in range(4):
-        engine.backward(engine(torch.ones(4, SIZE).bfloat16() / SIZE).float().square().mean())
+    engine, *_ = deepzero.initialize(model=model(), config=given)
+    skipped, decided = [], []
+    for _ in range(32):
+        engine.backward(engine(torch.ones(4, SIZE).half() / SIZE).float().square().mean())
         engine.step()
-        accounts.append(engine.report())
-    return accounts, engine.quantization_report()["unquantized"]
+        skipped.append(engine.last_step.skipped)
+        decided.append(len(engine.quantization_report()["unquantized"]))
+    first = skipped.index(False)
+    assert first > 0 and decided == [0] * first + [LAYERS] * (len(decided) - first)
 
 
-def test_the_account_of_the_steps_after_a_stop(ranks):
+@on_ranks(4)
+def test_the_account_of_the_steps_after_a_stop(rank, world):
     """MiCS: what has stopped is kept anew at once, and nothing leaves the group that was not said."""
     zero = {"zero_hpz_partition_size": 1, "mics_shard_size": 2}
     given = settings(zero, block_size=2048, meter_every=2, min_gradient_snr_db=1000.0)
-    for accounts, unquantized in ranks.run(stopped, given, world_size=4):
-        assert "weights of 1.weight" in unquantized and len(unquantized) == 1 + LAYERS
-        for account in accounts[1:]:
-            as_predicted(account["communication"])
+    engine, *_ = deepzero.initialize(model=model(100.0), config=given)
+    for step in range(4):
+        engine.backward(engine(torch.ones(4, SIZE).bfloat16() / SIZE).float().square().mean())
+        engine.step()
+        if step:  # that in which buckets have just been stopped, and the next ones
+            as_predicted(engine.report()["communication"])
+    unquantized = engine.quantization_report()["unquantized"]
+    assert "weights of 1.weight" in unquantized and len(unquantized) == 1 + LAYERS

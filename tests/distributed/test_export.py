@@ -187,9 +187,6 @@ def test_the_reader_of_the_book(ranks, tmp_path):
     )
 
 
-# ---- names and what is not there -------------------------------------------------------------------------------------
-
-
 class Wrapper(nn.Module):
     """What puts a prefix before every name."""
 
@@ -225,9 +222,6 @@ def test_without_frozen_parameters(ranks, tmp_path, capsys):
     assert main([*arguments, "--partial"]) == 0 and "does not hold it: frozen" in capsys.readouterr().out
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "model")]
     assert files[0] == files[1]
-
-
-# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def refused(rank, world, folder):
@@ -357,9 +351,6 @@ def test_fp16_that_cannot_hold_a_value(ranks, tmp_path):
     with pytest.raises(CheckpointError, match=r"'norm\.bias' has a value of 70000, which fp16 cannot hold"):
         export(tmp_path, tmp_path / "out", "fp16")
     export(tmp_path, tmp_path / "out", "bf16")
-
-
-# ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
 def hf_model(kind):

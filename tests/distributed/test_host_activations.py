@@ -144,9 +144,6 @@ def test_evaluation_keeps_nothing(rank, world):
     assert engine.ledger.held_now()[HOST_ACTIVATIONS] == 0
 
 
-# ---- the hooks by themselves, without ranks --------------------------------------------------------------------------
-
-
 def hooks(min_bytes=1, chaos=False, keep=()):
     ledger = Ledger()
     wire = HostDeviceCopier(

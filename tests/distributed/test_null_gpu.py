@@ -128,9 +128,6 @@ def test_a_tour(ranks):
     ranks.run(tours, [both, (settings(2, 1.0, chaos=3, activation_checkpointing=HOST), "plain")], timeout=110)
 
 
-# ---- activations, without ranks --------------------------------------------------------------------------------------
-
-
 def activations(steps=4, pin=True, chaos=False, refuses_to_lock=False):
     """Forward and backward passes that nobody stands still for; what was locked meanwhile."""
     with null_gpu() as machine:
@@ -164,9 +161,6 @@ def test_activations_without_page_locking(caplog):
     assert activations(refuses_to_lock=True) == 0
     (said,) = caplog.records
     assert "refuses to lock pages" in said.message and "cpu_checkpointing_pin_memory=false" in said.message
-
-
-# ---- zero.Init, and what the checker itself finds --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -7,8 +7,7 @@ import torch
 
 import deepzero
 from deepzero.config.strict import ConfigError
-from deepzero.offload import arena
-from deepzero.runtime.zero import offload_setup
+from deepzero.offload import arena, offload_plan
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -315,7 +314,7 @@ def crowded(rank, world):
 def bound(rank, world):
     """Rank 1 may use one core alone, for which eight threads are too many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_setup, "usable_cores", lambda: frozenset([0] if rank == 1 else range(64)))
+        patch.setattr(offload_plan, "usable_cores", lambda: frozenset([0] if rank == 1 else range(64)))
         return refused(rank, world, settings(2, 1.0, offload={"threads": 8}))
 
 

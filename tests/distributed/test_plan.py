@@ -10,6 +10,7 @@ from deepzero.config.strict import ConfigError
 from deepzero.models.gpt import GPT
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run, follow
 from deepzero.runtime.zero.zeropp import METER
+from tests.distributed.pool import on_ranks
 
 MODEL = ModelConfig(n_layer=3, n_embd=64, n_head=2, block_size=32, vocab_size=128)
 MICRO_BATCH = 2
@@ -106,50 +107,34 @@ def test_the_plan_is_what_is_executed(ranks, case, world_size):
     assert found == [[]] * world_size
 
 
-def follow_from_the_first_step(rank, world_size, config):
-    """Whether the first step went by a plan that was never recorded here, and ended with the same bits."""
+@on_ranks()
+def test_a_plan_is_followed_from_the_first_step(rank, world_size):
+    """The first step goes by a plan that was never recorded here, and ends with the same bits."""
+    config = settings(**CASES["stage 3"])
     planned = dry_run(program(config), ClusterShape(world_size, world_size, "cpu"), rank)
     recorded, _ = run_for_real(config, 2)
     followed, seen = run_for_real(config, 2, plan=planned.plan)
-    alike = recorded.params_sha256() == followed.params_sha256()
+    assert recorded.params_sha256() == followed.params_sha256()
     executed = followed.stage.coordinator.training.step_plan()
-    assert executed is not None and planned.plan is not None
-    same = [use.keys for use in executed.uses] == [use.keys for use in planned.plan.uses]
+    assert [use.keys for use in executed.uses] == [use.keys for use in planned.plan.uses]
     assert executed.actions == planned.plan.actions
     recorded.destroy()
     followed.destroy()
-    return (
-        seen[0] == seen[1] == what_happened(planned.events),
-        alike and same,
-        followed.stage.coordinator.training.dropped,
-    )
+    assert seen[0] == seen[1] == what_happened(planned.events)
+    assert followed.stage.coordinator.training.dropped == 0
 
 
-def test_a_plan_is_followed_from_the_first_step(ranks):
-    found = ranks.run(follow_from_the_first_step, settings(**CASES["stage 3"]), world_size=2)
-    assert found == [(True, True, 0)] * 2
-
-
-def refuse(rank, world_size, config):
-    zero, said = config["zero_optimization"], []
-    for planned_with, run_with in (
-        ({"reduce_bucket_size": 9_000}, config),
-        ({"stage3_prefetch_bucket_size": 1_000}, config),
-        ({}, {**config, "zero_optimization": {"stage": 2}}),
+@on_ranks()
+def test_a_plan_for_others_is_refused(rank, world_size):
+    config = settings(**CASES["stage 3"])
+    for planned_with, run_with, said in (
+        ({"reduce_bucket_size": 9_000}, config, "rehearse with the same model, settings and number of ranks"),
+        ({"stage3_prefetch_bucket_size": 1_000}, config, r"the plan keeps to FetchLimits\(prefetch_numel=1000,"),
+        ({}, {**config, "zero_optimization": {"stage": 2}}, "zero.stage=2: only stage 3 follows a plan"),
     ):
-        other = {**config, "zero_optimization": {**zero, **planned_with}}
+        other = {**config, "zero_optimization": {**config["zero_optimization"], **planned_with}}
         plan = dry_run(program(other), ClusterShape(2, 2, "cpu"), rank).plan
-        assert plan is not None
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=run_with)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=said):
             follow(engine, plan)
-        said.append(str(caught.value))
         engine.destroy()
-    return said
-
-
-def test_a_plan_for_others_is_refused(ranks):
-    other_buckets, other_limits, stage_2 = ranks.run(refuse, settings(**CASES["stage 3"]), world_size=2)[0]
-    assert "rehearse with the same model, settings and number of ranks" in other_buckets
-    assert "the plan keeps to FetchLimits(prefetch_numel=1000," in other_limits
-    assert "zero.stage=2: only stage 3 follows a plan" in stage_2

@@ -76,15 +76,12 @@ def test_what_no_rank_has_sent_is_not_unpickled(ranks, tmp_path):
     assert not evidence.exists()
 
 
-def timeouts(rank, world_size):
-    """Of the whole world and of a part of it."""
+@on_ranks()
+def test_a_part_of_the_world_has_its_timeout(rank, world_size):
     part = topology.make_group([(0,), (1,)], rank, with_handle=True).handle
     topology.forget()
-    return tuple(group._get_backend(CPU).options._timeout for group in (dist.group.WORLD, part))
-
-
-def test_a_part_of_the_world_has_its_timeout(ranks):
-    assert ranks.run(timeouts) == [(timedelta(seconds=120),) * 2] * 2
+    for group in (dist.group.WORLD, part):
+        assert group._get_backend(CPU).options._timeout == timedelta(seconds=120)
 
 
 def twice_at_a_port(rank, world_size, port):
@@ -110,18 +107,14 @@ def test_ranks_of_a_foreign_launcher_on_one_machine(ranks):
     assert doors.beyond(first | second) == []
 
 
-def alone(rank, world_size):
-    """A world of one, without any launcher."""
+@on_ranks(1, process_group=False)
+def test_a_world_of_one(rank, world_size):
+    """Without any launcher."""
     for name in ("RANK", "WORLD_SIZE", loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
         os.environ.pop(name)
     process_group.init_distributed(backend="gloo")
     found = doors.listening([os.getpid()])
     process_group.shutdown()
-    return found
-
-
-def test_a_world_of_one(ranks):
-    found = ranks.run(alone, world_size=1, process_group=False)[0]
     assert len(found) == 1, "gloo's"
     assert doors.beyond(found) == []
 

@@ -155,9 +155,6 @@ def test_the_plain_definition(ranks, world, sizes):
         check([rank[number] for rank in found], nodes, layout_of(world), form, dtype, 2, feedback)
 
 
-# ---- several chunks, the error, what leaves a node ------------------------------------------------------------------
-
-
 def large(rank, world, form):
     """A bucket whose parts are several chunks; qgZ's sum and the exact one, and what each sent."""
     layout = plan_layout([world * 300_000], world, 1 << 30)
@@ -196,9 +193,6 @@ def sum_of(parts):
     output = torch.empty(parts[0].numel())
     sum_in_rank_order(output, parts, False, torch.empty(2048))
     return output
-
-
-# ---- feedback, exceptions -------------------------------------------------------------------------------------------
 
 
 def constant(rank, world, per_node, feedback, steps):
@@ -295,9 +289,6 @@ def test_a_bucket_goes_the_exact_way(ranks):
     )
     assert set(predicted) == {INSIDE, BETWEEN, REDUCE_SCATTER}
     assert {k: t.as_dict() for k, t in mean.items()} == {k: pytest.approx(t.as_dict()) for k, t in predicted.items()}
-
-
-# ---- the order of events --------------------------------------------------------------------------------------------
 
 
 def events(rank, world, depth):

@@ -2,10 +2,10 @@
 
 import itertools
 import json
-import logging
 import re
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -237,19 +237,15 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     assert summary.total("host_steps") == 0
 
 
-def ended_early(rank, world, folder):
+@on_ranks()
+def test_a_run_that_ends_before_the_first_recorded_step_says_so(rank, world, tmp_path):
     with log_lines() as said:
         engine = start(Layers(), stage=2)
-        with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), Path(folder), rank) as end_of_step:
+        with trace(ProfilerConfig(enabled=True, wait=5, ranks=(0, 1)), tmp_path, rank) as end_of_step:
             one_step(engine, rank, world)
             end_of_step()
     engine.destroy()
-    return said
-
-
-def test_a_run_that_ends_before_the_first_recorded_step_says_so(ranks, tmp_path):
-    for said in ranks.run(ended_early, str(tmp_path), world_size=2):
-        assert said == ["profiler: the run ended before the first step that was to be recorded; there is no trace"]
+    assert said == ["profiler: the run ended before the first step that was to be recorded; there is no trace"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,33 +271,22 @@ def test_one_rank_sends_nothing(rank, world):
     assert engine.step_metrics() == {}
 
 
-def heard(rank, world, folder, broken):
-    """A recording in which something fails: the lines that are said, and the steps that were made."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger, original = logging.getLogger("deepzero"), torch.profiler.profile.step
-    logger.addHandler(handler)
-    if broken:
-        torch.profiler.profile.step = lambda _: (_ for _ in ()).throw(RuntimeError("no profiler today"))
-    try:
-        return said, len(recorded(rank, world, folder, {"stage": 2})), profiler_ranges.recorder() is None
-    finally:
-        torch.profiler.profile.step = original
-        logger.removeHandler(handler)
-
-
-def test_a_folder_that_cannot_be_written_stops_nothing(ranks, tmp_path):
+@on_ranks()
+def test_a_folder_that_cannot_be_written_stops_nothing(rank, world, tmp_path):
     (tmp_path / "traces").write_text("a file in the folder's place", encoding="utf-8")
-    for said, steps, off in ranks.run(heard, str(tmp_path), False, world_size=2):
-        assert (len(said), steps, off) == (1, ACTIVE, True)
-        assert said[0].startswith(f"profiler: no trace in {tmp_path / 'traces'}: FileExistsError")
+    with log_lines() as said:
+        assert len(recorded(rank, world, tmp_path, {"stage": 2})) == ACTIVE and profiler_ranges.recorder() is None
+    (line,) = said
+    assert line.startswith(f"profiler: no trace in {tmp_path / 'traces'}: FileExistsError")
     assert (tmp_path / "traces").is_file()
 
 
-def test_a_profiler_that_fails_stops_nothing(ranks, tmp_path):
-    for answer in ranks.run(heard, str(tmp_path), True, world_size=2):
-        assert answer == (["profiler: RuntimeError: no profiler today; training goes on without"], ACTIVE, True)
+@on_ranks()
+def test_a_profiler_that_fails_stops_nothing(rank, world, tmp_path):
+    failing = mock.patch.object(torch.profiler.profile, "step", side_effect=RuntimeError("no profiler today"))
+    with log_lines() as said, failing:
+        assert len(recorded(rank, world, tmp_path, {"stage": 2})) == ACTIVE and profiler_ranges.recorder() is None
+    assert said == ["profiler: RuntimeError: no profiler today; training goes on without"]
     assert list(tmp_path.iterdir()) == []
 
 

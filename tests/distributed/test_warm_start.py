@@ -169,9 +169,6 @@ def test_without_load_module_only(rank, world, tmp_path):
         engine.load_checkpoint(path)
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
-
-
 def with_header(raw, change):
     """The file with another header."""
     length = struct.unpack("<Q", raw[:8])[0]

@@ -116,9 +116,6 @@ def test_same_bits_with_accumulation_and_evaluation(ranks, kind):
     assert all(seen == per_rank[0][0] for per_rank in results for seen, _ in per_rank)
 
 
-# ---- quantised weights -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_qwz_depends_on_nothing_but_the_values(ranks):
     """Prefetch, hpZ, MiCS, chaos, offload: the quantised values are the same, forward and backward."""
@@ -282,9 +279,6 @@ def test_bad_sizes(ranks):
     for said in ranks.run(refused, cases, world_size=4):
         for text, what in zip(said, expected, strict=True):
             assert text.startswith(f"{what}: does not divide the 4 ranks") and "1, 2 or 4" in text
-
-
-# ---- what must not be seen -------------------------------------------------------------------------------------------
 
 
 class LooksInBetween(TinyModel):

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 
-from deepzero.planning.autotune import Search, rehearse_option
-from deepzero.planning.autotune_text import NOTHING_FITS, command, text
+from deepzero.planning.autotune import NOTHING_FITS, Search, command, rehearse_option, text
 from deepzero.planning.clusters import H100_HDR
 from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.planning.estimate import Setting

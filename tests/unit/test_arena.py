@@ -10,6 +10,7 @@ from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
 from deepzero.offload import arena as arenas
+from deepzero.offload import offload_plan
 from deepzero.offload.arena import (
     HostArena,
     HostMemoryError,
@@ -20,7 +21,6 @@ from deepzero.offload.arena import (
     zeros_on_large_pages,
 )
 from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST, CopyStats, HostDeviceCopier, OffloadStats
-from deepzero.runtime.zero import offload_setup
 
 CPU = torch.device("cpu")
 PLAN = [
@@ -158,6 +158,6 @@ def test_chaos_puts_copies_off_until_somebody_waits():
 ])  # fmt: skip
 def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch):
     asked = []
-    monkeypatch.setattr(offload_setup, "HostArena", lambda regions, device, pin: asked.append(pin))
-    offload_setup._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
+    monkeypatch.setattr(offload_plan, "HostArena", lambda regions, device, pin: asked.append(pin))
+    offload_plan._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
     assert asked == [locked]

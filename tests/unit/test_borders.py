@@ -9,14 +9,14 @@ import torch
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.manifest import Row, ShardInfo
 from deepzero.checkpoint.reader import damage
-from deepzero.runtime.zero.sharded_step import MasterFragment, _sub_groups
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, cut_into_sub_groups
 
 
 def test_a_sub_group_may_be_exactly_full():
     parts = [MasterFragment(torch.zeros(numel), torch.zeros(numel)) for numel in (2, 3, 1, 4, 9, 4)]
-    numels = [[part.master.numel() for part in group] for group in _sub_groups(parts, 5)]
+    numels = [[part.master.numel() for part in group] for group in cut_into_sub_groups(parts, 5)]
     assert numels == [[2, 3], [1, 4], [9], [4]]
-    assert _sub_groups(parts, None) == [parts]
+    assert cut_into_sub_groups(parts, None) == [parts]
 
 
 def test_a_damaged_block_names_the_tensors_that_it_touches():

@@ -17,7 +17,7 @@ from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import stage3
-from deepzero.runtime.zero.master_shard import MasterShard
+from deepzero.runtime.zero.optimizer_shard import MasterShard
 from tests.distributed.training import config
 
 WIDTH, LAYERS = 256, 8

@@ -228,9 +228,6 @@ def equal(one, other, part):
     return all(torch.equal(a, b[part]) for a, b in pairs if a is not None and b is not None)
 
 
-# ---- accuracy --------------------------------------------------------------------------------------------------------
-
-
 def wild_gradients(n, steps, kind):
     """From 1e-18 to 1e+18: another magnitude for each element, or for each element in each step; or all near 1e-2."""
     generator = torch.Generator().manual_seed(1)

@@ -3,17 +3,19 @@
 import copy
 import itertools
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError
+from deepzero.layout import plan_layout
 from deepzero.ops import CPUAdam
 from deepzero.runtime.elementwise_check import check_elementwise
 from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.zero.sharded_step import MasterFragment, ShardedStep
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same
 
 BF16 = torch.bfloat16
@@ -79,11 +81,17 @@ class TestTorchsMachinery:
         assert same(optimizer, reference)
         assert optimizer.state[weight]["step"].item() == 2
 
-    def test_sharded_step_divides_with_the_same_bits(self):
+    def test_the_shard_divides_with_the_same_bits(self):
         (master,), (reference,) = leaves(64), leaves(64)
         optimizer, other = CPUAdam([master]), CPUAdam([reference])
         (grad,) = gradients([master], 0)
-        ShardedStep(optimizer, [MasterFragment(master, grad.clone())]).step(6.0)
+        layout = plan_layout([64], 1, 64)
+        group = SimpleNamespace(
+            layout=layout, fragments=layout.fragments(0), masters=[master], whole=False, device=master.device
+        )
+        shard = OptimizerShard(optimizer, [group], torch.float32, 0, one_pass=optimizer.step)
+        shard.grad_S[0].copy_(grad)
+        shard.step(6.0)
         other.step([grad], scale=6.0)
         assert same(optimizer, other)
 

@@ -31,9 +31,6 @@ def write_folder(root, files):
 MANY = {f"{'abc'[i % 3]}/file_{i}.txt": bytes([65 + i]) * (50 + i) for i in range(20)}
 
 
-# ---- stdlib ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def stdlib():
     return load_corpus(DataConfig())
@@ -66,9 +63,6 @@ def test_python_without_source(tmp_path, monkeypatch):
     monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"no standard library source.*data=text data.path="):
         load_corpus(DataConfig())
-
-
-# ---- split -----------------------------------------------------------------------------------------------------------
 
 
 def test_split_by_file_is_by_name_alone(tmp_path):
@@ -129,9 +123,6 @@ def test_max_bytes(tmp_path):
     assert len(single.train) == 90 and len(single.val) == 10
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
-
-
 def test_what_is_not_text_is_passed_over(tmp_path):
     files = {"a.txt": b"alpha", "b.txt": b"beta", "empty.txt": b"", "c.bin": b"\x00\x01", "d.txt": b"\xff\xfe latin"}
     files |= {".git/config": b"hidden", "sub/.hidden": b"hidden"}
@@ -152,9 +143,6 @@ def test_decode():
     assert by_bytes.decode(list("naïve".encode())) == "naïve"
     assert by_bytes.decode([0xC3]) == "\ufffd"
     assert Corpus(empty, empty, 50257, None, None, "").decode([15496, 995]) == "15496 995"
-
-
-# ---- wrong paths -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("files", "path", "glob", "message"), [
@@ -188,9 +176,6 @@ def test_unreadable(tmp_path):
     (tmp_path / "a.txt").chmod(0)
     with pytest.raises(ConfigError, match=r"a\.txt cannot be read: Permission denied"):
         text(tmp_path)
-
-
-# ---- token files -----------------------------------------------------------------------------------------------------
 
 
 def write_tokens(root, train, val):

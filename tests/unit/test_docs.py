@@ -47,9 +47,6 @@ def rows(page):
     ]
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
 def test_readme_shows_the_two_commands_each_by_itself():
     blocks = fenced(ROOT / "README.md")
     assert [blocks.count(command) for command in COMMANDS] == [1, 1]
@@ -86,9 +83,6 @@ def test_commands_compose(arguments, page):
     words = [word for word in shlex.split(arguments) if word != "-m"]
     first = [re.sub(r"=([^\[,]+),.*", r"=\1", word) for word in words]  # of a sweep, the first point
     assert isinstance(run_config(*first), RunConfig)
-
-
-# ---- docs/config.md --------------------------------------------------------------------------------------------------
 
 
 def settings_of(config, prefix=""):
@@ -186,9 +180,6 @@ def test_schedules_with_their_parameters():
         assert {key for key, value in shown.items() if value == "required"} == required
         defaults = {field.name: field.default for field in fields if field.name not in required}
         assert {key: json.loads(value) for key, value in shown.items() if key not in required} == defaults, name
-
-
-# ---- links and pointers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -172,9 +172,6 @@ def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch):
     assert (variables["OMP_NUM_THREADS"], variables["MASTER_KEY"]) == ("5", "kept")
 
 
-# ---- the device ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     """A machine with two GPUs; gets the devices that are chosen."""

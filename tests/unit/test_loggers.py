@@ -10,7 +10,6 @@ import pytest
 
 from deepzero.config.run import LoggerConfig
 from deepzero.config.strict import ConfigError
-from deepzero.monitor import loggers
 from deepzero.monitor.async_logger import Background, finish_all
 from deepzero.monitor.metrics_file import read_metrics
 from deepzero.monitor.monitor import Monitor, make_monitor
@@ -168,8 +167,8 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
 
 def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, monkeypatch, hang):
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.8)
-    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(hang, "finish"))
-    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(hang, "finish"))
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: Failing(hang, "finish"))
     stream = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
     started = time.monotonic()
@@ -182,8 +181,8 @@ def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, 
 @pytest.mark.parametrize("bad", [disk_full, leave])
 def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypatch, bad, at):
     good = Failing()
-    monkeypatch.setattr(loggers, "WandB", lambda *_: Failing(bad, at))
-    monkeypatch.setattr(loggers, "TensorBoard", lambda *_: good)
+    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(bad, at))
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: good)
     stream = io.StringIO()
     monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
     for number in (1, 2, 3):
@@ -202,9 +201,6 @@ def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
     monitor.step(step(1), 0.5)
     monitor.stopped("stopped by SIGTERM", {})
     assert sink.seen == ["step", "finish"]
-
-
-# ---- what they are told ----------------------------------------------------------------------------------------------
 
 
 def test_names_with_a_section_keep_it():
@@ -264,9 +260,6 @@ def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path, monkeypatch):
     assert earlier_id(tmp_path, 5) is None
 
 
-# ---- W&B, offline or not ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nobody(monkeypatch, tmp_path):
     """No W&B login of any kind; returns the place of the netrc file."""
@@ -297,9 +290,6 @@ def test_wandb_sends_nothing_against_a_word_of_its_variable(nobody, monkeypatch,
     assert wandb_mode(LoggerConfig(), told.append) == mode
     assert len(told) == (word == "off")
     assert all("WANDB_MODE='off' is none of online, offline, disabled, run, dryrun" in line for line in told)
-
-
-# ---- W&B, offline, for real ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

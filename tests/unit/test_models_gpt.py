@@ -48,9 +48,6 @@ def gradients(model, ids, labels):
     return found
 
 
-# ---- counting -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kv_heads", [None, 2])
 @STYLES
 def test_flops_formula_equals_counted_products(config, kv_heads):
@@ -60,9 +57,6 @@ def test_flops_formula_equals_counted_products(config, kv_heads):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(ids, labels).backward()
     assert counter.get_total_flops() == model.flops_per_token() * ids.numel()
-
-
-# ---- initial values --------------------------------------------------------------------------------------------------
 
 
 @STYLES
@@ -91,9 +85,6 @@ def test_initial_spread():
 def test_first_loss_is_that_of_a_uniform_guess(config):
     loss = seeded(config)(*some_batch(config)).item()
     assert abs(loss - math.log(config.vocab_size)) < 0.05
-
-
-# ---- the pieces against their formulas -------------------------------------------------------------------------------
 
 
 @STYLES
@@ -200,9 +191,6 @@ def test_mlp_formulas():
     torch.testing.assert_close(swiglu(x), (gate * torch.sigmoid(gate) * up) @ swiglu.down.weight.t())
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
-
-
 @STYLES
 def test_loss_is_the_cross_entropy_of_the_logits(config):
     model, (ids, labels) = GPT(config), some_batch(config)
@@ -280,9 +268,6 @@ def test_state_dict_goes_round():
     assert torch.equal(one(ids, labels), two(ids, labels))
 
 
-# ---- activation checkpointing ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @STYLES
@@ -333,9 +318,6 @@ def test_dropout_only_in_training():
     assert not torch.equal(model(ids, labels), model(ids, labels))
     model.eval()
     assert torch.equal(model(ids, labels), model(ids, labels))
-
-
-# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("shapes", "message"), [

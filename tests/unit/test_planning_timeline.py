@@ -10,9 +10,8 @@ from deepzero.offload.copy_streams import FETCH, TO_DEVICE
 from deepzero.planning import plan
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import DryRunResult, launched
-from deepzero.planning.event_simulator import play
 from deepzero.planning.op_cost import Work
-from deepzero.planning.simulate import simulate
+from deepzero.planning.simulate import play, simulate
 
 CLUSTER = Cluster(
     "by hand", 2, flops=20.0, efficiency=0.5, memory_bytes=1000, memory_bandwidth=10.0,

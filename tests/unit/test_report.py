@@ -14,8 +14,7 @@ from deepzero.monitor.report.charts import series
 from deepzero.monitor.report.compare import text_table
 from deepzero.monitor.report.run_data import read_run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
-from deepzero.monitor.report.sections import report
-from deepzero.monitor.report.write import write_report, write_report_or_tell
+from deepzero.monitor.report.sections import report, write_report, write_report_or_tell
 from tests.unit import report_runs as made
 from tools.report import main
 
@@ -355,7 +354,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     def broken(run):
         raise KeyError("nobody thought of it")
 
-    monkeypatch.setattr("deepzero.monitor.report.write.report", broken)
+    monkeypatch.setattr("deepzero.monitor.report.sections.report", broken)
     write_report_or_tell(made.folder(tmp_path / "run"), told.append)
     assert "KeyError" in told[1]
     assert not (tmp_path / "run" / "report.html").exists()

@@ -1,6 +1,5 @@
-"""``report.html``: what a run's files say, as one page that opens anywhere, without network and without scripts.
+"""``report.html``: a run's files as one page that opens anywhere, without network and without scripts.
 
-``reading`` reads a run folder, ``savings`` and ``limits`` draw conclusions, ``svg`` draws axes and ``charts`` what is
-on them, ``page`` is HTML's frame and style, ``sections`` the report of one run and ``compare`` of several; ``write``
-puts it into the folder.
+``run_data`` reads a run folder, ``savings`` and ``bottlenecks`` draw conclusions, ``svg`` draws axes and ``charts``
+what is on them, ``html`` is the frame and the style, ``sections`` the report of one run and ``compare`` of several.
 """

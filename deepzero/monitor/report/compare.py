@@ -62,11 +62,15 @@ def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
             "–" if run.stage is None else str(run.stage),
             *(value if len(value := str(run.setting(key, "–"))) <= SHOWN else f"…{value[-SHOWN:]}" for key in keys),
             *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
-            short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
+            _sent(run),
             "–" if took is None else short_seconds(took),
             _loss(run) + _how_far(run),
         ])  # fmt: skip
     return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
+
+
+def _sent(run: Run) -> str:
+    return short_bytes(sum_of(run, "measured")) if run.account("communication") else "–"
 
 
 def _loss(run: Run) -> str:
@@ -137,12 +141,10 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
             name,
             _loss(run),
             "–" if speed is None else short_number(speed),
-            "–" if took is None else short_seconds(took),
-            "–" if exposed is None else short_seconds(exposed),
-            "–" if saved is None else short_bytes(saved.here_bytes),
-            "–" if saved is None else short_bytes(saved.host),
-            "–" if saved is None else f"{saved.part:.0%}",
-            short_bytes(sum_of(run, "measured")) if run.account("communication") else "–",
+            *("–" if seconds is None else short_seconds(seconds) for seconds in (took, exposed)),
+            *(("–",) * 3 if saved is None
+              else (short_bytes(saved.here_bytes), short_bytes(saved.host), f"{saved.part:.0%}")),
+            _sent(run),
         ])  # fmt: skip
     head = ["run", "loss", "tokens/s", "step", "waited", "state, device", "state, host", "saved", "sent a step"]
     note = "Loss: of validation where there is one. Speed: medians, without the first and the recorded step. State: "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from deepzero.monitor.metrics_file import REPORT, put
 from deepzero.monitor.report import charts
 from deepzero.monitor.report.bottlenecks import EXPOSED, HIDDEN, limits_of
 from deepzero.monitor.report.html import (
@@ -16,7 +18,7 @@ from deepzero.monitor.report.html import (
     table,
     text,
 )
-from deepzero.monitor.report.run_data import HOST_STATES, Run, defaults, number
+from deepzero.monitor.report.run_data import HOST_STATES, Run, defaults, number, read_run
 from deepzero.monitor.report.savings import MOMENT, PLAIN, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
@@ -284,3 +286,25 @@ def environment(run: Run) -> str:
     if isinstance(digest := run.summary.get("params_sha256"), str):
         rows.append(["final parameters, SHA-256", digest])
     return table(["", ""], rows) if rows else paragraph("The run noted none.")
+
+
+# ---- into its place --------------------------------------------------------------------------------------------------
+
+
+def write_report(run_dir: Path) -> Path:
+    """Read the folder and write its ``report.html``; returns the file's path."""
+    put(run_dir / REPORT, report(read_run(run_dir)))
+    return run_dir / REPORT
+
+
+def write_report_or_tell(run_dir: Path, tell: Callable[[str], None]) -> None:
+    """The same at a run's end, where it must not be what the run fails by.
+
+    Args:
+        run_dir: the run folder.
+        tell: prints a line; called only when the report could not be written.
+    """
+    try:
+        write_report(run_dir)
+    except Exception as error:  # a disk that is full, a file that nobody thought of: the run is over and stands
+        tell(f"{REPORT}: {type(error).__name__}: {error}; python -m tools.report {run_dir} writes it again")

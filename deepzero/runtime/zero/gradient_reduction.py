@@ -19,7 +19,6 @@ Sources: ``reduce_ipg_grads``, ``reduce_ready_partitions_and_remove_grads`` and
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,9 @@ from torch.autograd import Variable
 from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.reduce_scatter import BucketReducer, Measure
 from deepzero.layout import Bucket
-from deepzero.offload.host_gradients import HostGradients
 from deepzero.runtime.grad_norm import BlockNorms
 from deepzero.runtime.zero.buffer_pool import references
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup
+from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +141,7 @@ class GradAccumulator:
         # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
+        # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
         self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.buckets}
         self._place = {
             param: (g, slot)
@@ -153,8 +152,10 @@ class GradAccumulator:
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
         self._arrived: set[nn.Parameter] = set()
         self._later: dict[nn.Parameter, torch.Tensor] = {}
+        # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
         self._alone = references(torch.empty(0))
         self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
+        # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
         for g, group in enumerate(self.groups):
             if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
                 self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
@@ -184,7 +185,7 @@ class GradAccumulator:
             waiting[param] = grad if before is None else self._sum(before, grad)
         elif param in self._arrived:
             flat[slot.offset : slot.end].add_(_dense(grad))
-        else:
+        else:  # what the step before left there is overwritten: the buffer is never zeroed
             flat[slot.offset : slot.end].copy_(_dense(grad))
             self._arrived.add(param)
 
@@ -235,9 +236,10 @@ class GradAccumulator:
             place = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
             waiting = self.waiting_of(param)
             if waiting is not None:
+                # One copy does it all: it flattens, casts, and lets autograd's tensor be freed while the pass goes on.
                 place.copy_(waiting)  # casts to the wire dtype
                 self._sent(param)
-            else:
+            else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
 
@@ -283,53 +285,39 @@ class GradientReducer:
     """Reduces gradients bucket by bucket into ``grad_S``.
 
     Args:
-        groups: each with this rank's masters.
+        shard: has ``grad_S``, where the sums go.
         order: the buckets in launching order, the same on all ranks.
         source: the unreduced gradients.
         reducer: sends them to their owners; with ``reducer.whole`` every rank gets the whole sum.
         every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stages 0 and 1).
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
-        grad_dtype: dtype of ``grad_S``.
-        launched: called with each bucket whose gradients are complete and have been sent.
-        host: has the sums that live in host memory; None: none do.
     """
 
     def __init__(
         self,
-        groups: Sequence[ParamGroup],
+        shard: OptimizerShard,
         order: Sequence[BucketRef],
         source: GradAccumulator,
         reducer: BucketReducer,
         every_pass: bool,
         overlap: bool,
-        grad_dtype: torch.dtype,
-        launched: Callable[[BucketRef], None] | None = None,
-        host: HostGradients | None = None,
     ) -> None:
-        self.groups, self.order, self.source, self.reducer = list(groups), list(order), source, reducer
-        self.every_pass, self.overlap, self.grad_dtype = every_pass, overlap, grad_dtype
-        self._launched, self._host = launched, host
+        self.shard, self.order, self.source, self.reducer = shard, list(order), source, reducer
+        self.groups, self.every_pass, self.overlap = shard.groups, every_pass, overlap
+        self.on_launched: Callable[[BucketRef], None] | None = None
+        """Stage 3's: called with each bucket whose gradients are complete and have been sent."""
         self.leaf_params: set[nn.Parameter] = set()
         """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
         they count as complete all at once, at a moment that is the same on all ranks."""
-        # Stage 0 uses whole sums; stage 1 with reduce_scatter=False gets them, and uses a W-th.
-        extents = [
-            g.layout.padded_numel if reducer.whole else g.layout.shard_numel - g.placement.optimizer_numel
-            for g in groups
-        ]
-        self.grad_S = [
-            torch.zeros(extent, dtype=grad_dtype, device=group.device)
-            for extent, group in zip(extents, groups, strict=True)
-        ]
         # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
-        self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in groups]
+        self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in self.groups]
         self._measured: set[tuple[int, int]] = set()
         # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
         self._cursor = 0
         self._arrived: set[nn.Parameter] = set()
         self._place = {
-            groups[entry.group].params[slot.index]: position
+            self.groups[entry.group].params[slot.index]: position
             for position, entry in enumerate(order)
             for slot in entry.bucket.slots
         }
@@ -353,6 +341,7 @@ class GradientReducer:
             boundary: this is the last micro-batch of the optimizer step.
         """
         leaves = self._leaves_now(boundary)
+        # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
         self.source.accumulate(param, again=leaves and param in self._arrived)
         if not leaves:
             return
@@ -360,6 +349,7 @@ class GradientReducer:
         if param in self.leaf_params:
             return
         self._count(param)
+        # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
         for entry in self._complete_buckets():
             self._reduce_bucket(entry, boundary)
 
@@ -427,29 +417,17 @@ class GradientReducer:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
+        # The second and later reductions of a step are added to the first, in the order of the micro-batches.
         accumulate = self.reduced or again
-        output, measure, leave = self._destination(entry, accumulate, measure)
+        output, on_chunk, on_reduced = self.shard.grad_output(g, bucket, accumulate, measure)
         first = self.groups[g].names[bucket.slots[0].index]
         with profiler_ranges.span("reduce", bucket.index, first):
+            # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.source.fill(entry, send_buffer, name_unused=not again)
-            self.reducer.launch(bucket, output, accumulate, measure, leave, g, first)
-        if self._launched is not None:
-            self._launched(entry)
-
-    def _destination(
-        self, entry: BucketRef, accumulate: bool, measure: Measure | None
-    ) -> tuple[torch.Tensor, Measure | None, Callable[[], None] | None]:
-        """Where the sum is written, who measures it there, and what happens to it then."""
-        group, bucket = entry.group, entry.bucket
-        if self._host is None or not self._host.holds(group, bucket):
-            return self._sum_of(group, bucket), measure, None
-        slot, output = self._host.stage(bucket, accumulate)
-        padding = bucket.padding_of(self.reducer.comm.rank)
-        # What is added on the host is measured there.
-        there = measure if accumulate else None
-        leave = partial(self._host.leave, slot, group, bucket, accumulate, padding, there)
-        return output, None if accumulate else measure, leave
+            self.reducer.launch(bucket, output, accumulate, on_chunk, on_reduced, g, first)
+        if self.on_launched is not None:
+            self.on_launched(entry)
 
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
@@ -471,54 +449,13 @@ class GradientReducer:
     def drain(self) -> None:
         """Wait for everything that is under way."""
         self.reducer.drain()
-        if self._host is not None:
-            self._host.drain()
+        self.shard.drain_grads()
 
     def sums_changed(self, group: int, bucket: Bucket) -> None:
         """Take the norms of this bucket anew: somebody has written into its sums."""
         self._measured.discard((group, bucket.index))
 
-    def _sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
-        """Where the reducer writes: this rank's part of the bucket, or all of it."""
-        if self.reducer.whole:
-            return bucket.of(self.grad_S[group])
-        return bucket.shard_of(self.grad_S[group], self.groups[group].placement.optimizer_numel)
-
-    # ---- 5 step: what the optimizer and the norm read ----------------------------------------------------------------
-
-    def _my_sum(self, group: int, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of a bucket's reduced gradients."""
-        if self._host is not None and self._host.holds(group, bucket):
-            return self._host.sum_of(group, bucket)
-        grad = self._sum_of(group, bucket)
-        return grad.split(bucket.shard_numel)[self.reducer.comm.rank] if self.reducer.whole else grad
-
-    def master_parts(self) -> list[MasterFragment]:
-        """This rank's fragment of every parameter."""
-        masters = (master for group in self.groups for master in group.masters)
-        return [MasterFragment(master, grad) for master, grad in zip(masters, self._grad_fragments(), strict=True)]
-
-    def _grad_fragments(self) -> Iterator[torch.Tensor]:
-        """This rank's fragment of every parameter's sum, in the order of the groups' fragments."""
-        for g, group in enumerate(self.groups):
-            starts = [bucket.shard_offset for bucket in group.layout.buckets]
-            for fragment in group.fragments:
-                if group.whole:
-                    yield self.grad_S[g][fragment.shard_start :][: fragment.numel]
-                    continue
-                bucket = group.layout.buckets[bisect.bisect_right(starts, fragment.shard_start) - 1]
-                yield self._my_sum(g, bucket)[fragment.shard_start - bucket.shard_offset :][: fragment.numel]
-
-    def swap_host_sums(self, parts: Sequence[MasterFragment]) -> None:
-        """Let the next step's sums go to their other copy on the host: the optimizer still reads this step's.
-
-        Args:
-            parts: from :meth:`master_parts`; their gradients are turned to that copy.
-        """
-        if self._host is not None:
-            self._host.swap()
-            for part, grad in zip(parts, self._grad_fragments(), strict=True):
-                part.grad.set_(grad)  # type: ignore[call-overload]
+    # ---- 5 step: what the norm reads ---------------------------------------------------------------------------------
 
     def norm_sq_partials(self) -> torch.Tensor:
         """This rank's share of the global norm, see ``grad_norm.py``: of its own part of every bucket, in all stages.
@@ -526,9 +463,10 @@ class GradientReducer:
         Returns:
             int64 ``[WORDS]``; ranks add theirs up.
         """
+        # Nearly all were measured when they were written. Left are those that came without boundary, or were changed.
         for entry in self.order:
             if (entry.group, entry.bucket.index) not in self._measured:
-                mine = self._my_sum(entry.group, entry.bucket)
+                mine = self.shard.grad_shard(entry.group, entry.bucket)
                 self._norms[entry.group].measure(entry.bucket.shard_offset, mine, 0)
         self._measured.clear()
         return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
@@ -545,13 +483,13 @@ class GradientReducer:
 
     def discard_gradients(self) -> None:
         """Forget this step's gradients, also those under way."""
+        # What is under way cannot be called back; all ranks wait for it here, and nobody reads it.
         self.drain()
         if self.reduced or self._pass_began:
             # Error feedback would carry what was lost of these gradients into the next ones. Where nothing was sent, a
             # program merely drops its gradients after every step, and what was lost before still counts.
             self.reducer.forget()
-        if self._host is not None:
-            self._host.discard()
+        self.shard.discard_grads()
         self.source.discard()
         self.forget_pass()
         self._measured.clear()
@@ -559,4 +497,4 @@ class GradientReducer:
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""
-        return [*self.source.held(), *self.grad_S]
+        return [*self.source.held(), *self.shard.grad_S]

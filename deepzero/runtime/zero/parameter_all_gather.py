@@ -169,7 +169,7 @@ class PlainAllGather:
         return self
 
     def _padding_of(self, rank: int) -> int:
-        return self.bucket.shard_numel - self.bucket.true_numel_of(rank)
+        return self.bucket.padding_of(rank)
 
     # ---- messages to those that keep them: see SecondaryAllGather.publish --------------------------------------------
 

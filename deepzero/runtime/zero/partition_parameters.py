@@ -47,7 +47,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
+from deepzero.comm.collectives import make_communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.deepspeed_json import load_engine_config
@@ -434,7 +434,7 @@ class Init:
             )
         process_group.init_distributed()
         device = process_group.default_device()
-        self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+        self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
         self._home = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:

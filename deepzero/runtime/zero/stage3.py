@@ -22,24 +22,20 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import Bucket, FlatLayout, Fragment, ParamSlot, bucket_limit, plan_layout
-from deepzero.offload.copy_streams import PendingCopy
-from deepzero.offload.host_gradients import HostGradients
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, ParamSlot, bucket_limit, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.gradient_reduction import BucketRef, GradAccumulator, GradientReducer
+from deepzero.runtime.zero.gradient_reduction import BucketRef, GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
-from deepzero.runtime.zero.master_shard import MasterShard
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.offload_setup import HOST_PARAMETERS, GroupLayout, HostMemory
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, MasterShard, ParamGroup, PendingUpload
 from deepzero.runtime.zero.parameter_all_gather import SETUP, DeviceShard, GatherConfig, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
@@ -52,7 +48,6 @@ from deepzero.runtime.zero.partition_parameters import (
 )
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepzero.runtime.zero.sharded_step import ParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, take_values, update_master_from_param
 from deepzero.runtime.zero.zeropp import build_quantizer
 
@@ -215,7 +210,7 @@ def partition_model(
     config: ZeroConfig,
     comm: Communicator,
     dtype: torch.dtype,
-    offload: HostMemory | None,
+    offload: HostParams | None,
 ) -> Partitioning:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
@@ -259,9 +254,9 @@ def partition_model(
             else:
                 groups.append(made)
         elif index is not None:
-            arena = offload.arena if offload is not None else None
+            allocate = offload.allocate if offload is not None else None
             groups.append(
-                FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, arena)
+                FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, allocate)
             )
     largest = max((bucket.numel for bucket in buckets), default=0)
     coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, plan.limit), 2 * largest, comm)
@@ -295,6 +290,22 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
 # ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
 
 
+HOST_PARAMETERS = "host_parameters"
+
+
+class HostParams(Protocol):
+    """Host memory for parameters (``offload_param``), and the way from there; see ``offload/offload_plan.py``."""
+
+    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D host memory, counted in the ledger under ``category``."""
+
+    def finish_reads(self) -> None:
+        """Wait until no copy reads host memory."""
+
+    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> DeviceShard:
+        """How a bucket's shard in host memory reaches the device."""
+
+
 class PartitionedParamGroup:
     """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
 
@@ -324,20 +335,20 @@ class PartitionedParamGroup:
         pool: BufferPool,
         first_key: int,
         placement: OffloadPlan | None = None,
-        offload: HostMemory | None = None,
+        offload: HostParams | None = None,
         config: GatherConfig | None = None,
     ) -> None:
         self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
         layout, trained = planned.layout, planned.optimizer_group is not None
         # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
-        self.before_write: Callable[[], None] | None = offload.wire.finish_reads if offload is not None else None
+        self.before_write: Callable[[], None] | None = offload.finish_reads if offload is not None else None
         self.placement = placement or OffloadPlan.on_device(layout, self.dtype == torch.float32, trained)
         cut = self.placement.parameter_numel
         self.shard_on_host: torch.Tensor | None = None
         if cut and offload is not None:
-            self.shard_on_host = offload.arena.allocate(HOST_PARAMETERS, cut, self.dtype)
-        self.master_store = MasterShard(self.placement, offload.arena if offload is not None else None)
+            self.shard_on_host = offload.allocate(HOST_PARAMETERS, cut, self.dtype)
+        self.master_shard = MasterShard(self.placement, offload.allocate if offload is not None else None)
         self.fragments = layout.fragments(comm.rank)
         self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
         self.params = self._move_in(planned.params)
@@ -388,7 +399,7 @@ class PartitionedParamGroup:
     def _allocate(self) -> None:
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.master_store.allocate(self.device)
+        self.master_shard.allocate(self.device)
 
     def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
@@ -405,7 +416,7 @@ class PartitionedParamGroup:
         """One fragment's values into the shard, and into its master as they were before the cast."""
         fragment = self.fragments[number]
         self.param_fragment(fragment).copy_(mine)
-        master = self.master_store.at(fragment.shard_start, fragment.numel)
+        master = self.master_shard.view(fragment.shard_start, fragment.numel)
         if master is not None:
             master.copy_(mine)
 
@@ -433,12 +444,12 @@ class PartitionedParamGroup:
 
     def _master_of(self, fragment: Fragment) -> torch.Tensor:
         """A leaf that the optimizer may update; in fp32 the shard is its own master."""
-        found = self.master_store.at(fragment.shard_start, fragment.numel)
+        found = self.master_shard.view(fragment.shard_start, fragment.numel)
         return (self.param_fragment(fragment) if found is None else found).detach().requires_grad_()
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
         """The fp32 masters of this rank's shard of ``bucket``, padding included; in fp32 that shard itself."""
-        found = self.master_store.at(bucket.shard_offset, bucket.shard_numel)
+        found = self.master_shard.view(bucket.shard_offset, bucket.shard_numel)
         return self.param_shard(bucket) if found is None else found
 
     # ---- writes by the program ---------------------------------------------------------------------------------------
@@ -450,7 +461,7 @@ class PartitionedParamGroup:
         if number is None or self.optimizer_group is None:
             return
         fragment = self.fragments[number]
-        if self.master_store.at(fragment.shard_start, fragment.numel) is not None:  # else the shard is the master
+        if self.master_shard.view(fragment.shard_start, fragment.numel) is not None:  # else the shard is the master
             update_master_from_param(self.masters[number], self.param_fragment(fragment))
 
     @torch.no_grad()
@@ -488,7 +499,7 @@ class PartitionedParamGroup:
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
             if not self.placement.steps_on_host(bucket.bucket):
-                found = self.master_store.at(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
+                found = self.master_shard.view(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
                 if found is not None:
                     bucket.shard.copy_(found)
                 bucket.generation += 1
@@ -497,7 +508,7 @@ class PartitionedParamGroup:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
         self.buckets[bucket.index].gather.source.finish()
 
-    def arrived(self, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, bucket: Bucket, copy: PendingUpload | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
         self.buckets[bucket.index].mark_updated(copy.wait if copy is not None else None)
 
@@ -566,25 +577,18 @@ class ZeroStage3:
 
     Args:
         model: gets the hooks.
+        gradients: over the groups of trainable parameters, partitioned or persistent.
         partitioning: what step 0 has left behind.
-        order: the buckets in the order in which their gradients are launched.
-        source: the unreduced gradients.
-        reducer: sends them to their owners.
-        grad_dtype: dtype of ``grad_S``.
-        host: has the gradients that live in host memory; None: none do.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        gradients: GradientReducer,
         partitioning: Partitioning,
-        order: Sequence[BucketRef],
-        source: GradAccumulator,
-        reducer: BucketReducer,
-        grad_dtype: torch.dtype,
-        host: HostGradients | None = None,
     ) -> None:
-        self.comm, self.coordinator, self.groups = reducer.comm, partitioning.coordinator, partitioning.groups
+        self.gradients, self.comm = gradients, gradients.reducer.comm
+        self.coordinator, self.groups = partitioning.coordinator, partitioning.groups
         self.partitioned = [group for group in self.groups if isinstance(group, PartitionedParamGroup)]
         self.frozen = partitioning.frozen
         self._key_of = {
@@ -593,17 +597,7 @@ class ZeroStage3:
             if isinstance(group, PartitionedParamGroup)
             for made in group.buckets
         }
-        self.gradients = GradientReducer(
-            self.groups,
-            order,
-            source,
-            reducer,
-            every_pass=True,
-            overlap=True,
-            grad_dtype=grad_dtype,
-            launched=self._launched,
-            host=host,
-        )
+        gradients.on_launched = self._launched
         # Whole parameters are stage 2's. One reducer serves both kinds of groups: buckets are launched in one order.
         whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
         self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
@@ -655,7 +649,7 @@ class ZeroStage3:
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
         """5, on the host: my shard of a bucket is new. Whoever fetches it next waits for its copy, and nobody else.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.

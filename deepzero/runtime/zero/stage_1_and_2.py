@@ -53,13 +53,10 @@ from torch import nn
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.streams import data_ptr_of
-from deepzero.layout import Bucket, FlatLayout, Fragment
-from deepzero.offload.arena import HostArena
-from deepzero.offload.copy_streams import PendingCopy
-from deepzero.offload.offload_plan import OffloadPlan
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
-from deepzero.runtime.zero.master_shard import MasterShard
+from deepzero.runtime.zero.optimizer_shard import HostAllocator, MasterShard, PendingUpload
 
 SETUP = "setup.gather"
 ALL_GATHER = "parameters.all_gather"
@@ -83,6 +80,8 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
     The parameter is left without elements, so that its memory is free as soon as the caller lets the result go.
     """
     values = param.data.to(comm.device).contiguous().view(-1)
+    # Only the caller refers to the values from here on. With the model on the device this is what keeps the peak of
+    # building at one parameter above the model; see [Note: the peak of building].
     param.data = values.new_empty(0)
     comm.broadcast("setup.broadcast", values)
     return values
@@ -96,6 +95,7 @@ def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None
     loses.
     """
     values = values.to(master.device)
+    # Without a branch on the comparison's result: that would make the CPU wait for the GPU, parameter by parameter.
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
@@ -119,7 +119,7 @@ class FlatParamGroup:
         whole: hold masters of all parameters (stage 0) instead of this rank's partition (stages 1 and 2).
         optimizer_group: index of the optimizer's param group that these parameters came from.
         placement: which masters live in host memory; None: none. Not with ``whole``.
-        arena: where those are.
+        allocate_host: gives their memory.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FlatParamGroup:
         whole: bool,
         optimizer_group: int,
         placement: OffloadPlan | None = None,
-        arena: HostArena | None = None,
+        allocate_host: HostAllocator | None = None,
     ) -> None:
         self.names, self.params, self.layout = list(names), list(params), layout
         self.dtype, self.device, self.rank, self.whole = dtype, comm.device, comm.rank, whole
@@ -142,14 +142,16 @@ class FlatParamGroup:
         # A whole group is one rank's shard of a layout over one rank.
         everything = dataclasses.replace(layout, world_size=1) if whole else layout
         self.placement = placement or OffloadPlan.on_device(everything, own)
-        self.master_store = MasterShard(self.placement, arena)
+        self.master_shard = MasterShard(self.placement, allocate_host)
         self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
         self.flat_P = self._flatten(comm)
+        # **The optimizer's tensors**, and views of one storage all the same: see [Note: why fragments].
         self.masters = [self._master_of(fragment) for fragment in self.fragments]
         self._mine: dict[int, tuple[Fragment, torch.Tensor]] = {
             fragment.slot.index: (fragment, master)
             for fragment, master in zip(self.fragments, self.masters, strict=True)
         }
+        # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
         self._data_ptrs = [data_ptr_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
@@ -160,17 +162,19 @@ class FlatParamGroup:
         mine = {fragment.slot.index: fragment for fragment in self.fragments}
         kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
         # Nothing but fragments is left of the model, so the masters go where the model was.
-        self.master_store.allocate(comm.device)
+        self.master_shard.allocate(comm.device)
         for fragment in self.fragments:
-            master = self.master_store.at(fragment.shard_start, fragment.numel)
+            master = self.master_shard.view(fragment.shard_start, fragment.numel)
             if master is not None and not self.placement.host_masters.holds(fragment.shard_start):
                 kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
         for fragment in self.fragments:
             flat_P[fragment.slot.offset + fragment.start :][: fragment.numel].copy_(kept.pop(fragment.slot.index))
+        # Every rank casts its own fragments, and gets the others' cast already: the bytes of the compute dtype travel.
         for bucket in self.layout.buckets if not self.whole else ():
             comm.all_gather(SETUP, bucket.of(flat_P)).wait()
+        # The parameters become views. The optimizer never sees them again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = flat_P[slot.offset : slot.end].view(shape)
         return flat_P
@@ -182,7 +186,8 @@ class FlatParamGroup:
         if fragment is None:
             return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[fragment.start : fragment.start + fragment.numel]
-        on_host = self.master_store.at(fragment.shard_start, fragment.numel)
+        # Host memory is there already, and is none of the device's: such a master is final at once.
+        on_host = self.master_shard.view(fragment.shard_start, fragment.numel)
         return part.clone() if on_host is None else on_host.copy_(part)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -208,12 +213,12 @@ class FlatParamGroup:
         start, numel = bucket.shard_offset, bucket.shard_numel
         if self.whole:
             start, numel = bucket.offset, bucket.numel
-        found = self.master_store.at(start, numel)
+        found = self.master_shard.view(start, numel)
         return self.param_shard(bucket) if found is None else found
 
     def _master_of(self, fragment: Fragment) -> torch.Tensor:
         """A leaf that the optimizer may update: fp32, 1-D. See [Note: why fragments]."""
-        view = self.master_store.at(fragment.shard_start, fragment.numel)
+        view = self.master_shard.view(fragment.shard_start, fragment.numel)
         if view is None:
             view = self.param_fragment(fragment)
         return view.detach().requires_grad_()
@@ -221,7 +226,7 @@ class FlatParamGroup:
     def _separate(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
         fragment, master = self._mine.get(index, (None, None))
-        if fragment is None or master is None or self.master_store.at(fragment.shard_start, fragment.numel) is None:
+        if fragment is None or master is None or self.master_shard.view(fragment.shard_start, fragment.numel) is None:
             return None
         return fragment, master
 
@@ -302,7 +307,7 @@ class FlatParamGroup:
 class PendingAllGather:
     """The all-gather of one bucket, behind the upload of this rank's part where that comes from the host."""
 
-    copy: PendingCopy | None
+    copy: PendingUpload | None
     gather: Pending
 
     def wait(self) -> None:
@@ -361,9 +366,16 @@ class ZeroStage1And2:
         """4: stage 1 reduces all buckets, stage 2 those that are left; both wait."""
         self.gradients.reduce_gradients()
 
+    # ---- 5 step ------------------------------------------------------------------------------------------------------
+
+    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``unscale_and_clip_grads`` on the fragments
+    # of grad_S, then ``_optimizer_step`` on those of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with
+    # ``free_grad_in_param_list``, for the gradients of other ranks' partitions; here every gradient was freed when it
+    # was taken (gradient_reduction.py), long before.
+
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
         """Launch the all-gather of a bucket that the CPU has stepped on, while it steps on the next one.
 
         Args:
@@ -396,7 +408,8 @@ class ZeroStage1And2:
             for k, bucket in enumerate(group.layout.buckets):
                 if group.placement.steps_on_host(bucket):
                     continue
-                if group.dtype != torch.float32:  # else the masters lie in the flat buffer
+                # In fp32 the masters lie in the flat buffer, and were published by being written.
+                if group.dtype != torch.float32:
                     mine = self.parallel_partitioned_bit16_groups[i][k][self.comm.rank]
                     mine.copy_(self.single_partition_of_fp32_groups[i][k])
                 self._gathers.append(PendingAllGather(None, self._all_gather(i, bucket)))
@@ -408,6 +421,7 @@ class ZeroStage1And2:
             gather.wait()
 
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:
+        # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
         with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
             whole = bucket.of(self.bit16_groups_flat[i])

@@ -37,10 +37,9 @@ from torch import nn
 from deepzero.comm import process_group
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, BucketReducer
 from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
-from deepzero.runtime.zero.delayed_update import DelayedStep
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
+from deepzero.runtime.zero.optimizer_shard import MasterFragment, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.sharded_step import MasterFragment, ParamGroup, ShardedStep
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
@@ -99,7 +98,7 @@ class TensorFragments:
         self,
         model: nn.Module,
         groups: Sequence[ParamGroup],
-        step: ShardedStep | DelayedStep,
+        step: OptimizerShard,
         gradients: GradientReducer,
         mean_divisor: Callable[[], float],
         last_pass: Callable[[], bool],
@@ -165,7 +164,7 @@ class ParamFragment:
     @property
     def unpartitioned(self) -> bool:
         """Stage 0: every rank has all."""
-        return isinstance(self.group, FlatParamGroup) and self.group.whole
+        return self.group.whole
 
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
@@ -207,7 +206,7 @@ class ParamFragment:
 
     def master(self) -> torch.Tensor:
         """A copy of this rank's fragment, with what was written into a whole parameter since the last step."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         if isinstance(self.group, FlatParamGroup) and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
@@ -239,7 +238,7 @@ class ParamFragment:
 
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's fragment of one state, as the optimizer holds it."""
-        self.engine.step.join()
+        self.engine.step.wait_pending_update()
         return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ class ParamFragment:
         aside = BucketReducer(
             comm, bucket.numel, reducer.wire_dtype, reducer.method, whole=True, depth=1, suffix=SUFFIX
         )
-        output = torch.zeros(bucket.numel, dtype=gradients.grad_dtype, device=self.group.device)
+        output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)
         send_buffer.zero_()
         waiting = gradients.source.waiting_of(self.group.params[self.slot.index])

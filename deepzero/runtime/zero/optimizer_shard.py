@@ -1,0 +1,436 @@
+"""The optimizer's shard: fp32 masters, moments and reduced gradients of what this rank owns, and the step over them.
+
+Step 5 of a training step. Before it, every rank holds the *sum* over ranks and micro-batches of its part of the
+gradients, times the loss scale. Mean, loss scale and clipping are one division:
+
+    g = sum / (ranks * micro-batches * loss_scale * clip)       clip = max(1, (norm + 1e-6) / max_norm)
+
+It happens in fp32 after all additions, so nothing can overflow or underflow on the way, and it is exact whenever the
+divisor is a power of two. A divisor of one is skipped: then the optimizer sees the very bits that autograd produced.
+torch's fused optimizers divide while they step (``grad_scale``), which saves a pass over memory; others get
+:func:`unscale_and_clip_grads` first. Both divide by the same fp32 number, and so give the same bits.
+
+The scale that is divided out is the one that multiplied this step's loss. DeepSpeed updates the scale first, and halves
+the gradient of every step on which the scale doubles.
+
+All stages share :class:`OptimizerShard`. It is all that the core sees of offloading, too: with
+``zero.offload_optimizer`` the engine is built with the shard of ``offload/optimizer_offload.py`` in its place, part of
+which lies in host memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from deepzero.comm.reduce_scatter import Measure
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
+
+HOST_MASTERS = "host_masters"
+
+HostAllocator = Callable[[str, int, torch.dtype], torch.Tensor]
+"""(category, elements, dtype): 1-D host memory."""
+
+
+# ---- 0 build: the masters of one group -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """A group of parameters with its layout, before it has tensors."""
+
+    params: Sequence[nn.Parameter]
+    layout: FlatLayout
+    optimizer_group: int | None
+    """None: not trained."""
+    partitioned: bool
+    """Stage 3: every rank keeps a part."""
+
+
+class MasterShard:
+    """The separate fp32 masters of one group's shard: ``master_S``, on the device or, in part, in host memory.
+
+    Args:
+        placement: which elements have a master beside the parameter, and on which side it lies.
+        allocate: gives host memory; None where nothing is offloaded. The device's is taken by :meth:`allocate`.
+    """
+
+    def __init__(self, placement: OffloadPlan, allocate: HostAllocator | None) -> None:
+        self.placement = placement
+        self.on_host: torch.Tensor | None = None
+        if placement.host_masters.numel:
+            if allocate is None:
+                raise RuntimeError("masters in host memory need an arena")
+            self.on_host = allocate(HOST_MASTERS, placement.host_masters.numel, torch.float32)
+        # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building].
+        self.on_device: torch.Tensor | None = None
+
+    def allocate(self, device: torch.device) -> None:
+        """Take the memory of the masters on the device, when that of the model is free."""
+        if self.placement.device_masters.numel:
+            # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
+            self.on_device = torch.zeros(self.placement.device_masters.numel, dtype=torch.float32, device=device)
+
+    def view(self, start: int, numel: int) -> torch.Tensor | None:
+        """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
+        for span, storage in (
+            (self.placement.host_masters, self.on_host),
+            (self.placement.device_masters, self.on_device),
+        ):
+            if storage is not None and span.holds(start):
+                return storage[start - span.start : start - span.start + numel]
+        return None
+
+
+class ParamGroup(Protocol):
+    """A group of parameters: whole (``FlatParamGroup``) or partitioned (``PartitionedParamGroup``)."""
+
+    names: list[str]
+    layout: FlatLayout
+    whole: bool
+    """Masters and gradients of everything on every rank (stage 0)."""
+    dtype: torch.dtype
+    device: torch.device
+    masters: list[torch.Tensor]
+    """fp32 leaves, one for each of :attr:`fragments`: the optimizer's tensors."""
+    fragments: list[Fragment]
+    optimizer_group: Any
+    before_write: Callable[[], None] | None
+    """Called before parameters are written from outside; raises while they must not be."""
+    placement: OffloadPlan
+    master_shard: MasterShard
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """In the order of the layout."""
+
+    @property
+    def parameter_storage(self) -> list[torch.Tensor]:
+        """What this rank keeps of the parameters on its device: all of them, or its shard."""
+
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The masters of this rank's part of ``bucket``, padding included."""
+
+    def param_shard(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of ``bucket`` in the compute dtype, padding included."""
+
+    def param_fragment(self, fragment: Fragment) -> torch.Tensor:
+        """This rank's elements of one parameter: 1-D, compute dtype."""
+
+    def wait_for_fetches(self, bucket: Bucket) -> None:
+        """Wait until nobody reads this rank's part of ``bucket``, so that it may be written where it lives."""
+
+    def written(self) -> list[str]:
+        """Names of parameters that were written since the last step."""
+
+    def bump_param_versions(self) -> None:
+        """Tell autograd that parameters were written between two steps."""
+
+    def sync_masters_from_params(self) -> None:
+        """Take what was written into parameters into the masters, or refuse it."""
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Write values (1-D, whole, fp32) into one parameter and its master."""
+
+    def release(self) -> None:
+        """Let the parameters belong to no engine."""
+
+
+class PendingUpload(Protocol):
+    """The copy of a bucket's new parameters from the host to the device."""
+
+    def wait(self) -> None:
+        """Let the current stream go on when they are there."""
+
+    def finish(self) -> None:
+        """Let the program go on when they are there."""
+
+    def afterwards(self, alone: bool = False) -> AbstractContextManager[None]:
+        """Around what has to come after the copy, on the copy's own stream."""
+
+
+# ---- 5 step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MasterFragment:
+    """One tensor of the optimizer's, and where its gradient lies."""
+
+    master: torch.Tensor
+    """1-D fp32 leaf."""
+    grad: torch.Tensor
+    """Reduced gradient: a sum, of the master's extent, in the accumulation dtype."""
+
+
+@dataclass(frozen=True)
+class SubGroup:
+    """Fragments that are stepped on together."""
+
+    parts: Sequence[MasterFragment]
+    masters: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masters", [part.master for part in self.parts])
+
+
+class GradOutput(NamedTuple):
+    """Where a bucket's sum is written, and who is told."""
+
+    output: torch.Tensor
+    on_chunk: Measure | None
+    """Sees the finished sum chunk by chunk."""
+    on_reduced: Callable[[], None] | None = None
+    """Takes the sum elsewhere when it is written. It is then added there to what came before, not in ``output``."""
+
+
+class OnePassStep(Protocol):
+    """An optimizer that widens, divides, steps and casts chunk by chunk, in one pass over memory (``CPUAdam.step``)."""
+
+    def __call__(
+        self,
+        *,
+        grads: list[torch.Tensor],
+        out: list[torch.Tensor | None] | None,
+        scale: float,
+        only: list[torch.Tensor],
+    ) -> Any:
+        """Step on the masters ``only``, with ``grads / scale``; write the new values, cast, into ``out``."""
+
+
+def clip_divisor(norm: float, max_norm: float) -> float:
+    """What gradients of global norm ``norm`` are divided by so that the norm becomes at most ``max_norm``.
+
+    ``max_norm = 0`` switches clipping off. torch multiplies by ``max_norm / (norm + 1e-6)``; this is its inverse.
+
+    Example:
+        >>> clip_divisor(10.0, 2.0), clip_divisor(1.0, 2.0), clip_divisor(10.0, 0.0)
+        (5.0000005, 1.0, 1.0)
+    """
+    return max(1.0, (norm + 1e-6) / max_norm) if max_norm > 0 else 1.0
+
+
+def unscale_and_clip_grads(grads: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divide gradients in place by a one-element fp32 tensor."""
+    for grad in grads:
+        grad.div_(divisor)
+
+
+class OptimizerShard:
+    """What this rank's optimizer holds, and its step.
+
+    Args:
+        optimizer: the user's; its param groups hold exactly the groups' masters.
+        groups: all trained groups.
+        grad_dtype: accumulation dtype, of ``grad_S``.
+        rank: this rank.
+        whole_sums: the reducer hands out whole sums (stage 0, or ``reduce_scatter=False``), not this rank's part.
+        sub_group_size: step on at most this many elements at a time (a fragment is never cut); None: on all. What the
+            optimizer makes besides its state, and gradients that have to be widened, then exist for one sub-group only.
+        one_pass: the optimizer's way to step in one pass over memory, if it has one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[ParamGroup],
+        grad_dtype: torch.dtype,
+        rank: int,
+        whole_sums: bool = False,
+        sub_group_size: int | None = None,
+        one_pass: OnePassStep | None = None,
+    ) -> None:
+        self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
+        self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
+        # Kept for the whole run: fresh memory costs several times the sum that is written into it.
+        extents = [group.layout.padded_numel if whole_sums else self._device_numel(group) for group in groups]
+        self.grad_S = [
+            torch.zeros(extent, dtype=grad_dtype, device=group.device)
+            for extent, group in zip(extents, groups, strict=True)
+        ]
+        self.parts = [
+            MasterFragment(master, grad) for master, grad in zip(self._masters(), self._grad_fragments(), strict=True)
+        ]
+        # Masters and gradients stay where they are from step to step, so the fragments are cut once.
+        self._master_ids = {id(part.master) for part in self.parts}
+        self.sub_groups = [SubGroup(some) for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
+        self._one_pass = one_pass
+        # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
+        self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        # The user has the same optimizer object in hand, and must not step with it.
+        self._allowed = False
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    def _masters(self) -> Iterator[torch.Tensor]:
+        return (master for group in self.groups for master in group.masters)
+
+    def _device_numel(self, group: ParamGroup) -> int:
+        """Elements of the group's shard whose reduced gradients are on the device."""
+        return group.layout.shard_numel
+
+    def _device_parts(self) -> list[MasterFragment]:
+        """The fragments that the device steps on."""
+        return self.parts
+
+    # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
+
+    def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
+        """Where the reducer writes the sum of a bucket's gradients.
+
+        Args:
+            group: index in :attr:`groups`.
+            bucket: of that group.
+            accumulate: it is added to what this step has brought already.
+            measure: sees the result.
+        """
+        if self.whole_sums:
+            # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
+            return GradOutput(bucket.of(self.grad_S[group]), measure)
+        start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
+        return GradOutput(bucket.shard_of(self.grad_S[group], start), measure)
+
+    def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of a bucket's reduced gradients: 1-D, ``bucket.shard_numel`` elements."""
+        output = self.grad_output(group, bucket, False, None).output
+        return output.split(bucket.shard_numel)[self.rank] if self.whole_sums else output
+
+    def _grad_fragments(self) -> Iterator[torch.Tensor]:
+        """This rank's fragment of every parameter's sum, in the order of the groups' fragments."""
+        for g, group in enumerate(self.groups):
+            starts = [bucket.shard_offset for bucket in group.layout.buckets]
+            for fragment in group.fragments:
+                if group.whole:  # a fragment is a whole parameter, which lies as in flat_P
+                    yield self.grad_S[g][fragment.shard_start :][: fragment.numel]
+                    continue
+                # No fragment crosses the end of its bucket's shard.
+                bucket = group.layout.buckets[bisect.bisect_right(starts, fragment.shard_start) - 1]
+                yield self.grad_shard(g, bucket)[fragment.shard_start - bucket.shard_offset :][: fragment.numel]
+
+    def drain_grads(self) -> None:
+        """Wait for gradients that are on their way elsewhere. None are, on the device."""
+
+    def discard_grads(self) -> None:
+        """Forget gradients that are on their way elsewhere."""
+
+    # ---- 5: step -----------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Check that the masters are the optimizer's, and let them take over what was written into parameters.
+
+        Raises:
+            RuntimeError: the optimizer holds other parameters than at build, or a parameter was moved away.
+        """
+        # By identity: a tensor that compares equal has another gradient.
+        held = [id(param) for group in self.optimizer.param_groups for param in group["params"]]
+        if len(held) != len(self._master_ids) or not self._master_ids.issuperset(held):
+            raise RuntimeError(
+                "the optimizer's parameters have changed since deepzero.initialize (add_param_group, an assignment to "
+                "param_groups): ZeRO has no gradients for the new ones. Build the optimizer with all groups first"
+            )
+        for group in self.groups:
+            group.sync_masters_from_params()
+
+    def step(self, divisor: float) -> None:
+        """Unscale and clip, then step. The masters are new afterwards; the model is not, until they are published.
+
+        Args:
+            divisor: the number by which the reduced sums are divided; see the module's text.
+        """
+        # One after the other: what the optimizer makes besides its state is freed before the next one needs it.
+        for sub_group in self.sub_groups:
+            self._optimizer_step(sub_group, divisor)
+
+    @torch.no_grad()
+    def _optimizer_step(
+        self, sub_group: SubGroup, divisor: float, outs: list[torch.Tensor | None] | None = None
+    ) -> None:
+        """Step on one sub-group.
+
+        Args:
+            sub_group: its masters are written.
+            divisor: as for :meth:`step`.
+            outs: a tensor for each fragment, into which its new values are cast; None: nowhere.
+        """
+        try:
+            self._allowed = True
+            if self._one_pass is not None:
+                grads = [part.grad for part in sub_group.parts]
+                self._one_pass(grads=grads, out=outs, scale=divisor, only=sub_group.masters)
+            else:
+                self._unscale_and_step(sub_group.parts, divisor)
+                for part, out in zip(sub_group.parts, outs or [], strict=outs is not None):
+                    if out is not None:
+                        out.copy_(part.master)
+        finally:
+            self._allowed = False
+
+    def _unscale_and_step(self, parts: Sequence[MasterFragment], divisor: float) -> None:
+        """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
+        # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
+        for part in parts:
+            part.master.grad = part.grad if part.grad.dtype == torch.float32 else part.grad.to(torch.float32)
+        grads = [part.master.grad for part in parts if part.master.grad is not None]
+        # A tensor on the gradients' device, as fused kernels ask for it; all ways divide by these fp32 bits.
+        scale = torch.tensor(divisor, dtype=torch.float32, device=grads[0].device) if grads else None
+        fused_division = self._divides and divisor != 1.0
+        if divisor != 1.0 and not fused_division and scale is not None:
+            unscale_and_clip_grads(grads, scale)
+        try:
+            if fused_division:
+                self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+                # None: ranks have agreed on finiteness before, and no kernel is to look again.
+                self.optimizer.found_inf = None  # type: ignore[attr-defined]
+            self.optimizer.step()
+        finally:
+            # A later step without division must not find the old scale.
+            if fused_division:
+                del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
+        for part in parts:
+            part.master.grad = None  # grad_S is kept, and the next reduction writes into it
+
+    def _refuse_direct_step(self, *_: object) -> None:
+        if not self._allowed:
+            raise RuntimeError(
+                "optimizer.step() was called directly; under ZeRO this rank's optimizer holds a share of the "
+                "parameters and its gradients are not reduced yet. Call engine.step() instead"
+            )
+
+    # ---- updates that are not applied in their own step (``offload/delayed_update.py``) ------------------------------
+
+    update_pending = False
+    """An update is being made, or is made and not sent."""
+
+    def wait_pending_update(self) -> None:
+        """Wait until masters and moments may be read: no thread steps on them."""
+
+    def apply_pending_update(self) -> bool:
+        """Send what a delayed update has written; the next publication brings it into the model. A collective.
+
+        Returns:
+            Whether there was one.
+        """
+        return False
+
+    def drop_pending_update(self) -> None:
+        """Forget a delayed update: everything is about to be replaced."""
+
+    def set_applied_steps(self, steps: int) -> None:
+        """Go on after so many applied steps, by which a delay may begin late."""
+
+
+def cut_into_sub_groups(parts: Sequence[MasterFragment], limit: int | None) -> list[list[MasterFragment]]:
+    """Consecutive fragments, at most ``limit`` elements together unless one alone has more."""
+    groups: list[list[MasterFragment]] = [[]]
+    total = 0
+    for part in parts:
+        if groups[-1] and limit is not None and total + part.master.numel() > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(part)
+        total += part.master.numel()
+    return groups
