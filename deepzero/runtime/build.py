@@ -223,7 +223,7 @@ def build_zero(
         else:
             place_model(model, planned, comm, dtypes.compute)
             groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
-        if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
+        if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
         set_optimizer_params(optimizer, groups)
         allocate_state(optimizer)
@@ -245,8 +245,6 @@ def build_zero(
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
         buckets = partitioning.coordinator.buckets if partitioning is not None else []
-        if comm.device.type == "meta":  # a dry run has no values to measure
-            return built
         monitor = build_quantization_monitor(
             groups, buckets, built.quantized_grads, config.zero.quantization, comm,
             lambda: predict_unquantized(built, comm, micro_batches, stage),
