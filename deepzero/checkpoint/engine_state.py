@@ -18,7 +18,6 @@ from deepzero.comm.collectives import Communicator
 from deepzero.layout import Fragment
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 COMPILED = "_orig_mod."
 """What ``torch.compile`` puts into the names of a module that it wraps."""
@@ -62,9 +61,8 @@ class EngineState:
     def runs(self, group: ParamGroup) -> Iterator[StateRun]:
         """This rank's runs of one group, in the order of its share. In stage 0, too, each rank has its part."""
         masters = dict(zip((fragment.slot.index for fragment in group.fragments), group.masters, strict=True))
-        whole = isinstance(group, FlatParamGroup) and group.whole
         for fragment in group.layout.fragments(self.comm.rank):
-            first = fragment.start if whole else 0
+            first = fragment.start if group.whole else 0
             name = plain_name(group.names[fragment.slot.index])
             yield StateRun(name, fragment.start, fragment.numel, masters[fragment.slot.index], first)
 
@@ -106,7 +104,8 @@ class EngineState:
 
     def replicated(self) -> dict[str, torch.Tensor]:
         """Parameters that are whole and have no master: not trained, or in no group of the optimizer."""
-        elsewhere = {param for group in (*self.groups, *self.frozen) for param in group.params}
+        groups: list[ParamGroup] = [*self.groups, *self.frozen]
+        elsewhere = {param for group in groups for param in group.params}
         return {names[0]: p.data for p, names in self.names().items() if p not in elsewhere}
 
     def buffers(self) -> dict[str, torch.Tensor]:

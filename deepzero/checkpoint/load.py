@@ -42,7 +42,7 @@ from deepzero.checkpoint.shard_file import remaining
 from deepzero.comm import process_group
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.layout import Bucket, ParamSlot
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+from deepzero.runtime.zero.optimizer_shard import ParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -349,7 +349,7 @@ class Loader:
         if self.manifest.world_size == comm.world_size:
             self._own_buffers()
         for group in self.holdings.groups:
-            if isinstance(group, FlatParamGroup) and group.whole and comm.world_size > 1:
+            if group.whole and comm.world_size > 1:
                 for bucket in group.layout.buckets:
                     self._gather(group, bucket)
 
@@ -364,7 +364,7 @@ class Loader:
             problem = reason(error)
         raise_on_all_ranks(problem, CheckpointError)
 
-    def _gather(self, group: FlatParamGroup, bucket: Bucket) -> None:
+    def _gather(self, group: ParamGroup, bucket: Bucket) -> None:
         """Stage 0: every rank has read a W-th part of each master and moment, and needs all."""
         masters = {fragment.slot.index: m for fragment, m in zip(group.fragments, group.masters, strict=True)}
         # By key, from what the manifest says, **not** from what this rank's optimizer holds: it may hold state for the
@@ -415,7 +415,7 @@ class Loader:
 
     def _owned(self, group: Any) -> list[StateRun]:
         """Every master of this rank: in stage 0 all of them, though each is read in parts."""
-        if isinstance(group, FlatParamGroup) and group.whole:
+        if group.whole:
             pairs = zip(group.fragments, group.masters, strict=True)
             return [
                 StateRun(plain_name(group.names[fragment.slot.index]), 0, fragment.numel, master, 0)

@@ -53,7 +53,6 @@ from deepzero.runtime.zero.guards import METADATA
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """What can be moved, in DeepSpeed's words."""
@@ -295,8 +294,7 @@ class StateOffloader:
 
     def _after_return(self) -> None:
         for group in self.engine.zero.stores:
-            if isinstance(group, FlatParamGroup):
-                group.refresh_data_ptrs()
+            group.refresh_data_ptrs()
         self._post_notices()
 
     def check_present(self, call: str) -> None:

@@ -313,7 +313,7 @@ def _build_reduce_strategy(
     if config.zero.stage == 3:
         # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
         # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
-        exact = frozenset(number for number, group in enumerate(groups) if isinstance(group, FlatParamGroup))
+        exact = frozenset(number for number, group in enumerate(groups) if not group.partitioned)
     layouts = [group.layout for group in groups]
     numel = 2 * sum(layout.padded_numel for layout in layouts)
     dtypes_on_the_way = {dtypes.wire, torch.float32}

@@ -32,7 +32,6 @@ from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from deepzero.runtime.zero_components import ZeroComponents
 
 
@@ -209,10 +208,7 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
 
 def _elements(built: ZeroComponents) -> tuple[HostElements, HostElements]:
     stores = built.stores
-    placed = [
-        (group.placement, group.optimizer_group is not None, isinstance(group, PartitionedParamGroup))
-        for group in stores
-    ]
+    placed = [(group.placement, group.optimizer_group is not None, group.partitioned) for group in stores]
     true = HostElements.of(placed, lambda bucket: bucket.true_numel())
     return true, HostElements.of(placed, lambda bucket: bucket.numel - bucket.true_numel())
 
@@ -229,4 +225,4 @@ def _layouts_of_stage3(built: ZeroComponents) -> tuple[list[FlatLayout], list[Fl
     if built.partitioning is None:
         return [], []
     frozen = [group.layout for group in built.partitioning.frozen]
-    return [group.layout for group in built.groups if isinstance(group, FlatParamGroup)], frozen
+    return [group.layout for group in built.groups if not group.partitioned], frozen

@@ -93,8 +93,10 @@ class ParamGroup(Protocol):
 
     names: list[str]
     layout: FlatLayout
+    partitioned: bool
+    """Stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank."""
     whole: bool
-    """Masters and gradients of everything on every rank (stage 0)."""
+    """Stage 0: masters and gradients of everything are on every rank."""
     dtype: torch.dtype
     device: torch.device
     masters: list[torch.Tensor]
@@ -125,6 +127,9 @@ class ParamGroup(Protocol):
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
         """Wait until nobody reads this rank's part of ``bucket``, so that it may be written where it lives."""
+
+    def refresh_data_ptrs(self) -> None:
+        """Note where the parameters lie after ``offload_states`` has moved them."""
 
     def written(self) -> list[str]:
         """Names of parameters that were written since the last step."""

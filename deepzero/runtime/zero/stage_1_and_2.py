@@ -122,6 +122,8 @@ class FlatParamGroup:
         allocate_host: gives their memory.
     """
 
+    partitioned = False
+
     def __init__(
         self,
         names: Sequence[str],

@@ -39,7 +39,6 @@ from deepzero.layout import Bucket, Fragment, ParamSlot, plan_layout
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.optimizer_shard import MasterFragment, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 SUFFIX = "_on_request"
 ALL_GATHER = f"fragments.all_gather{SUFFIX}"
@@ -201,7 +200,7 @@ class ParamFragment:
     def master(self) -> torch.Tensor:
         """A copy of this rank's fragment, with what was written into a whole parameter since the last step."""
         self.engine.step.wait_pending_update()
-        if isinstance(self.group, FlatParamGroup) and not self.engine.step.update_pending:
+        if not self.group.partitioned and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
 
@@ -306,8 +305,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change this rank's fragment of the master; the parameter follows on all ranks. A collective."""
     fragment = _trained(param)
-    whole = fragment.assemble(_flat(fragment, value, fragment.numel, "this rank's fragment"))
-    fragment.group.write(fragment.slot.index, whole.reshape(-1))
+    whole = fragment.assemble(_flat(fragment, value, fragment.numel, "this rank's fragment")).reshape(-1)
+    fragment.group.write(fragment.slot.index, whole)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
