@@ -1,1 +1,1 @@
-"""deepzero's tests: unit (no processes), distributed (the pool of ranks), numerics, configs, e2e (whole runs)."""
+"""deepzero's tests: unit (no processes), distributed (the pool of ranks), configs, e2e (whole runs)."""

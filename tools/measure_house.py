@@ -23,24 +23,24 @@ from pathlib import Path
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1700, 1150),
+    "deepzero/config": (1570, 1150),
     "deepzero/comm": (3920, 2720),
-    "deepzero/runtime": (5200, 3050),
-    "deepzero/runtime/zero": (6200, 4550),
-    "deepzero/offload": (3700, 2500),
-    "deepzero/checkpoint": (4630, 2610),
-    "deepzero/launch": (820, 650),
-    "deepzero/health": (850, 560),
-    "deepzero/monitor": (3250, 1600),
-    "deepzero/planning": (2520, 1650),
-    "deepzero/profiling": (1650, 800),
-    "deepzero/models": (700, 540),
+    "deepzero/runtime": (4140, 3050),
+    "deepzero/runtime/zero": (6240, 4550),
+    "deepzero/offload": (3710, 2500),
+    "deepzero/checkpoint": (4650, 2610),
+    "deepzero/launch": (830, 650),
+    "deepzero/health": (870, 560),
+    "deepzero/monitor": (3200, 1600),
+    "deepzero/planning": (2480, 1650),
+    "deepzero/profiling": (1450, 800),
+    "deepzero/models": (620, 540),
     "deepzero/data": (560, 400),
     "deepzero/training": (890, 380),
     "deepzero/compat": (1200, 1200),
-    "deepzero": (36_900, 23_500),
-    "tools": (6200, 2700),
-    "tests": (29_300, 17_000),
+    "deepzero": (36_400, 23_500),
+    "tools": (6000, 2700),
+    "tests": (27_400, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). ``deepzero/runtime`` is counted without ``zero/``."""
 
@@ -243,7 +243,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     for folder, (budget, target) in FOLDERS.items():
         files = files_of(house, folder)
         yield Row(f"lines of {folder}/", sum(source.lines for source in files), budget, target, f"{len(files)} files")
-    yield Row("lines of train.py", house["train.py"].lines, 375, 150)
+    yield Row("lines of train.py", house["train.py"].lines, 150, 150)
 
     path = [house[name] for name in reading_path(root)]
     comments, code = (
@@ -251,11 +251,11 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if path
         else (0, 0)
     )
-    yield Row("lines of the reading path", sum(source.lines for source in path), 6350, 5500, f"{len(path)} files")
-    yield Row("comments per 100 lines of code on it", round(100 * comments / max(code, 1), 1), 3, 12, least=True)
+    yield Row("lines of the reading path", sum(source.lines for source in path), 6400, 5500, f"{len(path)} files")
+    yield Row("comments per 100 lines of code on it", round(100 * comments / max(code, 1), 1), 7, 12, least=True)
 
     zero = [source for source in package(house) if source.path.startswith("deepzero/runtime/zero/")]
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 67, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 60, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [
@@ -264,20 +264,20 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if source.path.split("/")[1] in ("comm", "runtime", "offload", "checkpoint") and "dry_run" not in source.path
     ]
     branches = {source.path: source.dry_run_branches() for source in core if source.dry_run_branches()}
-    yield Row("branches for dry runs in the core", sum(branches.values()), 21, 0, f"in {len(branches)} files")
+    yield Row("branches for dry runs in the core", sum(branches.values()), 17, 0, f"in {len(branches)} files")
     state = [
         f"{source.path.removeprefix('deepzero/')}:{name}"
         for source in package(house)
         for name in sorted(source.mutable_state())
     ]
-    yield Row("module-level mutable state", len(state), 26, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 25, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package(house) if source.path != "deepzero/utils/threads.py")
     yield Row("threads started past utils/threads.py", threads, 0, 0)
 
     sizes = members(house)
-    for what, index, budget, target in (("methods", 0, 92, 25), ("attributes", 1, 50, 20)):
+    for what, index, budget, target in (("methods", 0, 63, 25), ("attributes", 1, 32, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         yield Row(
@@ -295,7 +295,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if isinstance(item, ast.FunctionDef) and item.name == "__init__"
     }
     most = max(constructors, key=lambda name: constructors[name])
-    yield Row("constructor parameters", constructors[most], 11, 8, most)
+    yield Row("constructor parameters", constructors[most], 10, 8, most)
     twice = duplicates(house)
     yield Row("class names defined twice in the package", len(twice), 0, 0, ", ".join(twice))
     large = [source.path for source in house.values() if source.lines > MAX_FILE_LINES]

@@ -58,8 +58,7 @@ class BufferPool:
     """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
 
     Args:
-        dtype: of the elements.
-        device: where.
+        dtype: of the elements, on ``device``.
         limit_numel: free buffers go before all together exceed so many elements.
         chaos: poisons what is given back.
         keeps: False on a GPU, whose caching allocator is a pool already, ordered by streams.

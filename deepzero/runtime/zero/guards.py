@@ -194,6 +194,7 @@ class WriteGuard:
 
     def __init__(self, bucket: PartitionedBucket) -> None:
         self.bucket = bucket
+        self._step = max(1, bucket.bucket.shard_numel // SAMPLES)
         self._versions: list[int] = []
         self._samples: torch.Tensor | None = None
 
@@ -247,10 +248,6 @@ class WriteGuard:
         """This rank's shard within the buffer."""
         bucket = self.bucket
         return bucket.whole.split(bucket.bucket.shard_numel)[bucket.gather.comm.rank]
-
-    @property
-    def _step(self) -> int:
-        return max(1, self.bucket.bucket.shard_numel // SAMPLES)
 
 
 def write_lost(param: ZeroParameter, verb: str) -> PartitionedUseError:

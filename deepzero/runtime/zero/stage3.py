@@ -153,17 +153,14 @@ def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferP
 
 def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:
     """Log which of ZeRO++'s settings have nothing to work on in this model."""
-    threshold = config.stage3_param_persistence_threshold
-    for name, works, why in (
-        ("zero_quantized_weights", any(layouts.values()), ""),
-        ("zero_hpz_partition_size", any(layouts.values()), ""),
-        ("mics_shard_size", any(layouts.values()), ""),
-        ("zero_quantized_nontrainable_weights", bool(layouts[True]), "frozen "),
-    ):
-        if getattr(config, name) not in (False, 1, -1) and not works:
+    names = [] if any(layouts.values()) else ["zero_quantized_weights", "zero_hpz_partition_size", "mics_shard_size"]
+    names += [] if layouts[True] else ["zero_quantized_nontrainable_weights"]
+    for name in names:
+        if getattr(config, name) not in (False, 1, -1):
             log.warning(
                 "zero.%s does nothing here: no %sparameter has more than stage3_param_persistence_threshold=%d "
-                "elements, so none is partitioned", name, why, threshold,
+                "elements, so none is partitioned",
+                name, "frozen " if "nontrainable" in name else "", config.stage3_param_persistence_threshold,
             )  # fmt: skip
 
 
@@ -188,8 +185,8 @@ class Partitioning:
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        kept = [bucket.gather.secondary_shard for bucket in self.coordinator.buckets]
-        return [secondary for secondary in kept if secondary is not None]
+        gathers = (bucket.gather for bucket in self.coordinator.buckets)
+        return [gather.secondary_shard for gather in gathers if gather.secondary_shard is not None]
 
     def clear(self) -> None:
         """Let go of free buffers."""

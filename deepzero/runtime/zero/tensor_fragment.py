@@ -305,8 +305,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change this rank's fragment of the master; the parameter follows on all ranks. A collective."""
     fragment = _trained(param)
-    whole = fragment.assemble(_flat(fragment, value, fragment.numel, "this rank's fragment"))
-    fragment.group.write(fragment.slot.index, whole.reshape(-1))
+    whole = fragment.assemble(_flat(fragment, value, fragment.numel, "this rank's fragment")).reshape(-1)
+    fragment.group.write(fragment.slot.index, whole)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

@@ -146,12 +146,7 @@ class QuantizationMonitor:
         self.readings, self.steps, self.fresh = QuantErrorReport(), 0, False
         """``fresh``: the last step was measured."""
         comm.ledger.untracked_kinds.add(METER)
-        self._watch()
-
-    def _watch(self) -> None:
-        """Gradients are measured as they are sent: the reducer has to know before."""
-        if self.quantized_grads is not None:
-            self.quantized_grads.metering = self._due()
+        self.restart()
 
     def _due(self) -> bool:
         """Whether the step under way, counted from 0, is measured."""
@@ -168,11 +163,12 @@ class QuantizationMonitor:
         if self.fresh:
             self._measure()
         self.steps += int(applied)
-        self._watch()
+        self.restart()
 
     def restart(self) -> None:
-        """The gradients of the step under way are dropped, and what was measured of them."""
-        self._watch()
+        """A step begins, or begins anew: gradients are measured as they are sent, so the reducer is told before."""
+        if self.quantized_grads is not None:
+            self.quantized_grads.metering = self._due()
 
     def metrics(self) -> dict[str, float]:
         """For the loggers: every bucket's ratio and the worst, after a step that was measured; else nothing."""
