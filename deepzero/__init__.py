@@ -12,7 +12,7 @@ from deepzero.version import __version__
 
 if TYPE_CHECKING:
     from deepzero import utils, zero
-    from deepzero.checkpoint.manifest import CheckpointError
+    from deepzero.checkpoint.errors import CheckpointError
     from deepzero.comm.process_group import init_distributed
     from deepzero.compat.deepspeed_engine import DeepSpeedEngine
     from deepzero.config.strict import ConfigError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     Engine = DeepSpeedEngine
 
 _HOMES = {
-    "CheckpointError": "checkpoint.manifest",
+    "CheckpointError": "checkpoint.errors",
     "ConfigError": "config.strict",
     "DeepSpeedEngine": "compat.deepspeed_engine",
     "NonFiniteError": "runtime.engine",

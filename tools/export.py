@@ -6,9 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepzero.checkpoint.export import PRECISIONS, export
-from deepzero.checkpoint.manifest import CheckpointError
-from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD, PRECISIONS, export
 
 
 def main(arguments: list[str] | None = None) -> int:

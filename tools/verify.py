@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.verify import VerifyReport, verify, whole_beside
 
 

@@ -39,7 +39,8 @@ from pathlib import Path
 import torch
 
 from deepzero.checkpoint import checkpoint_dir as folders
-from deepzero.checkpoint.manifest import CheckpointError, Manifest, Row, ShardInfo, reason, shard_name
+from deepzero.checkpoint.errors import CheckpointError, reason
+from deepzero.checkpoint.manifest import Manifest, Row, ShardInfo, shard_name
 from deepzero.checkpoint.save_plan import SavePlan, with_files
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import flight_recorder, process_group

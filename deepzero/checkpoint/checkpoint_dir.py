@@ -20,8 +20,8 @@ import socket
 from collections.abc import Container
 from pathlib import Path
 
-from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, CheckpointError, Manifest
-from deepzero.checkpoint.manifest_validation import check_sound
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound
 from deepzero.durable import flush_folder, write_whole
 
 LOCK = ".lock"

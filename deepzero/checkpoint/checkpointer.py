@@ -19,12 +19,11 @@ import torch
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
 from deepzero.checkpoint.engine_state import EngineState
+from deepzero.checkpoint.errors import CheckpointError, reason
+from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.json_codec import decode
 from deepzero.checkpoint.load import Loader, LoadOptions, naming_another, open_checkpoint
-from deepzero.checkpoint.manifest import CheckpointError, reason
-from deepzero.checkpoint.manifest_validation import BATCH, COUNTERS
-from deepzero.checkpoint.model_file import MODEL_FILE
-from deepzero.checkpoint.save_16bit_model import save_gathered
+from deepzero.checkpoint.manifest import BATCH, COUNTERS
 from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm.collectives import Communicator
 from deepzero.layout import Fragment
 from deepzero.runtime.zero.optimizer_shard import ParamGroup

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from deepzero.checkpoint.headers import StoredTensor, read_header
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.export import INDEX_SUFFIX, MODEL_FILE
 from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
 from deepzero.checkpoint.manifest import (
     BUFFER,
@@ -26,14 +27,12 @@ from deepzero.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     PARAMETER,
-    CheckpointError,
     Manifest,
     ParameterInfo,
     Row,
     ShardInfo,
 )
-from deepzero.checkpoint.model_file import INDEX_SUFFIX, MODEL_FILE
-from deepzero.checkpoint.shard_file import FileRange, ShardReader
+from deepzero.checkpoint.reader import FileRange, ShardReader, StoredTensor, read_header
 
 SUFFIX = ".safetensors"
 COMPARE_ELEMENTS = 1 << 20
@@ -91,7 +90,7 @@ def read_foreign(load_dir: str | Path, names: ModelNames) -> tuple[Path, Manifes
     folder, files = _files(Path(load_dir))
     stored: dict[str, _Found] = {}
     for file in files:
-        for tensor in read_header(folder / file).tensors:
+        for tensor in read_header(folder / file)[1]:
             if tensor.name in stored:
                 raise CheckpointError(f"{folder / file} and {stored[tensor.name].file} both hold {tensor.name!r}")
             stored[tensor.name] = _Found(file, tensor)

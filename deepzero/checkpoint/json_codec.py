@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -23,6 +23,8 @@ DTYPES = {
 }  # fmt: skip
 """torch's dtypes by safetensors' names."""
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
+"""Bytes of an element."""
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

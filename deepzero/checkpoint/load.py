@@ -24,21 +24,12 @@ import torch
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
 from deepzero.checkpoint.engine_state import EngineState, StateRun, plain_name
+from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.huggingface import is_foreign, model_names, read_foreign
 from deepzero.checkpoint.json_codec import TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import (
-    BUFFER,
-    MASTER,
-    PARAMETER,
-    RNG,
-    CheckpointError,
-    Manifest,
-    ParameterInfo,
-    reason,
-)
-from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
-from deepzero.checkpoint.save_plan import buffer_key, class_name
-from deepzero.checkpoint.shard_file import remaining
+from deepzero.checkpoint.manifest import BUFFER, MASTER, PARAMETER, RNG, Manifest, ParameterInfo, buffer_key
+from deepzero.checkpoint.reader import CheckpointReader, ReadRequest, remaining
+from deepzero.checkpoint.save_plan import class_name
 from deepzero.comm import process_group
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.layout import Bucket, ParamSlot

@@ -1,4 +1,4 @@
-"""What a checkpoint is: names, shapes, byte ranges and hashes, as plain data. No tensor is touched here.
+"""What a checkpoint is: names, shapes, byte ranges and hashes, as plain data; and whether a manifest makes sense.
 
 [Note: a checkpoint on disk]
     ``FOLDER/latest``                     one line: the tag of the newest complete checkpoint;
@@ -16,9 +16,15 @@
     is not trained has no master and is stored as ``parameter``. Anything that all ranks hold alike is stored once.
 
     Every shard is cut into *blocks* of ``block_bytes``, each with a CRC-32 in the manifest. A reader needs some byte
-    ranges only, and checks exactly the blocks that it reads; ``sha256`` is of the whole file,
-    if training waited for the save. The manifest's own hash
-    is in ``COMMIT``: so nothing can be changed without being noticed.
+    ranges only, and checks exactly the blocks that it reads; ``sha256`` is of the whole file, if training waited for
+    the save. The manifest's own hash is in ``COMMIT``.
+
+[Note: what is believed of a manifest]
+    ``COMMIT`` shows that a manifest is what was written, and is no signature: who edits one can write a new hash. So
+    nothing in it is trusted to be a number, a place in a file or the name of one before :func:`check_sound` has
+    looked at it; a manifest that makes no sense is refused before anything is loaded. What makes sense and is not true
+    cannot be noticed: another learning rate or step number, the places of two rows of the same length exchanged, names
+    of two parameters of the same shape exchanged, data changed together with its CRC-32.
 
 The format is described for other programs in ``docs/checkpoints.md``.
 """
@@ -27,10 +33,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
+
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.json_codec import ITEMSIZE, decode, tensor_names
 
 FORMAT = "deepzero-checkpoint"
 VERSION = 1
@@ -54,45 +63,9 @@ MIN_BLOCK_BYTES = 128
 HEAD_ALIGN = 4096
 """The data of a shard begins at a multiple of this many bytes."""
 
-ITEMSIZE = {
-    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1,
-}  # fmt: skip
-"""safetensors' dtypes that occur, and their bytes."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, and says what to do.
-
-    Args:
-        text: the message.
-        beside: where a checkpoint is damaged, another one of the same folder that is complete.
-    """
-
-    says_it_all = True
-    """Frames would tell a user nothing: see ``describe`` of ``launch/rank_process.py``."""
-
-    def __init__(self, text: str, beside: Path | None = None) -> None:
-        super().__init__(text)
-        self.text, self.beside = text, beside
-
-    def __str__(self) -> str:
-        if self.beside is None:
-            return self.text
-        return f"{self.text}; {said_complete(self.beside)}: load it with tag={self.beside.name!r} from there"
-
-
-def said_complete(path: Path) -> str:
-    """What is known of a checkpoint whose bytes nobody has read, and who reads them."""
-    return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"
-
-
-def reason(error: Exception) -> str:
-    """An error in words, for the other ranks."""
-    if isinstance(error, CheckpointError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+BATCH = ("global_batch", "micro_batch", "accumulation")
+RNG_NUMBERS = ("python_version", "python_gauss", "numpy_kind", "numpy_position", "numpy_has_gauss", "numpy_gauss")
 
 
 def shard_name(rank: int, world_size: int) -> str:
@@ -265,3 +238,210 @@ def block_bytes_for(total: int) -> int:
     while size * MAX_BLOCKS < total:
         size *= 2
     return size
+
+
+def is_own_buffer(key: str) -> bool:
+    """Whether a row's key is that of a buffer that differs from rank 0's: see :func:`buffer_key`."""
+    return key.startswith(f"{BUFFER}-of-rank-")
+
+
+def buffer_key(rank: int) -> str:
+    """The key of a buffer that is another on ``rank`` than on rank 0."""
+    return f"{BUFFER}-of-rank-{rank}"
+
+
+# ---- whether it makes sense ------------------------------------------------------------------------------------------
+
+
+class InvalidManifest(ValueError):
+    """What makes no sense."""
+
+
+def check_sound(manifest: Manifest, where: str) -> None:
+    """Refuse a manifest that makes no sense.
+
+    Args:
+        manifest: as it was read.
+        where: the file's name, for messages.
+
+    Raises:
+        CheckpointError: with the first thing that was found.
+    """
+    try:
+        _check_numbers(manifest)
+        for name, info in manifest.files.items():
+            _check_file(name, info, manifest.world_size)
+        _need(len(manifest.files) == manifest.world_size, f"'files' has {len(manifest.files)} of its files")
+        _need(len({info.rank for info in manifest.files.values()}) == manifest.world_size, "two files of one rank")
+        _check_parameters(manifest)
+        for place, problem in row_problems(manifest):
+            raise InvalidManifest(f"{place}: {problem}")
+        _check_values(manifest)
+    except InvalidManifest as error:
+        raise CheckpointError(f"{where} makes no sense: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # A list where a mapping should be, a key that is missing: whatever was edited, it is said as this.
+        raise CheckpointError(f"{where} makes no sense ({type(error).__name__}: {error})") from None
+
+
+def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Whether the rows of all shards together are each thing that should be there, each element once.
+
+    Yields:
+        (file, what is wrong): for every gap, overlap, wrong dtype, and tensor that should not or should be there.
+    """
+    rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
+    for file, info in manifest.files.items():
+        for row in info.rows:
+            rows.setdefault((row.key, row.name), []).append((row, file))
+    for name, param in manifest.parameters.items():
+        values = MASTER if param.trained else PARAMETER
+        if param.numel and (param.trained or param.tensors) and values not in param.tensors:
+            yield MANIFEST, f"parameter {name!r} has no values"
+    for (key, name), (numel, dtype) in _expected(manifest).items():
+        yield from _covered(rows.pop((key, name), []), key, name, numel, dtype)
+    for (key, name), found in rows.items():
+        if is_own_buffer(key) and name in manifest.buffers:
+            buffer = manifest.buffers[name]
+            yield from _covered(found, key, name, numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"])
+        elif key == RNG:
+            yield from _covered(found, key, name, sum(row.numel for row, _ in found), None)
+        else:
+            yield found[0][1], f"holds {key} of {name!r}, which the manifest does not know"
+
+
+def _expected(manifest: Manifest) -> dict[tuple[str, str], tuple[int, str | None]]:
+    """(key, name) → (elements, dtype) of all that the manifest promises."""
+    expected: dict[tuple[str, str], tuple[int, str | None]] = {}
+    for name, info in manifest.parameters.items():
+        numel = numel_of(info.shape, f"parameter {name!r}")
+        expected.update({(key, name): (numel, dtype) for key, dtype in info.tensors.items()})
+    for name, buffer in manifest.buffers.items():
+        expected[BUFFER, name] = numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
+    schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
+    for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
+        expected[CLIENT, name] = numel_of(shape, f"{CLIENT}/{name}"), None
+    return expected
+
+
+def _covered(
+    found: list[tuple[Row, str]], key: str, name: str, numel: int, dtype: str | None
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the rows of one tensor; ``dtype`` None: they only have to be alike."""
+    cursor, what = 0, f"{key} of {name!r}"
+    dtype = found[0][0].dtype if dtype is None and found else dtype
+    for row, file in sorted(found, key=lambda item: (item[0].start, item[0].numel)):
+        if row.start > cursor:
+            yield MANIFEST, f"no shard has elements {cursor} to {row.start} of {what}"
+        elif row.start < cursor and row.numel:
+            yield file, f"elements {row.start} to {min(cursor, row.start + row.numel)} of {what} are stored twice"
+        if row.start + row.numel > numel:
+            yield file, f"{what} has elements up to {row.start + row.numel}, and should have {numel}"
+        if row.dtype != dtype:
+            yield file, f"{what} is {row.dtype}, and should be {dtype}"
+        cursor = max(cursor, row.start + row.numel)
+    if cursor < numel:
+        yield MANIFEST, f"no shard has elements {cursor} to {numel} of {what}"
+
+
+def numel_of(shape: Any, what: str) -> int:
+    """Elements of a shape that a manifest gives.
+
+    Raises:
+        InvalidManifest: it is no list of numbers that are not negative.
+    """
+    _need(isinstance(shape, (list, tuple)), f"the shape of {what} is {shape!r}")
+    return math.prod(_count(extent, f"an extent of {what}") for extent in shape)
+
+
+def _need(condition: bool, what: str) -> None:
+    if not condition:
+        raise InvalidManifest(what)
+
+
+def _count(value: Any, what: str, least: int = 0) -> int:
+    _need(type(value) is int and least <= value < 2**62, f"{what} is {value!r}")
+    return int(value)
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    _count(manifest.world_size, "'world_size'", 1)
+    _count(manifest.zero_stage, "'zero_stage'")
+    for key in ("id", "tag", "written", "precision"):
+        _need(isinstance(getattr(manifest, key), str), f"{key!r} is {getattr(manifest, key)!r}")
+    for key in COUNTERS:
+        _count(manifest.counters[key], f"'counters', {key!r}")
+    for key in BATCH:
+        _count(manifest.batch[key], f"'batch', {key!r}", 1)
+    for key in ("versions", "config", "loss_scaler"):
+        _need(isinstance(getattr(manifest, key), dict), f"{key!r} is {getattr(manifest, key)!r}")
+    _need(len(manifest.rng_numbers) == manifest.world_size, f"'rng_numbers' is of {len(manifest.rng_numbers)} ranks")
+    for rank, numbers in enumerate(manifest.rng_numbers):
+        _need(set(RNG_NUMBERS) <= set(numbers), f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
+
+
+def _check_file(name: str, info: ShardInfo, world_size: int) -> None:
+    _need(re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None, f"{name!r} is no name of a file")
+    _need(_count(info.rank, f"the rank of {name}") < world_size, f"{name} is of rank {info.rank}")
+    _count(info.bytes, f"'bytes' of {name}")
+    _count(info.block_bytes, f"'block_bytes' of {name}", 1)
+    sha256 = info.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", str(info.sha256)) is not None
+    _need(sha256, f"'sha256' of {name} is {info.sha256!r}")
+    crcs = re.fullmatch(r"[0-9a-f]*", info.crc32) is not None and len(info.crc32) == 8 * info.blocks
+    _need(crcs, f"'crc32' of {name} is not eight hexadecimal digits for each of {info.blocks} blocks")
+    for row in info.rows:
+        label = f"the row {row.key}/{row.name} of {name}"
+        _need(isinstance(row.key, str) and isinstance(row.name, str), f"{label} has no name")
+        _need(row.dtype in ITEMSIZE, f"{label} has dtype {row.dtype!r}")
+        for key in ("start", "numel", "offset"):
+            _count(getattr(row, key), f"{key!r} of {label}")
+    # A shard has no holes: so a row of another place or length is noticed, if only one was changed.
+    rows = sorted(info.rows, key=lambda row: (row.offset, row.nbytes))
+    for row, following in zip(rows, [*(row.offset for row in rows[1:]), info.bytes], strict=True):
+        end, label = row.offset + row.nbytes, f"the row {row.key}/{row.name} of {name}"
+        _need(end == following, f"{label} ends at byte {end}, and what follows begins at {following}")
+
+
+def _check_parameters(manifest: Manifest) -> None:
+    names = [known for name, info in manifest.parameters.items() for known in (name, *info.aliases)]
+    _need(len(set(names)) == len(names), "two parameters have one name")
+    for name, info in manifest.parameters.items():
+        _need(info.dtype in ITEMSIZE, f"parameter {name!r} has dtype {info.dtype!r}")
+        _need(type(info.trained) is bool, f"'trained' of parameter {name!r} is {info.trained!r}")
+        for key, encoded in info.state.items():
+            _check_scalar(encoded, f"{key!r} of parameter {name!r}")
+
+
+def _check_scalar(encoded: Any, what: str) -> None:
+    """State that the optimizer keeps for a parameter as a whole."""
+    if isinstance(encoded, dict) and "dtype" in encoded:
+        _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
+        _need(numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
+        value = decode(encoded["value"], {})
+        _need(isinstance(value, (bool, int, float)), f"{what} is {value!r}")
+    else:
+        decode(encoded, {})
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Client state, schedule and the optimizer's settings are values that can be read."""
+    optimizer, schedule = manifest.optimizer, manifest.lr_scheduler
+    _need(isinstance(optimizer["class"], str), f"the optimizer's class is {optimizer['class']!r}")
+    for group in optimizer["groups"]:
+        for encoded in group.values():
+            decode(encoded, {})
+    if schedule is not None:
+        _need(isinstance(schedule["class"], str), f"the schedule's class is {schedule['class']!r}")
+    for encoded in (manifest.client_state, schedule["state"] if schedule is not None else None):
+        stand_ins: dict[str, Any] = {name: _AnyTensor() for name in tensor_names(encoded)}
+        decode(encoded, stand_ins)
+
+
+class _AnyTensor:
+    """Stands for a tensor in a value that is decoded for a trial: nothing is allocated by a number in a manifest."""
+
+    def reshape(self, _: Any) -> _AnyTensor:
+        return self
+
+    def numpy(self) -> _AnyTensor:
+        return self

@@ -16,6 +16,7 @@ import torch
 
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.engine_state import EngineState, plain_name
+from deepzero.checkpoint.errors import CheckpointError, reason
 from deepzero.checkpoint.json_codec import DTYPES, encode
 from deepzero.checkpoint.manifest import (
     BUFFER,
@@ -24,11 +25,9 @@ from deepzero.checkpoint.manifest import (
     PARAMETER,
     RESERVED,
     RNG,
-    CheckpointError,
     Manifest,
     ParameterInfo,
     ShardInfo,
-    reason,
 )
 from deepzero.checkpoint.shard_file import Entry, ShardPlan, bytes_of, plan_shard
 from deepzero.comm import process_group

@@ -1,19 +1,19 @@
-"""One shard: written once, front to back, hashed on the way; read by byte ranges, checked block by block.
+"""One shard: written once, front to back, hashed on the way.
 
 The file is safetensors' format, and safetensors reads it. It is written here because the library takes a copy of every
-tensor first (``bytes``), holding Python's lock, while a training step wants both; and read here with ``pread`` instead
-of a memory map: a file that has become shorter is then an error, and not a dead process (SIGBUS).
+tensor first (``bytes``), holding Python's lock, while a training step wants both.
 
 Source: the format is eight bytes of length, a JSON header, the data without holes; safetensors' README.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import errno
 import fcntl
 import hashlib
+import json
+import math
 import os
 import time
 import zlib
@@ -21,18 +21,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
-from deepzero.checkpoint.headers import make_header
-from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
-from deepzero.checkpoint.manifest import ITEMSIZE, CheckpointError, Row, ShardInfo, block_bytes_for
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE
+from deepzero.checkpoint.manifest import HEAD_ALIGN, Row, ShardInfo, block_bytes_for
 from deepzero.durable import Flushes
 
 WRITE_BYTES = 1 << 20
 PAGE_BYTES = 4096
-READ_BYTES = 8 << 20
+
+
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The first bytes of a file, data aligned.
+
+    Args:
+        tensors: (name, dtype, shape), in the order in which their bytes follow.
+        metadata: strings for ``__metadata__``.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    cursor = 0
+    for name, dtype, shape in tensors:
+        end = cursor + math.prod(shape) * ITEMSIZE[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [cursor, end]}
+        cursor = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % HEAD_ALIGN)
+    return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(frozen=True)
@@ -226,164 +243,3 @@ def _put_direct(file: BinaryIO, part: memoryview, offset: int) -> None:
 def _use_page_cache(file: BinaryIO) -> None:
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FileRange:
-    """Bytes of a shard, and where their elements go."""
-
-    offset: int
-    """In the file."""
-    numel: int
-    dtype: str
-    into: torch.Tensor
-    """1-D, ``numel`` elements, of any dtype and device."""
-
-    @property
-    def end(self) -> int:
-        """One past the last byte."""
-        return self.offset + self.numel * ITEMSIZE[self.dtype]
-
-
-class ShardReader:
-    """Reads one shard, whole blocks at a time, and counts what it read.
-
-    Args:
-        path: the file.
-        info: what the manifest says of it; None for a safetensors file that is nobody's shard: nothing is checked then.
-    """
-
-    def __init__(self, path: Path, info: ShardInfo | None) -> None:
-        self.path, self.info = path, info
-        self.bytes_read = 0
-        self._block = info.block_bytes if info is not None else 1
-        try:
-            self._size = path.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from None
-
-    def blocks(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
-        """Runs (first, one past the last) of the blocks that hold the fragments, ascending and apart."""
-        spans = sorted((f.offset // self._block, -(-f.end // self._block)) for f in fragments if f.numel)
-        # Without blocks each fragment is read by itself, from its start: so no element lies across two portions.
-        return merge(spans) if self.info is not None else spans
-
-    def read(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
-        """Fill the fragments' tensors; returns the runs of blocks that were read and found right."""
-        ordered = sorted((f for f in fragments if f.numel), key=lambda fragment: fragment.offset)
-        runs = self.blocks(ordered)
-        starts = [fragment.offset for fragment in ordered]
-        widest = max((fragment.end - fragment.offset for fragment in ordered), default=0)
-        for offset, data in self._portions(runs):
-            end = offset + len(data)
-            first = bisect.bisect_left(starts, offset - widest)
-            for fragment in ordered[first : bisect.bisect_left(starts, end)]:
-                if fragment.end > offset:
-                    _copy_out(fragment, offset, data)
-        return runs
-
-    def check(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Read runs of blocks only to see that they are right."""
-        for _ in self._portions(runs):
-            pass
-
-    def _portions(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the file, bytes) of runs of blocks, checked; the memory is used again for the next portion."""
-        runs = list(runs)
-        # No larger than the longest run: most parameters are small, and clearing memory takes time, too.
-        step = min(max(1, READ_BYTES // self._block), max((last - first for first, last in runs), default=1))
-        buffer = bytearray(step * self._block)
-        try:
-            file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
-        try:
-            for first, last in runs:
-                for block in range(first, last, step):
-                    offset = block * self._block
-                    wanted = min(min(block + step, last) * self._block, self._size) - offset
-                    view = memoryview(buffer)[:wanted]
-                    self._fill(file, view, offset)
-                    self._check(view, block)
-                    yield offset, view
-        finally:
-            os.close(file)
-
-    def _fill(self, file: int, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(file, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: {error.strerror}; the disk cannot read it") from None
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path} ends after {offset + done} bytes, {self._size} were expected: it is truncated"
-                )
-            done += count
-        self.bytes_read += done
-
-    def _check(self, view: memoryview, first: int) -> None:
-        if self.info is None:
-            return
-        for number in range(-(-len(view) // self._block)):
-            part = view[number * self._block : (number + 1) * self._block]
-            if zlib.crc32(part) != self.info.block_crc(first + number):
-                raise CheckpointError(damage(self.path, self.info, first + number))
-
-
-def damage(path: Path, info: ShardInfo, block: int) -> str:
-    """What is said of a block with another CRC-32."""
-    start, end = block * info.block_bytes, min((block + 1) * info.block_bytes, info.bytes)
-    inside = [row.tensor_name for row in info.rows if row.offset < end and row.offset + row.nbytes > start]
-    what = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
-    return f"{path} is damaged: bytes {start} to {end} are not what was written ({what or 'the header'})"
-
-
-def _copy_out(fragment: FileRange, offset: int, data: memoryview) -> None:
-    """The elements of ``fragment`` that lie in ``data``. Portions end at blocks, and no element lies across two."""
-    size = ITEMSIZE[fragment.dtype]
-    first = max(0, -(-(offset - fragment.offset) // size))
-    last = min(fragment.numel, (offset + len(data) - fragment.offset) // size)
-    if first < last:
-        begin = fragment.offset + first * size - offset
-        # Copied once more, aligned: a plain safetensors file may begin its data anywhere.
-        piece = bytearray(data[begin : begin + (last - first) * size]) if begin % size else data[begin:]
-        values = torch.frombuffer(piece, dtype=TORCH_DTYPES[fragment.dtype], count=last - first)
-        fragment.into[first:last].copy_(values)
-
-
-def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted runs made disjoint.
-
-    Example:
-        >>> merge([(0, 2), (1, 3), (5, 6), (6, 8)])
-        [(0, 3), (5, 8)]
-    """
-    merged: list[tuple[int, int]] = []
-    for first, last in spans:
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged
-
-
-def remaining(blocks: int, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The runs of ``0 … blocks-1`` that ``runs`` leave out.
-
-    Example:
-        >>> remaining(8, [(0, 3), (5, 7)])
-        [(3, 5), (7, 8)]
-    """
-    left, cursor = [], 0
-    for first, last in merge(sorted(runs)):
-        if first > cursor:
-            left.append((cursor, first))
-        cursor = max(cursor, last)
-    if cursor < blocks:
-        left.append((cursor, blocks))
-    return left

@@ -12,30 +12,15 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deepzero.checkpoint.checkpoint_dir import check_tag, complete_tags, find, latest_tag, others
-from deepzero.checkpoint.headers import read_header
-from deepzero.checkpoint.json_codec import tensor_names
-from deepzero.checkpoint.manifest import (
-    BUFFER,
-    CLIENT,
-    COMMIT,
-    ITEMSIZE,
-    MANIFEST,
-    MASTER,
-    PARAMETER,
-    RNG,
-    CheckpointError,
-    Manifest,
-    Row,
-    ShardInfo,
-    shard_name,
-)
-from deepzero.checkpoint.shard_file import READ_BYTES, merge
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.json_codec import ITEMSIZE
+from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, row_problems, shard_name
+from deepzero.checkpoint.reader import READ_BYTES, merge, read_header
 
 
 @dataclass
@@ -211,19 +196,17 @@ def _lost(name: str, info: ShardInfo, start: int, end: int) -> Iterator[str]:
 
 def _check_header(report: VerifyReport, manifest: Manifest, name: str, info: ShardInfo) -> None:
     try:
-        header = read_header(report.path / name)
+        metadata, tensors = read_header(report.path / name)
     except CheckpointError as error:
         text = str(error).removeprefix(str(report.path / name)).removeprefix(":").strip()
         report.problems.append(f"{name}: {text}")
         return
-    if header.metadata.get("deepzero_id") != manifest.id:
-        theirs = header.metadata.get("deepzero_id")
-        report.problems.append(f"{name}: is of save {theirs!r}, and the manifest of save {manifest.id!r}")
-    if header.metadata.get("rank") != str(info.rank):
-        report.problems.append(
-            f"{name}: is of rank {header.metadata.get('rank')}, and the manifest says rank {info.rank}"
-        )
-    theirs_by_name = {tensor.name: tensor for tensor in header.tensors}
+    save, rank = metadata.get("deepzero_id"), metadata.get("rank")
+    if save != manifest.id:
+        report.problems.append(f"{name}: is of save {save!r}, and the manifest of save {manifest.id!r}")
+    if rank != str(info.rank):
+        report.problems.append(f"{name}: is of rank {rank}, and the manifest says rank {info.rank}")
+    theirs_by_name = {tensor.name: tensor for tensor in tensors}
     for row in info.rows:
         tensor = theirs_by_name.pop(row.tensor_name, None)
         if tensor is None:
@@ -245,67 +228,11 @@ def _check_extra(report: VerifyReport, manifest: Manifest) -> None:
             report.problems.append(f"{path.name}: is no file of this checkpoint")
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
 def _check_rows(report: VerifyReport, manifest: Manifest) -> None:
-    """Rows of all shards together are each thing that should be there, each element once."""
-    rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
-    for file, info in manifest.files.items():
-        for row in info.rows:
-            rows.setdefault((row.key, row.name), []).append((row, file))
-    for key, name, numel, dtype in _expected(report, manifest):
-        report.problems += _covered(rows.pop((key, name), []), key, name, numel, dtype)
-    for (key, name), found in rows.items():
-        own = key.startswith(f"{BUFFER}-of-rank-") and name in manifest.buffers
-        if own:
-            buffer = manifest.buffers[name]
-            report.problems += _covered(found, key, name, _product(buffer["shape"]), buffer["dtype"])
-        elif key == RNG:
-            report.problems += _covered(found, key, name, sum(row.numel for row, _ in found), None)
-        else:
-            report.problems.append(f"{found[0][1]}: holds {key} of {name!r}, which the manifest does not know")
-
-
-def _expected(report: VerifyReport, manifest: Manifest) -> Iterator[tuple[str, str, int, str | None]]:
-    """(key, name, elements, dtype) of all that the manifest promises."""
-    for name, info in manifest.parameters.items():
-        if info.numel and not info.tensors and not info.trained:
-            report.not_stored.append(name)
-        elif info.numel and (MASTER if info.trained else PARAMETER) not in info.tensors:
-            report.problems.append(f"{MANIFEST}: parameter {name!r} has no values")
-        for key, dtype in info.tensors.items():
-            yield key, name, info.numel, dtype
-    for name, buffer in manifest.buffers.items():
-        yield BUFFER, name, _product(buffer["shape"]), buffer["dtype"]
-    schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
-    for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
-        yield CLIENT, name, _product(shape), None
-
-
-def _covered(found: list[tuple[Row, str]], key: str, name: str, numel: int, dtype: str | None) -> Iterator[str]:
-    """Problems of the rows of one tensor."""
-    cursor = 0
-    for row, file in sorted(found, key=lambda item: (item[0].start, item[0].numel)):
-        what = f"{key} of {name!r}"
-        if row.start > cursor:
-            yield f"{MANIFEST}: no shard has elements {cursor} to {row.start} of {what}"
-        elif row.start < cursor and row.numel:
-            yield f"{file}: elements {row.start} to {min(cursor, row.start + row.numel)} of {what} are stored twice"
-        if row.start + row.numel > numel:
-            yield f"{file}: {what} has elements up to {row.start + row.numel}, and should have {numel}"
-        if dtype is not None and row.dtype != dtype:
-            yield f"{file}: {what} is {row.dtype}, and should be {dtype}"
-        cursor = max(cursor, row.start + row.numel)
-    if cursor < numel:
-        yield f"{MANIFEST}: no shard has elements {cursor} to {numel} of {key} of {name!r}"
-
-
-def _product(shape: Iterable[Any]) -> int:
-    numel = 1
-    for extent in shape:
-        numel *= int(extent)
-    return numel
+    report.not_stored += [
+        name for name, info in manifest.parameters.items() if info.numel and not info.tensors and not info.trained
+    ]
+    report.problems += [f"{place}: {problem}" for place, problem in row_problems(manifest)]
 
 
 def _shortened(names: list[str]) -> str:

@@ -132,6 +132,10 @@ class Communicator:
         self.overlap = OverlapMeter(device, ledger)
         """How much of what is sent was hidden."""
 
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """The values of a 1-D tensor as Python numbers; waits for the device."""
+        return list(tensor.tolist())
+
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
         inside, across = split_ranks(self.world_size, size)
@@ -316,6 +320,10 @@ class DryRunCommunicator(Communicator):
         """As on real ranks, without the backend's communicators."""
         inside, across = split_ranks(self.world_size, size)
         return make_group(inside, self.rank, with_handle=False), make_group(across, self.rank, with_handle=False)
+
+    def read(self, tensor: torch.Tensor) -> list[Any]:
+        """Zeros: nothing has a value here."""
+        return [0] * tensor.numel()
 
 
 def make_communicator(device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> Communicator:

@@ -184,11 +184,9 @@ class ReduceStrategy(Protocol):
         """Bytes that it needs in the receive buffer of a bucket of ``capacity`` elements."""
 
     def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
-        """Start the exchange, and set ``parts``, ``pending`` and ``second_hop`` of ``inflight``; never wait.
+        """Start a filled buffer's exchange, set ``parts``, ``pending`` and ``second_hop`` of ``inflight``; never wait.
 
-        Args:
-            inflight: its buffer is filled.
-            scratch: fp32, two chunks.
+        ``scratch`` is fp32, two chunks.
         """
 
     def kept(self) -> list[torch.Tensor]:

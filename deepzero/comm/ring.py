@@ -176,9 +176,7 @@ def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None =
     """
     # Refused before anything is sent: a rank that raised in the middle would leave its neighbours waiting for it.
     if average and not tensor.is_floating_point():
-        raise ValueError(
-            f"the average of {tensor.dtype} is not an integer: use average=False or a floating-point dtype"
-        )
+        raise ValueError(f"the average of {tensor.dtype} is no integer: use average=False or a floating-point dtype")
     reduce_scatter(tensor, watch)
     all_gather(tensor, watch)
     # Every rank divides the same bits, so the averages are the same too. In fp16 the sum may have overflowed by now,

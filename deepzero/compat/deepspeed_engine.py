@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from deepzero.checkpoint.checkpointer import Checkpointer
-from deepzero.checkpoint.model_file import DEFAULT_MAX_SHARD
+from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig

@@ -29,6 +29,7 @@ from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import FETCH
+from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.planning.op_cost import Work, WorkMeter, fused_attention, nothing_is_packed
 from deepzero.profiling.step_recorder import StepRecorder
 from deepzero.runtime.optimizers import build_optimizer
@@ -196,11 +197,15 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
 
 
 def _without_side_effects(config: EngineConfig) -> EngineConfig:
-    """Nothing is delayed or printed; what is launched and held does not depend on it."""
+    """Nothing is delayed, printed or measured; what is launched and held does not depend on it."""
     chaos = dataclasses.replace(config.comm.chaos, enabled=False)
+    zero = config.zero
+    if zero.zero_quantized_weights or zero.zero_quantized_gradients:
+        zero = dataclasses.replace(zero, quantization=dataclasses.replace(zero.quantization, meter_every=0))
     return dataclasses.replace(
         config,
         comm=dataclasses.replace(config.comm, chaos=chaos),
+        zero=zero,
         steps_per_print=None,
         scheduler=None,
     )
@@ -219,7 +224,15 @@ def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> Deep
         if param.requires_grad:
             param.register_hook(partial(_note_arrival, arrived, name))
     optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
-    return DeepSpeedEngine(model, optimizer, config)
+    if isinstance(optimizer, CPUAdam):
+        vars(optimizer)["prepare"] = _nothing  # no kernel is compiled for tensors without values
+    engine = DeepSpeedEngine(model, optimizer, config)
+    vars(engine.zero.optimizer_shard)["_optimizer_step"] = _nothing
+    return engine
+
+
+def _nothing(*_: object) -> None:
+    """Stands for arithmetic on values, of which a dry run has none."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What a setting will hold and take, roughly and at once: closed forms, and a probe of the model without ZeRO.
 
 A rehearsal takes seconds, and there are hundreds of settings. This sorts them: the *states* are the closed forms of
-``runtime/closed_forms.py``, exact but for padding and buffers; *activations* and the time of forward and backward are
+``runtime/memory_model.py``, exact but for padding and buffers; *activations* and the time of forward and backward are
 those of the model alone, run on the meta device with few blocks and three micro-batches, and drawn out in straight
 lines; *communication* is the closed volumes at the cluster's bandwidth, hidden as far as the stage can hide it.
 What is shown to people as a prediction comes from a rehearsal instead: see ``autotune.py``.
@@ -27,14 +27,14 @@ from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep
 from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
-from deepzero.runtime.closed_forms import (
+from deepzero.runtime.memory_model import (
     Elements,
     HostElements,
     StateSizes,
-    moment_bytes_per_element,
     offloaded_memory,
     predicted_memory,
 )
+from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
 from deepzero.runtime.zero_components import Dtypes

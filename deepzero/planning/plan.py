@@ -7,7 +7,7 @@ from typing import Any
 
 from deepzero.comm.ledger import Event
 from deepzero.planning.dry_run import DryRunResult
-from deepzero.runtime.closed_forms import AGREEMENT
+from deepzero.runtime.memory_model import AGREEMENT
 from deepzero.utils.formatting import short_bytes
 
 MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publish")

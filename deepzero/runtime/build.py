@@ -25,10 +25,8 @@ from deepzero.config.strict import ConfigError
 from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.offload_plan import Offload, build_host, plan_offload
-from deepzero.runtime.closed_forms import moment_bytes_per_element
-from deepzero.runtime.open_ledger import build_ledger, predict_unquantized
-from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance
-from deepzero.runtime.trained import TrainedParameters
+from deepzero.runtime.memory_model import build_ledger, predict_unquantized
+from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
@@ -44,7 +42,7 @@ from deepzero.runtime.zero.stage3 import (
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
 from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
-from deepzero.runtime.zero_components import Dtypes, ZeroComponents
+from deepzero.runtime.zero_components import Dtypes, TrainedParameters, ZeroComponents
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +223,7 @@ def build_zero(
         else:
             place_model(model, planned, comm, dtypes.compute)
             groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
-        if isinstance(optimizer, CPUAdam) and comm.device.type != "meta":  # a rehearsal runs none
+        if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
         set_optimizer_params(optimizer, groups)
         allocate_state(optimizer)
@@ -247,8 +245,6 @@ def build_zero(
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
         buckets = partitioning.coordinator.buckets if partitioning is not None else []
-        if comm.device.type == "meta":  # a dry run has no values to measure
-            return built
         monitor = build_quantization_monitor(
             groups, buckets, built.quantized_grads, config.zero.quantization, comm,
             lambda: predict_unquantized(built, comm, micro_batches, stage),

@@ -348,7 +348,7 @@ class Engine(nn.Module):
     def _mean_loss(self) -> float | None:
         """Mean over this rank's micro-batches; reading it makes the CPU wait for the device, once per step."""
         losses = self.passes.take_losses()
-        return sum(float(loss) for loss in losses if not loss.is_meta) / len(losses) if losses else None
+        return sum(self.comm.read(loss.reshape(1))[0] for loss in losses) / len(losses) if losses else None
 
     def _trouble(self) -> RuntimeError | None:
         """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a curve says what, one scheduler says when.
+"""Learning-rate schedules, deepzero's own and DeepSpeed's: a curve says what, one scheduler says when.
 
 A *curve* is a frozen dataclass of numbers with one pure function, ``lrs(done, base_lrs)``: the learning rate of each
 parameter group for the optimizer step that comes after ``done`` steps. :class:`Scheduler` is the only thing with a
@@ -9,20 +9,29 @@ state, and that state is one integer. So resuming needs no history, and a curve 
 after a step that was skipped (fp16 overflow): such a step uses up data, but no place on the curve.
 
 =======================  ============================================================================================
-``scheduler.type``       rate of optimizer step k = 0, 1, …, T - 1, as a multiple of the optimizer's ``lr``
+``scheduler.type``       rate of optimizer step k = 0, 1, …, T - 1
 =======================  ============================================================================================
-``constant``             1
-``warmup_cosine``        (k + 1) / (warmup + 1) up to k = warmup, then half a cosine to ``min_lr_ratio`` at k = T
-``warmup_stable_decay``  the same warm-up, 1, and for the last ``decay_steps`` a line to ``min_lr_ratio`` at k = T
-``WarmupLR`` and so on   DeepSpeed's, in :mod:`deepzero.runtime.deepspeed_schedules`
+``constant``             the optimizer's ``lr``
+``warmup_cosine``        ``lr`` times (k + 1) / (warmup + 1) up to k = warmup, then half a cosine to ``min_lr_ratio``
+``warmup_stable_decay``  the same warm-up, ``lr``, and for the last ``decay_steps`` a line to ``min_lr_ratio`` at k = T
+``WarmupLR``             ``warmup_min_lr`` for k = 0, 1; up by a logarithm or a line; then level
+``WarmupDecayLR``        the same, then a straight line to ``warmup_min_lr`` at T
+``WarmupCosineLR``       0 for k = 0; up from ``warmup_min_ratio``; then half a cosine to ``cos_min_ratio``
+``OneCycle``             ``cycle_min_lr``, up, down, then decay; Adam's first beta moves the other way
 =======================  ============================================================================================
 
-No step is wasted on a rate of zero: neither the first (unlike DeepSpeed's) nor the last one reaches it. T is
-``total_steps``; when it is not given, it is the length of the run, ``train.steps``.
+deepzero's own waste no step on a rate of zero, at either end. DeepSpeed's count ``last_batch_iteration``, which is -1
+after construction and 0 after the first ``step()``: step k > 0 has the value of iteration k - 1, so the warm-ups start
+*twice* at the bottom, and with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter. That
+is what scripts tuned under DeepSpeed have seen, and what they get here. Where DeepSpeed warns and goes on (an unknown
+``warmup_type``), these raise. ``LRRangeTest`` is left out.
 
-Sources: the cosine is Loshchilov and Hutter, "SGDR", 2017, in nanoGPT's form; warm-up, stable, decay is Hu et al.,
-"MiniCPM", 2024, and the default of a fifth of the run for the decay is from Hägele et al., "Scaling Laws and
-Compute-Optimal Training Beyond Fixed Training Durations", 2024.
+T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given, it is the length of the run.
+
+Sources: DeepSpeed's ``runtime/lr_schedules.py`` for its names, defaults and values, against which they are tested; the
+cosine is Loshchilov and Hutter, "SGDR", 2017, in nanoGPT's form; warm-up, stable, decay is Hu et al., "MiniCPM", 2024,
+with a fifth of the run for the decay from Hägele et al., "Scaling Laws and Compute-Optimal Training Beyond Fixed
+Training Durations", 2024; the one cycle is Smith, "A disciplined approach to neural network hyper-parameters", 2018.
 """
 
 from __future__ import annotations
@@ -32,13 +41,18 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from deepzero.config.engine import SchedulerConfig
 from deepzero.config.strict import ConfigError, build, convert, require
-from deepzero.runtime.deepspeed_schedules import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+PerGroup = float | tuple[float, ...]
+"""One number for all parameter groups, or one for each."""
+
+BETA2 = 0.99
+"""While OneCycle moves the first beta of Adam, DeepSpeed sets the second one to this."""
 
 
 class Curve(Protocol):
@@ -54,6 +68,40 @@ class Curve(Protocol):
         Returns:
             One rate for each parameter group.
         """
+
+
+def _cosine(progress: float, floor: float) -> float:
+    """Half a cosine from 1 at progress 0 to ``floor`` at progress 1, and level after it."""
+    return floor + (1.0 - floor) * (1.0 + math.cos(math.pi * min(1.0, progress))) / 2.0
+
+
+def _per_group(value: PerGroup, groups: int, name: str) -> list[float]:
+    if not isinstance(value, tuple):
+        return [value] * groups
+    rule = f"has {len(value)} values, and the optimizer has {groups} parameter groups"
+    require(len(value) == groups, f"scheduler.params.{name}", list(value), rule)
+    return list(value)
+
+
+def _between(low: Sequence[float], top: Sequence[float], part: float) -> list[float]:
+    return [a + (b - a) * part for a, b in zip(low, top, strict=True)]
+
+
+def _check_at_least(curve: Any, least: int, *names: str) -> None:
+    rule = f"must be at least {least}" if least else "must not be negative"
+    for name in names:
+        value = getattr(curve, name)
+        require(value is None or value >= least, f"scheduler.params.{name}", value, rule)
+
+
+def _known(curve: Any, name: str) -> int:
+    total = getattr(curve, name)
+    if total is None:
+        raise ConfigError(f"scheduler.params.{name} is not known; give it, in optimizer steps")
+    return int(total)
+
+
+# ---- deepzero's own --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -79,18 +127,14 @@ class WarmupCosine:
     """Where the cosine ends, as a part of the full rate. Steps after T, if any, stay there."""
 
     def __post_init__(self) -> None:
-        _check_steps(self.warmup_steps, self.total_steps, self.min_lr_ratio)
+        _check_own(self)
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """``base_lrs`` times warm-up or cosine."""
-        total = _known(self.total_steps)
-        if done <= self.warmup_steps:
-            factor = _warmup(done, self.warmup_steps)
-        else:
-            # Warm-up and cosine meet at done = warmup_steps, where both are 1.
-            progress = min(1.0, (done - self.warmup_steps) / max(1, total - self.warmup_steps))
-            cosine = (1.0 + math.cos(math.pi * progress)) / 2.0
-            factor = self.min_lr_ratio + (1.0 - self.min_lr_ratio) * cosine
+        """``base_lrs`` times warm-up or cosine, which meet at ``done = warmup_steps``, where both are 1."""
+        total = _known(self, "total_steps")
+        factor = min(1.0, (done + 1) / (self.warmup_steps + 1))
+        if done > self.warmup_steps:
+            factor = _cosine((done - self.warmup_steps) / max(1, total - self.warmup_steps), self.min_lr_ratio)
         return [lr * factor for lr in base_lrs]
 
 
@@ -111,39 +155,261 @@ class WarmupStableDecay:
     """Where the decay ends (at T, one step after the last), as a part of the full rate."""
 
     def __post_init__(self) -> None:
-        _check_steps(self.warmup_steps, self.total_steps, self.min_lr_ratio)
-        decay = self.decay_steps
-        require(decay is None or decay >= 0, "scheduler.params.decay_steps", decay, "must not be negative")
-        if decay is not None and self.total_steps is not None:
+        _check_own(self)
+        _check_at_least(self, 0, "decay_steps")
+        if self.decay_steps is not None and self.total_steps is not None:
             rule = f"is longer than the whole schedule, scheduler.params.total_steps={self.total_steps}"
-            require(decay <= self.total_steps, "scheduler.params.decay_steps", decay, rule)
+            require(self.decay_steps <= self.total_steps, "scheduler.params.decay_steps", self.decay_steps, rule)
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """``base_lrs`` times warm-up, 1 or decay; where warm-up and decay overlap, the lower of the two."""
-        total = _known(self.total_steps)
+        total = _known(self, "total_steps")
         decay_steps = -(-total // 5) if self.decay_steps is None else self.decay_steps
         left = total - done
-        factor = _warmup(done, self.warmup_steps)
+        factor = min(1.0, (done + 1) / (self.warmup_steps + 1))
         if left < decay_steps:
             down = max(0, left) / decay_steps
             factor = min(factor, self.min_lr_ratio + (1.0 - self.min_lr_ratio) * down)
         return [lr * factor for lr in base_lrs]
 
 
-def _warmup(done: int, warmup_steps: int) -> float:
-    return min(1.0, (done + 1) / (warmup_steps + 1))
+def _check_own(curve: WarmupCosine | WarmupStableDecay) -> None:
+    _check_at_least(curve, 0, "warmup_steps")
+    _check_at_least(curve, 1, "total_steps")
+    rule = "must be between 0 and 1"
+    require(0.0 <= curve.min_lr_ratio <= 1.0, "scheduler.params.min_lr_ratio", curve.min_lr_ratio, rule)
 
 
-def _known(total_steps: int | None) -> int:
-    if total_steps is None:
-        raise ConfigError("scheduler.params.total_steps is not known; give it, in optimizer steps")
-    return total_steps
+# ---- DeepSpeed's -----------------------------------------------------------------------------------------------------
 
 
-def _check_steps(warmup_steps: int, total_steps: int | None, min_lr_ratio: float) -> None:
-    require(warmup_steps >= 0, "scheduler.params.warmup_steps", warmup_steps, "must not be negative")
-    require(total_steps is None or total_steps >= 1, "scheduler.params.total_steps", total_steps, "must be at least 1")
-    require(0.0 <= min_lr_ratio <= 1.0, "scheduler.params.min_lr_ratio", min_lr_ratio, "must be between 0 and 1")
+@dataclass(frozen=True)
+class WarmupLR:
+    """Up from ``warmup_min_lr`` to ``warmup_max_lr``, then level."""
+
+    warmup_min_lr: PerGroup = 0.0
+    """Where the warm-up starts."""
+
+    warmup_max_lr: PerGroup | None = None
+    """Where it ends; None: the optimizer's own learning rate."""
+
+    warmup_num_steps: int = 1000
+    """Iterations of the warm-up; 1 counts as 2."""
+
+    warmup_type: Literal["log", "linear"] = "log"
+    """Fast at first, or even."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "warmup_num_steps")
+
+    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
+        """Between the two rates of each group."""
+        low = _per_group(self.warmup_min_lr, len(base_lrs), "warmup_min_lr")
+        top = base_lrs
+        if self.warmup_max_lr is not None:
+            top = _per_group(self.warmup_max_lr, len(base_lrs), "warmup_max_lr")
+        if done == 0:
+            return low
+        warming = _warmup(self, done - 1)
+        return _between(low, top, 1.0 if warming is None else warming)
+
+
+@dataclass(frozen=True)
+class WarmupDecayLR:
+    """Up as in :class:`WarmupLR`, then a straight line that ends at ``warmup_min_lr`` when all steps are done."""
+
+    total_num_steps: int | None = None
+    """Length of the schedule in optimizer steps; None: the length of the run."""
+
+    warmup_min_lr: PerGroup = 0.0
+    """Where the warm-up starts and the decay ends."""
+
+    warmup_max_lr: PerGroup = 0.001
+    """The highest rate."""
+
+    warmup_num_steps: int = 1000
+    """Iterations of the warm-up; 1 counts as 2."""
+
+    warmup_type: Literal["log", "linear"] = "log"
+    """Fast at first, or even."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "warmup_num_steps", "total_num_steps")
+
+    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
+        """Between the two rates of each group."""
+        low = _per_group(self.warmup_min_lr, len(base_lrs), "warmup_min_lr")
+        top = _per_group(self.warmup_max_lr, len(base_lrs), "warmup_max_lr")
+        if done == 0:
+            return low
+        part = _warmup(self, done - 1)
+        if part is None:
+            total = _known(self, "total_num_steps")
+            part = max(0.0, (total - (done - 1)) / max(1.0, total - max(2, self.warmup_num_steps)))
+        return _between(low, top, part)
+
+
+@dataclass(frozen=True)
+class WarmupCosineLR:
+    """The optimizer's own rate times a warm-up and half a cosine."""
+
+    total_num_steps: int | None = None
+    """Length of the schedule in optimizer steps; None: the length of the run."""
+
+    warmup_min_ratio: float = 0.0
+    """Where the warm-up starts, as a part of the full rate."""
+
+    warmup_num_steps: int = 1000
+    """Iterations of the warm-up; 1 counts as 2."""
+
+    cos_min_ratio: float = 0.0001
+    """Where the cosine ends and stays, as a part of the full rate."""
+
+    warmup_type: Literal["log", "linear"] = "log"
+    """Fast at first, or even."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "warmup_num_steps", "total_num_steps")
+
+    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
+        """``base_lrs`` times one factor."""
+        if done == 0:
+            return [lr * 0.0 for lr in base_lrs]
+        part = _warmup(self, done - 1)
+        if part is not None:
+            factor = self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
+        else:
+            total, steps = _known(self, "total_num_steps"), max(2, self.warmup_num_steps)
+            factor = max(0.0, _cosine((done - steps) / max(1, total - steps), self.cos_min_ratio))
+        return [lr * factor for lr in base_lrs]
+
+
+def _warmup(curve: WarmupLR | WarmupDecayLR | WarmupCosineLR, iteration: int) -> float | None:
+    """From 0 at iteration 0 to 1, by the logarithm (1 already at the last iteration) or by a line; None: it is over."""
+    steps = max(2, curve.warmup_num_steps)
+    if iteration >= steps:
+        return None
+    return math.log(iteration + 1) / math.log(steps) if curve.warmup_type == "log" else iteration / steps
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """One climb and one descent between two rates, then a slow decay; Adam's first beta moves the other way.
+
+    ``cycle_min_lr`` and ``cycle_max_lr`` have no default in DeepSpeed, and none here.
+    """
+
+    cycle_min_lr: PerGroup
+    """The rate at both ends of the cycle."""
+
+    cycle_max_lr: PerGroup
+    """The rate in the middle."""
+
+    decay_lr_rate: float = 0.0
+    """After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * x)``, x counted in ``decay_step_size``."""
+
+    cycle_first_step_size: int = 2000
+    """Iterations up."""
+
+    cycle_second_step_size: int | None = None
+    """Iterations down; None: as many as up."""
+
+    cycle_first_stair_count: int = 0
+    """Climb in so many stairs; 0: smoothly."""
+
+    cycle_second_stair_count: int | None = None
+    """Descend in so many stairs; None: as many as on the way up."""
+
+    decay_step_size: float = 0
+    """Iterations of one unit of decay; 0: no decay."""
+
+    cycle_momentum: bool | None = None
+    """Move the first beta too; None: if the optimizer has betas."""
+
+    cycle_min_mom: PerGroup = 0.8
+    """The first beta in the middle of the cycle, and at optimizer step 0."""
+
+    cycle_max_mom: PerGroup = 0.9
+    """The first beta at both ends of the cycle."""
+
+    decay_mom_rate: float = 0.0
+    """After the cycle the first beta is ``cycle_max_mom * (1 + decay_mom_rate * x)``."""
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "cycle_first_step_size")
+        _check_at_least(self, 0, "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
+        _check_at_least(self, 0, "decay_step_size")
+
+    def for_optimizer(self, optimizer: torch.optim.Optimizer) -> OneCycle:
+        """Decide about the betas, now that the optimizer is known.
+
+        Returns:
+            The same curve with ``cycle_momentum`` true or false.
+
+        Raises:
+            ConfigError: settings for betas that nobody would read.
+        """
+        has_betas = "betas" in optimizer.defaults
+        cycling = has_betas if self.cycle_momentum is None else self.cycle_momentum
+        names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+        asked = [f.name for f in dataclasses.fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        if cycling and not has_betas:
+            raise ConfigError(
+                "scheduler.params.cycle_momentum=True: OneCycle moves the betas of an Adam, and "
+                f"{type(optimizer).__name__} has none; leave cycle_momentum out"
+            )
+        if asked and not cycling:
+            why = "cycle_momentum is false" if has_betas else f"{type(optimizer).__name__} has no betas"
+            raise ConfigError(
+                f"scheduler.params.{asked[0]}={getattr(self, asked[0])!r} is for betas, and {why}; leave it out"
+            )
+        return dataclasses.replace(self, cycle_momentum=cycling)
+
+    @property
+    def down_steps(self) -> int:
+        """Iterations of the descent."""
+        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
+
+    @property
+    def cycle_steps(self) -> int:
+        """Iterations of climb and descent together."""
+        return self.cycle_first_step_size + self.down_steps
+
+    def height(self, done: int) -> float:
+        """Where on the cycle: 0 at both ends, 1 at the top. At ``done == cycle_steps`` the next cycle would begin."""
+        place = done % self.cycle_steps
+        climbing = place <= self.cycle_first_step_size
+        stairs = self.cycle_first_stair_count
+        if not climbing and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        steps, length = (place, self.cycle_first_step_size) if climbing else (self.cycle_steps - place, self.down_steps)
+        # One division of integers, so that a stair is never missed by a rounding.
+        return (steps * stairs // length) / stairs if stairs else steps / length
+
+    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
+        """Between the two rates of each group; ``base_lrs`` only says how many groups there are."""
+        low = _per_group(self.cycle_min_lr, len(base_lrs), "cycle_min_lr")
+        top = _per_group(self.cycle_max_lr, len(base_lrs), "cycle_max_lr")
+        if done <= self.cycle_steps:
+            return _between(low, top, self.height(done))
+        return [a / (1.0 + self.decay_lr_rate * self._decay_units(done)) for a in low]
+
+    def betas(self, done: int, groups: int) -> list[tuple[float, float]]:
+        """The betas of each of ``groups`` parameter groups; at step 0 the first one is low, and so is the rate."""
+        low = _per_group(self.cycle_min_mom, groups, "cycle_min_mom")
+        top = _per_group(self.cycle_max_mom, groups, "cycle_max_mom")
+        if done == 0:
+            return [(a, BETA2) for a in low]
+        if done <= self.cycle_steps:
+            height = self.height(done)
+            return [(b - (b - a) * height, BETA2) for a, b in zip(low, top, strict=True)]
+        return [(b * (1.0 + self.decay_mom_rate * self._decay_units(done)), BETA2) for b in top]
+
+    def _decay_units(self, done: int) -> float:
+        return (done - self.cycle_steps) / self.decay_step_size if self.decay_step_size else 0.0
+
+
+# ---- when ------------------------------------------------------------------------------------------------------------
 
 
 class Scheduler:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.runtime.elementwise_check import borrowed, settings_of
+from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
@@ -142,3 +142,32 @@ _INITIAL: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any], torch.T
 }
 """Exactly these classes: a subclass may do anything. Rprop and ASGD are not here: they start from the learning rate of
 their first step, which a schedule may still change."""
+
+
+def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> int:
+    """Bytes of state that ``optimizer`` keeps for one element of a group: one step on a tensor of our own.
+
+    Args:
+        optimizer: still over the model's parameters; nothing of it changes.
+        device: where its masters will lie.
+        number: the group's; None: the first that has parameters.
+    """
+    extent = 64
+    group = next(g for g in optimizer.param_groups if g["params"])
+    if number is not None:
+        group = optimizer.param_groups[number]
+        if not group["params"]:
+            return 0
+    tensor = torch.zeros(extent, device=device).requires_grad_()
+    tensor.grad = torch.zeros_like(tensor)
+    settings, first = settings_of(group), group["params"][0]
+    state = state_like(optimizer.state[first], first, tensor) if first in optimizer.state else {}
+    with borrowed(optimizer) as lent:
+        lent.param_groups = [{**settings, "params": [tensor]}]
+        if state:
+            lent.state[tensor] = state
+        lent.step()
+        kept = [
+            v for entry in lent.state.values() for v in entry.values() if torch.is_tensor(v) and v.numel() == extent
+        ]
+    return sum(v.element_size() for v in kept)

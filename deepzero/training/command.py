@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepzero.checkpoint.checkpoint_dir import read_manifest
-from deepzero.checkpoint.manifest import CheckpointError
-from deepzero.checkpoint.resume import find_start
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.config.hydra_errors import split
 from deepzero.config.strict import ConfigError
+from deepzero.training.resume import find_start
 
 FOLDER = ".hydra"
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, acquire, holds, point_latest
-from deepzero.checkpoint.manifest import CheckpointError
-from deepzero.checkpoint.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
@@ -27,6 +26,7 @@ from deepzero.launch.rank_process import leave
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
 from deepzero.training.command import Command
+from deepzero.training.resume import CHECKPOINTS, find_start, keep_global_batch, manifest_of, tag_of, way_out
 
 RUN_FOLDER_NOTE = "run-folder"
 """A rank leaves the folder's name for the attempts after this one."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint import reader
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.pool import on_ranks
@@ -298,14 +298,12 @@ def test_ranks_that_disagree(rank, world, tmp_path):
 def test_a_disk_that_fails_while_it_is_read(rank, world, saved):
     """A disk fails on rank 1 in the middle of a load."""
     engine = engine_for(world, 2)
-    real = shard_file.os.preadv
+    real = reader.os.preadv
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(
-                shard_file.os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
-            )
+            patch.setattr(reader.os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         message = said(engine.load_checkpoint, saved)
-    assert shard_file.os.preadv is real
+    assert reader.os.preadv is real
     with pytest.raises(CheckpointError, match="mixture of two states"):
         steps(engine, rank, world, 1)
     engine.load_checkpoint(saved)

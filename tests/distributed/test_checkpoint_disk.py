@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from deepzero import durable
-from deepzero.checkpoint import async_save, model_file, shard_file
+from deepzero.checkpoint import async_save, shard_file
 from deepzero.checkpoint import checkpoint_dir as folders
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint import export as exporting
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from deepzero.offload.arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
@@ -466,7 +467,7 @@ def test_no_flush_has_much_to_write(rank, world, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(durable, "FLUSH_BYTES", 8192)
         patch.setattr(shard_file, "WRITE_BYTES", 4096)
-        patch.setattr(model_file, "PIECE_BYTES", 4096)
+        patch.setattr(exporting, "PIECE_BYTES", 4096)
         patch.setattr(shard_file, "put", lambda file, view: (put(file, view), sizes.append(sizes.pop() + len(view))))
         patch.setattr(os, "fsync", lambda handle: (flush(handle), sizes.append(0)))
         patch.setattr(async_save._Job, "_alive", lambda job, written: (told.append(written), alive(job, written)))

@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import load
 
 from deepzero.checkpoint import checkpoint_dir as folders
-from deepzero.checkpoint.manifest import CheckpointError
-from deepzero.checkpoint.model_file import ModelWriter, TensorPlan
-from deepzero.checkpoint.resume import find_start
+from deepzero.checkpoint.errors import CheckpointError
+from deepzero.checkpoint.export import ModelWriter, TensorPlan
 from deepzero.checkpoint.verify import verify
 from deepzero.comm import process_group
 from deepzero.monitor.metrics_file import MetricsFile, kept_metrics, write_summary
+from deepzero.training.resume import find_start
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.power import Recorder, idle_flushes, key, lay, losses, read
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
-from deepzero.checkpoint.shard_file import ShardReader
+from deepzero.checkpoint.reader import ShardReader
 from tests.distributed.checkpoints import engine_for, train_and_save
 from tests.distributed.training import TinyModel
 

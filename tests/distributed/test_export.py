@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import deepzero
-from deepzero.checkpoint import model_file, shard_file
+from deepzero.checkpoint import export as exporting
+from deepzero.checkpoint import reader, shard_file
 from deepzero.checkpoint.checkpoint_dir import read_manifest
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import export
-from deepzero.checkpoint.headers import read_header
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.reader import read_header
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
 from tools.export import main
 
@@ -105,8 +106,8 @@ def test_every_stage(ranks, tmp_path, stage, world, precision):
     assert all(same(parts[name], expected[name]) for name in expected) and len(sizes) > 1
 
     # Both names of the tied weight come back.
-    header = read_header(tmp_path / "same" / "model.safetensors")
-    assert header.metadata == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
+    metadata, _ = read_header(tmp_path / "same" / "model.safetensors")
+    assert metadata == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
     model = buffered().to(compute)
     missing, unexpected = safetensors_torch.load_model(model, tmp_path / "same" / "model.safetensors")
     assert not missing and not unexpected and same(model.tiny.head.weight.data, alias)
@@ -130,8 +131,8 @@ def test_several_files(ranks, tmp_path):
 def test_pieces_and_memory(ranks, tmp_path, monkeypatch):
     """A parameter larger than a piece goes through in pieces, from whichever shards hold it."""
     state, _, _ = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
-    monkeypatch.setattr(model_file, "PIECE_BYTES", 100)
-    monkeypatch.setattr(shard_file, "READ_BYTES", 512)
+    monkeypatch.setattr(exporting, "PIECE_BYTES", 100)
+    monkeypatch.setattr(reader, "READ_BYTES", 512)
     sizes = []
     put = shard_file.put
     monkeypatch.setattr(shard_file, "put", lambda file, view: (sizes.append(len(view)), put(file, view)))
@@ -160,7 +161,7 @@ class Wide(nn.Module):
 def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
     """The largest tensors alive at once are a piece and its conversion, whatever the parameter's size."""
     ranks.run(saved, tmp_path, 0, "bf16", Wide, world_size=1)
-    monkeypatch.setattr(model_file, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(exporting, "PIECE_BYTES", 1 << 20)
     allocated = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(empty(*a, **k).nbytes) or empty(*a, **k))
@@ -169,7 +170,7 @@ def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert max(allocated) <= 1 << 20
-    assert peak < shard_file.READ_BYTES + (4 << 20)  # Python's own: the read buffer, the manifest
+    assert peak < reader.READ_BYTES + (4 << 20)  # Python's own: the read buffer, the manifest
 
 
 def test_the_reader_of_the_book(ranks, tmp_path):
@@ -202,7 +203,7 @@ def test_strip_prefix(ranks, tmp_path):
     export(tmp_path / "checkpoints", tmp_path / "out", "bf16", strip_prefix="model.")
     file = tmp_path / "out" / "model.safetensors"
     assert set(safetensors_torch.load_file(file)) | {"head.weight"} == set(make_model().state_dict())
-    assert read_header(file).metadata["head.weight"] == "embed.weight"
+    assert read_header(file)[0]["head.weight"] == "embed.weight"
     with pytest.raises(CheckpointError, match=r"'model\.head\.weight' does not begin with 'other\.'"):
         export(tmp_path / "checkpoints", tmp_path / "out2", "bf16", strip_prefix="other.")
     assert not (tmp_path / "out2").exists()
@@ -273,7 +274,7 @@ def test_failures_leave_nothing(ranks, tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="No space left on device; the model was not written"):
             export(checkpoints, out, "fp32")
     with monkeypatch.context() as patch:
-        patch.setattr(model_file.shutil, "disk_usage", lambda _: type("Disk", (), {"free": 1000}))
+        patch.setattr(exporting.shutil, "disk_usage", lambda _: type("Disk", (), {"free": 1000}))
         with pytest.raises(CheckpointError, match=r"needs 0\.000 GB and the disk has 0\.000 GB left"):
             export(checkpoints, out, "fp32")
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from deepzero.comm.streams import Chaos
 from deepzero.comm.topology import Nodes
 from deepzero.config.engine import ChaosConfig
 from deepzero.layout import plan_layout
-from deepzero.runtime.quantized_forms import reduction_traffic, residual_bytes
+from deepzero.runtime.memory_model import reduction_traffic, residual_bytes
 
 CPU = torch.device("cpu")
 SIZES = [700, 64, 3000, 5, 900]

@@ -98,7 +98,7 @@ def test_flipped_bits_are_named_by_tensor_and_elements(path, capsys):
     flip(path / file, 9)
     header, *problems = lines(path)
     assert header == f"{file}: bytes 0 to {info.block_bytes} are not what was written: the header"
-    assert "its header is not JSON" in problems.pop()
+    assert "no safetensors file (" in problems.pop()
     pattern = rf"{file}: bytes (\d+) to (\d+) are not what was written: (\w+) of '(.*)', elements (\d+) to (\d+)"
     found = [re.fullmatch(pattern, problem) for problem in problems]
     assert all(found) and len({(match[1], match[2]) for match in found}) == 1  # one block, a few small tensors
@@ -130,7 +130,9 @@ def test_several_at_once(path):
     assert problems[1].startswith("rank-00000-of-00002.safetensors: is missing, with ")
     assert problems[2] == f"{WHERE}: has {len(raw) // 2} bytes and should have {len(raw)}"
     assert re.match(rf"{WHERE}: bytes \d+ to {len(raw)} are not what was written: \w+ of '", problems[3])
-    assert f"{WHERE}: has {len(raw) // 2} bytes, and its header describes {len(raw)}: it is truncated" in problems
+    assert any(
+        p.startswith(f"{WHERE}: is damaged, truncated or") and f"has {len(raw) // 2} bytes" in p for p in problems
+    )
     assert problems[-1] == "notes.txt: is no file of this checkpoint"
 
 
@@ -138,7 +140,7 @@ def test_longer(path):
     with open(path / WHERE, "ab") as file:
         file.write(b"more")
     text = " ".join(lines(path, 3))
-    assert "bytes and should have" in text and "SHA-256 is not" in text and "something was appended" in text
+    assert "bytes and should have" in text and "SHA-256 is not" in text and "not fully covered" in text
 
 
 def test_a_shard_of_another_save(ranks, path, tmp_path):

@@ -12,7 +12,7 @@ from deepzero.planning.dry_run import ClusterShape, dry_run
 from deepzero.planning.estimate import Setting
 from deepzero.planning.search_space import Question
 from deepzero.planning.simulate import simulate
-from deepzero.runtime.closed_forms import Elements, StateSizes, predicted_memory
+from deepzero.runtime.memory_model import Elements, StateSizes, predicted_memory
 from deepzero.training.build_model import program_of
 from deepzero.training.command_line import compose
 from tests.e2e import runs

@@ -8,7 +8,7 @@ import torch
 
 from deepzero.checkpoint import rng
 from deepzero.checkpoint.manifest import Row, ShardInfo
-from deepzero.checkpoint.shard_file import damage
+from deepzero.checkpoint.reader import damage
 from deepzero.runtime.zero.optimizer_shard import MasterFragment, cut_into_sub_groups
 
 

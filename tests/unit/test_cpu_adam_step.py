@@ -12,8 +12,8 @@ from deepzero.config.engine import OptimizerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import plan_layout
 from deepzero.ops import CPUAdam
-from deepzero.runtime.closed_forms import moment_bytes_per_element
 from deepzero.runtime.elementwise_check import check_elementwise
+from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard
 from tests.unit.test_cpu_adam import COMPILED, gradients, leaves, same

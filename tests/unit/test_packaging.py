@@ -29,7 +29,9 @@ def names(lines):
 
 def test_the_plain_install_is_light():
     watching = {"wandb", "tensorboard", "torch-tb-profiler"}
-    assert names(project()["dependencies"]) == {"torch", "numpy", "hydra-core", "omegaconf", "tqdm", *watching}
+    assert names(project()["dependencies"]) == {
+        "torch", "numpy", "safetensors", "hydra-core", "omegaconf", "tqdm", *watching,
+    }  # fmt: skip
 
 
 def test_without_numba_everything_works_and_says_how_to_get_it():

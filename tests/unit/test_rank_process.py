@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from deepzero.checkpoint.manifest import CheckpointError
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.config.strict import ConfigError
 from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError
 from deepzero.launch import launcher, rank_process

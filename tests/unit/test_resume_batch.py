@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepzero.checkpoint import resume
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
-from deepzero.training import run_folder
+from deepzero.training import resume, run_folder
 
 
 def split(ranks, saved_by, micro, **config):

@@ -352,8 +352,6 @@ class OptimizerShard:
             divisor: as for :meth:`step`.
             outs: a tensor for each fragment, into which its new values are cast; None: nowhere.
         """
-        if sub_group.parts and sub_group.parts[0].master.is_meta:
-            return  # a dry run: there are no values to step on
         try:
             self._allowed = True
             if self._one_pass is not None:

@@ -18,7 +18,8 @@ from deepzero.checkpoint.checkpoint_dir import (
     latest_tag,
     read_manifest,
 )
-from deepzero.checkpoint.manifest import CheckpointError, Manifest, said_complete
+from deepzero.checkpoint.errors import CheckpointError, said_complete
+from deepzero.checkpoint.manifest import Manifest
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.config.strict import ConfigError
 

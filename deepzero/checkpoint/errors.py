@@ -1,0 +1,40 @@
+"""What goes wrong with checkpoints: one error, and its words for other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file, and says what to do.
+
+    Args:
+        text: the message.
+        beside: where a checkpoint is damaged, another one of the same folder that is complete.
+    """
+
+    says_it_all = True
+    """Frames would tell a user nothing: see ``describe`` of ``rank_process.py``."""
+
+    def __init__(self, text: str, beside: Path | None = None) -> None:
+        super().__init__(text)
+        self.text, self.beside = text, beside
+
+    def __str__(self) -> str:
+        if self.beside is None:
+            return self.text
+        return f"{self.text}; {said_complete(self.beside)}: load it with tag={self.beside.name!r} from there"
+
+
+def said_complete(path: Path) -> str:
+    """What is known of a checkpoint whose bytes nobody has read, and who reads them."""
+    return f"{path} is complete (whether it is whole, `python -m tools.verify` says)"
+
+
+def reason(error: Exception) -> str:
+    """An error in words, for the other ranks."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"
