@@ -8,6 +8,7 @@ description, which are read aloud, and show up under a pointer.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -79,9 +80,9 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
         >>> ticks(0, 9.3), ticks(1.97, 2.31), ticks(5, 5)
         ([0.0, 2.0, 4.0, 6.0, 8.0], [2.0, 2.1, 2.2, 2.3], [5.0])
     """
-    if not high > low:
-        return [float(low)]
     raw = (high - low) / (about + 2)
+    if not raw > sys.float_info.min:  # also where the range is so small that its power of ten would be 0
+        return [float(low)]
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((size * power for size in (1, 2, 5) if raw <= size * power * (1 + 1e-9)), 10 * power)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
