@@ -1,6 +1,6 @@
 """deepzero: the Zero Redundancy Optimizer, complete and readable. Public names only.
 
-A name is loaded when it is first used: the process that starts ranks imports the launcher, and no torch. Here the parts
+A name is loaded when it is first used, so that ``deepzero.launch`` can be imported without torch. Here the parts
 that do not know each other meet: the watchdog of ``health/`` observes the process groups of ``comm/``.
 """
 

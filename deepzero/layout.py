@@ -7,9 +7,10 @@ This module is pure integers, and needs no process: it can be asked about 10,000
     ZeRO's tensors are one-dimensional, and their names carry their extent:
 
     ``flat_P``    all parameters of a group, end to end, in the compute dtype (DeepSpeed's ``bit16_groups_flat``);
-    ``master_S``  this rank's shard in fp32, the only thing the optimizer sees (``single_partition_of_fp32_groups``);
+    ``shard_S``   stage 3: this rank's shard of the parameters, in the compute dtype;
+    ``master_S``  this rank's shard in fp32, all that the optimizer sees (``single_partition_of_fp32_groups``);
     ``grad_S``    this rank's shard of the reduced gradients;
-    ``bucket_B``  one bucket's gradients on their way to their owners, in the wire dtype.
+    a *bucket*    one bucket's gradients on their way to their owners, in the wire dtype (``BucketBuffers.send``).
 
     Parameters are laid out in the order in which their gradients arrive, each start aligned to ``ALIGN`` elements. A
     *bucket* is a run of consecutive parameters, closed when the bucket size is reached, and padded to a multiple of
@@ -72,7 +73,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Stage 1 and 2's reduce bucket, and the unit in which parameters are published."""
+    """The unit in which gradients are reduced and parameters published; in stage 3, fetched and released."""
 
     index: int
     offset: int

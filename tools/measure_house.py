@@ -251,7 +251,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if path
         else (0, 0)
     )
-    yield Row("lines of the reading path", sum(source.lines for source in path), 6400, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 6520, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", round(100 * comments / max(code, 1), 1), 7, 12, least=True)
 
     zero = [source for source in package(house) if source.path.startswith("deepzero/runtime/zero/")]

@@ -7,7 +7,7 @@
     5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``; then what is too old goes
 
 Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
-notes (``comm/store_mailbox.py``), never through the process group, which belongs to the training thread. On Linux it
+notes (``StoreMailbox``), never through the process group, which belongs to the training thread. On Linux it
 has the lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor
 time, and that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no
 longer either.

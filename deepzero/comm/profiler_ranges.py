@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VERBS = {
-    "forward": "1: the model's forward pass",
-    "backward": "2: the backward pass, if the engine runs it",
-    "boundary": "3: flush, wait for the last reductions",
-    "agree": "4: this rank's share of the norm, and the ranks' agreement on it",
-    "step": "4: the optimizer; with offload one for each bucket on the host",
-    "publish": "5: new parameters go to the other ranks",
+    "forward": "the model's forward pass",
+    "backward": "the backward pass, if the engine runs it",
+    "boundary": "4: flush, wait for the last reductions",
+    "agree": "5: this rank's share of the norm, and the ranks' agreement on it",
+    "step": "5: the optimizer; with offload one for each bucket on the host",
+    "publish": "6: new parameters go to the other ranks",
     "fetch": "a gather is launched",
     "release": "gathered values are let go",
     "reduce": "gradients are laid into a bucket, and the bucket is sent",

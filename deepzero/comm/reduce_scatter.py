@@ -1,4 +1,6 @@
-"""Gradients on their way from every rank to the rank that owns them: the reduce-scatter of stages 1 to 3.
+"""Gradients on their way from every rank to the rank that owns them: the reduce-scatter of all stages.
+
+Stage 0 asks for the whole sum (``whole``): an all-gather follows, which makes it an all-reduce.
 
 A reducer owns a fixed number of buffers, each as long as the largest bucket (two when communication overlaps with the
 backward pass, one when it does not), and keeps them for the whole run: fresh memory costs several times the copy that
@@ -163,8 +165,8 @@ class InflightReduce:
     """What has to be added up when ``pending`` is over."""
     pending: Pending | None = None
     second_hop: Callable[[], None] | None = None
-    """A second exchange comes after ``pending``: waits for the first, launches it, and puts its ``parts`` and
-    ``pending`` in their place."""
+    """qgZ alone: a second exchange comes after ``pending``. Waits for the first, launches it, and puts its ``parts``
+    and ``pending`` in their place."""
 
     def sent(self) -> list[torch.Tensor]:
         """W views of the send buffer, the shard of every owner."""
@@ -231,7 +233,7 @@ class BucketReducer:
         self.wire_dtype, self.suffix, self.strategy = wire_dtype, suffix, strategy
         if strategy is not None and (whole or method != "exact"):
             raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of shards only")
-        # Sums run here, beside the compute stream, which goes on with the backward pass.
+        # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
         self._lane = SideStream(comm.device)
         chunk = strategy.chunk if strategy is not None else chunk_for(comm.device, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)

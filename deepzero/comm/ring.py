@@ -33,7 +33,7 @@ instead. NCCL splits chunks further, so that a hop's sending overlaps its adding
 
 ``python examples/ring.py`` runs the four-rank example of the sources on four gloo processes and prints every number.
 
-Sources: the walkthrough "Ring AllReduce" in ``sources/000…``; Patarasuk and Yuan, *Bandwidth optimal all-reduce
+Sources: the walkthrough "Ring AllReduce" of the notes on collectives; Patarasuk and Yuan, *Bandwidth optimal all-reduce
 algorithms for clusters of workstations*, 2009.
 """
 

@@ -1,8 +1,8 @@
 """Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors.
 
 In order: plan the layout over the parameters in the order their gradients will arrive · one by one, move, broadcast and
-cut them, for flat buffers · hand the optimizer the masters instead · allocate its state, so that running out of memory
-happens now.
+cut them, into flat buffers (stages 0-2) or shards (stage 3) · hand the optimizer the masters instead · allocate its
+state, so that running out of memory happens now.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def build_zero(
     """Step 0: everything that has to stand before the first forward pass.
 
     Args:
-        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers.
+        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
+            stage 3 placeholders.
         optimizer: over parameters of ``model``; afterwards over this rank's masters.
         config: the settings.
         comm: the ranks.

@@ -163,7 +163,7 @@ def agree(
 
     Args:
         comm: the ranks.
-        norm_sq_partials: from ``grad_norm.square_sum_words``, this rank's share.
+        norm_sq_partials: this rank's share of the sum of squares, from ``GradientReducer.norm_sq_partials``.
         loss: this rank's mean loss; None: it has seen none.
         stop: whether this rank has been asked to stop.
         trouble: whether this rank cannot take the step.

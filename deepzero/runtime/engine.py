@@ -4,10 +4,10 @@ One optimizer step, with the numbers that the comments, the book and the order t
 
     0 build      once: flat buffers, masters, optimizer state            ``build.py``
     1 fetch · 2 release      stage 3 alone, inside forward and backward passes
-    3 gradient ready         autograd completes a gradient; stage 2 sends full buckets
+    3 gradient ready         autograd completes a gradient; stage 2 sends complete buckets
     4 boundary   after the last micro-batch: flush, wait
     5 step       agree on finiteness and norm, unscale and clip, optimizer on the masters
-    6 publish    cast into the flat buffer, gather the buckets
+    6 publish    cast into the flat buffer, gather the buckets; stage 3: cast into the shards
 
 Names and counters are DeepSpeed's (``runtime/engine.py``): ``micro_steps`` counts calls of :meth:`Engine.step`,
 ``global_steps`` optimizer steps whether applied or skipped, ``skipped_steps`` those that overflowed, ``global_samples``
@@ -283,7 +283,7 @@ class Engine(nn.Module):
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         ledger, zero = self.comm.ledger, self.zero
         self.state.open = True
-        # 4 boundary: flush, wait. A rank in trouble does so too: the others count on its collectives.
+        # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
         with profiler_ranges.span("boundary"):
             trouble = self._trouble()
             zero.stage.reduce_gradients()
@@ -351,7 +351,7 @@ class Engine(nn.Module):
         return sum(self.comm.read(loss.reshape(1))[0] for loss in losses) / len(losses) if losses else None
 
     def _trouble(self) -> RuntimeError | None:
-        """What keeps this rank from taking the step: what was done to the model or to the optimizer since the last."""
+        """End the passes (stage 3 releases all, and makes its plan); return what keeps this rank from a step."""
         found, zero = None, self.zero
         for check in (partial(zero.optimizer_shard.before_step), zero.trained.check, zero.stage.end_passes):
             try:

@@ -310,7 +310,7 @@ def predicted_traffic(
     if sizes.stage in (1, 2):
         forms[ALL_GATHER] = one_collective(layouts, nodes, sizes.compute)
     if sizes.stage == 3 and persistent:
-        # What is partitioned travels as its buckets say: forecast.py.
+        # What is partitioned travels as its buckets say: ``expected``, below.
         forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
     message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)

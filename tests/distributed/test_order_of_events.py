@@ -1,4 +1,4 @@
-"""The order of a step, read from the ledger: the numbers of DESIGN's path of a step, asserted."""
+"""The order of a step, read from the ledger: the numbers of docs/step.md, asserted."""
 
 import pytest
 
@@ -24,11 +24,11 @@ def test_stage_2_reduces_during_the_backward_pass(ranks, overlap):
     log, buckets = ranks.run(events, config(stage=2, bucket=800, overlap=overlap), world_size=2)[0]
     launches, end = positions(log, "launch", REDUCE), positions(log, "backward_end")[0]
     assert len(launches) == buckets > 3
-    # 2: most buckets leave while gradients are still to come; all have left when the pass ends.
+    # 3: most buckets leave while gradients are still to come; all have left when the pass ends.
     assert launches[-1] < end and launches[0] < positions(log, "gradient_ready")[-1]
     # In the order of the layout, on every rank.
     assert [log[i][2] for i in launches] == [f"bucket {k}" for k in range(buckets)]
-    # With two buckets, the second leaves before the first has been waited for; with one, never.
+    # With two buffers, the second bucket leaves before the first has been waited for; with one, never.
     first_wait = positions(log, "wait", REDUCE)[0]
     assert (launches[1] < first_wait) is overlap
     check_tail(log, end)

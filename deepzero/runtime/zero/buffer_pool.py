@@ -61,7 +61,7 @@ class BufferPool:
         dtype: of the elements, on ``device``.
         limit_numel: free buffers go before all together exceed so many elements.
         chaos: poisons what is given back.
-        keeps: False on a GPU, whose caching allocator is a pool already, ordered by streams.
+        keeps: by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class BufferPool:
         device: torch.device,
         limit_numel: int = 0,
         chaos: Chaos | None = None,
-        keeps: bool = True,
+        keeps: bool | None = None,
     ) -> None:
-        self.dtype, self.device, self.limit_numel, self._chaos, self.keeps = dtype, device, limit_numel, chaos, keeps
+        self.dtype, self.device, self.limit_numel, self._chaos = dtype, device, limit_numel, chaos
+        # On a GPU the caching allocator keeps freed memory, and gives it to others too; on a CPU only the pool can.
+        self.keeps = device.type in ("cpu", "meta") if keeps is None else keeps
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
         self.owners: dict[int, tuple[Any, int]] = {}

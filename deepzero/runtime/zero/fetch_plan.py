@@ -62,6 +62,7 @@ class FetchAction:
 
     release: tuple[int, ...]
     fetch: tuple[int, ...]
+    """For the predictions; the coordinator fetches what of its use is not there, which is the same."""
     prefetch: tuple[tuple[int, bool], ...]
     """With each bucket, whether it is for a backward pass."""
 
@@ -90,6 +91,7 @@ def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: F
     Example:
         >>> uses = [ModuleUse((i,), backward=False, where="") for i in (0, 1, 2)]
         >>> uses += [ModuleUse((i,), backward=True, where="") for i in (2, 1, 0)]
+        >>> # bucket 2 is used last forward and first backward: one use
         >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
         >>> [(a.release, a.fetch, [key for key, _ in a.prefetch]) for a in plan]
         [((), (0,), [1]), ((0,), (), [2]), ((), (), [0]), ((2,), (), []), ((1,), (), [])]

@@ -2,7 +2,8 @@
 
 Steps 3 and 4 of a training step. One gradient's way::
 
-    autograd completes param.grad   the engine's hook -> the stage -> GradientReducer.reduce_ready_gradient
+    autograd completes param.grad   BackwardPasses._gradient_ready (backward_passes.py) -> the stage's
+                                    reduce_ready_gradient -> GradientReducer.reduce_ready_gradient
     it is taken out of param.grad   GradAccumulator.accumulate: it waits, or is added to what waits
     its bucket is complete          GradientReducer._reduce_bucket: GradAccumulator.fill copies it there and frees it
     the bucket leaves               BucketReducer.launch (comm/reduce_scatter.py): each part to its owner
@@ -69,16 +70,17 @@ class BackwardHooks:
     """Tells a completed gradient, and the end of each backward pass, for any way in which a pass is begun.
 
     The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
-    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So the engine arms the
-    hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient arms them
-    only when nothing else has.
+    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So ``BackwardPasses``
+    arms the hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient
+    arms them only when nothing else has.
 
     ``torch.autograd.grad`` runs the same hooks of outputs, and accumulates nothing: ``reached`` says whether any
     parameter got a gradient.
 
     Args:
         params: whose gradients are waited for.
-        ready: torch calls it with each parameter whose ``.grad`` is complete. It calls :meth:`gradient_arrived` first.
+        ready: torch calls it with each parameter whose ``.grad`` is complete. ``ready`` must call
+            :meth:`gradient_arrived` first.
         end: called with ``reached`` once at the end of each pass.
     """
 
@@ -283,6 +285,9 @@ def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
 
 class GradientReducer:
     """Reduces gradients bucket by bucket into ``grad_S``.
+
+    It decides when a bucket leaves, and with what; the :class:`BucketReducer` that it is given (``reducer``) sends it
+    and adds up what arrives.
 
     Args:
         shard: has ``grad_S``, where the sums go.

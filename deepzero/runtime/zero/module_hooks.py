@@ -14,7 +14,8 @@ on demand             a use of a partitioned parameter outside its module (``F.l
 What runs *inside* a backward pass may be a forward pass: activation checkpointing runs blocks again. Their modules
 fetch as usual. Non-reentrant checkpointing has saved-tensor hooks of its own there, which keep what they are given: it
 is given views, behind which the values stay, by hooks of ours that take the place of its own (:class:`_Chain`). No
-parameter's object is handed out that loses its values later ([Note: buffers and who still holds them]).
+parameter's object is handed out that loses its values later ([Note: buffers and who still holds them] in
+``buffer_pool.py``).
 
 Leaf modules (:func:`set_z3_leaf_modules`) are fetched as one, for forward and backward alike, whatever of them runs:
 that is what a mixture of experts needs, where each rank's tokens choose their own experts. A compiled module

@@ -7,8 +7,8 @@ gradients, times the loss scale. Mean, loss scale and clipping are one division:
 
 It happens in fp32 after all additions, so nothing can overflow or underflow on the way, and it is exact whenever the
 divisor is a power of two. A divisor of one is skipped: then the optimizer sees the very bits that autograd produced.
-torch's fused optimizers divide while they step (``grad_scale``), which saves a pass over memory; others get
-:func:`unscale_and_clip_grads` first. Both divide by the same fp32 number, and so give the same bits.
+torch's fused optimizers (by ``grad_scale``) and CPUAdam divide while they step, which saves a pass over memory; others
+get :func:`unscale_and_clip_grads` first. All divide by the same fp32 number, and so give the same bits.
 
 The scale that is divided out is the one that multiplied this step's loss. DeepSpeed updates the scale first, and halves
 the gradient of every step on which the scale doubles.
@@ -68,7 +68,8 @@ class MasterShard:
             if allocate is None:
                 raise RuntimeError("masters in host memory need an arena")
             self.on_host = allocate(HOST_MASTERS, placement.host_masters.numel, torch.float32)
-        # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building].
+        # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building] in
+        # ``stage_1_and_2.py``.
         self.on_device: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:

@@ -17,8 +17,8 @@
                      otherwise the placeholder
     ===============  ==============================================  ==============================================
 
-    ``param.shape`` is the logical shape in every state, and the *class* of the parameter tells whether its values are
-    there: :class:`ZeroParameter` when they are, :class:`PartitionedParameter` when not. Torch calls
+    ``param.shape`` is the logical shape in every state, and its *class* tells whether it shows its values:
+    :class:`ZeroParameter` when it is a view of them, :class:`PartitionedParameter` when not. Torch calls
     ``PartitionedParameter.__torch_function__`` for whatever is done with such a parameter. Looking at shape, dtype or
     gradient is answered. A use of the values inside a forward or backward pass gathers them first: a parameter that is
     used outside its module is found in this way, without registration (``register_external_parameter``, which lets it
@@ -124,7 +124,7 @@ class _DsAttributes:
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Whether the values are here."""
+        """Whether the bucket's values are on this rank, also while the parameter does not show them."""
         status: ZeroParamStatus = self._zero.placed()[0].status
         return status
 
@@ -230,7 +230,7 @@ def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
 
 
 def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
-    """Gather all of ``buckets`` and show their parameters: every launch comes before the first wait. A collective."""
+    """Outside of passes: gather ``buckets``, show their parameters. All launches come before a wait. A collective."""
     for bucket in buckets:
         if bucket.status is ZeroParamStatus.NOT_AVAILABLE:
             bucket.launch(kind)
@@ -509,7 +509,7 @@ class Init:
 
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
-        """Cut one parameter: rank 0's values, of which this rank keeps a W-th."""
+        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._move_in``."""
         comm, made = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)

@@ -58,10 +58,6 @@ class InflightParamRegistry:
     def __init__(self) -> None:
         self._buckets: dict[int, PartitionedBucket] = {}
 
-    def __contains__(self, param: ZeroParameter) -> bool:
-        home, _ = param._zero.placed()
-        return self._buckets.get(home.key) is home
-
     def add(self, bucket: PartitionedBucket) -> None:
         """The bucket has been launched."""
         self._buckets[bucket.key] = bucket
@@ -310,7 +306,7 @@ class PartitionedParameterCoordinator:
             self._release_in_pass(key)
 
     def end_sub_module(self, where: str) -> None:
-        """Post-forward: the module is over, for the messages of ranks that fall apart."""
+        """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
         self.comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
 
     def gradients_complete(self, key: int) -> None:

@@ -1,17 +1,19 @@
 """Stage 3: partitioned parameters, besides gradients and optimizer states.
 
-A rank keeps a W-th of every parameter and puts a bucket together just in time, twice per micro-batch: for the forward
-and for the backward pass. Memory ``(c + a + K)Ψ/W`` (c bytes of the compute dtype, a of ``grad_S``, K of masters and
-moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W`` forward, the same backward,
-reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the last buckets of the forward
-pass are the first of the backward pass, and stay; weights that no backward formula reads (embeddings) are not fetched
-for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole, and travel once per step.
+A rank keeps a W-th of every bucket of parameters, and puts a bucket together just in time, twice per micro-batch: for
+the forward and for the backward pass. Memory ``(c + a + K)Ψ/W`` (Ψ parameters; c bytes of the compute dtype, a of
+``grad_S``, K of masters and moments), plus what is gathered at the moment. Volume per step: all-gather ``Ψ(W-1)/W``
+forward, the same backward, reduce-scatter ``Ψ(W-1)/W``: three in place of stage 2's two. What saves some of it: the
+last buckets of the forward pass are the first of the backward pass, and stay; weights that no backward formula reads
+(embeddings) are not fetched for it; parameters of at most ``stage3_param_persistence_threshold`` elements stay whole,
+and travel once per step.
 
-One parameter's way, which is the order of this file: **0 build** :class:`PartitionedParamGroup` cuts it · **1 fetch**
+One parameter's way (0, 4 and 6 are in this file): **0 build** :class:`PartitionedParamGroup` cuts it · **1 fetch**
 ``ModuleHooks`` calls ``fetch_sub_module``: its bucket is gathered, the parameter is a view of it, again when the
 backward pass asks for the saved weight · **2 release** before the next fetch · **3 gradient ready**
-``GradientReducer`` sends its gradient to the owners · **4 boundary** ``reduce_gradients`` · **5 step** the optimizer,
-by sub-groups · **6 publish** the masters are cast into ``shard_S``; nothing is sent but persistent parameters.
+``GradientReducer`` sends its gradient to the owners · **4 boundary** ``end_passes`` releases everything,
+``reduce_gradients`` waits · **5 step** the optimizer, by sub-groups · **6 publish** the masters are cast into
+``shard_S``; nothing is sent but persistent parameters.
 
 Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
 """
@@ -96,7 +98,7 @@ def plan_partitioning(
 
 
 def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
-    """DeepSpeed's three numbers, for a model of which a bucket holds at most ``limit`` elements.
+    """DeepSpeed's three numbers, for buckets of at most ``limit`` elements, or of one larger parameter.
 
     They are upper limits, with defaults (5e7, 1e9, 1e9) that are made for models of many billions: taken literally, a
     model below 1e9 elements would be gathered once and never released between forward and backward. So looking ahead
@@ -356,13 +358,13 @@ class PartitionedParamGroup:
         self.masters = [self._master_of(fragment) for fragment in self.fragments] if trained else []
         # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
-        in_place = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
+        device_pool = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
         for bucket in layout.buckets:
             key, inside = first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
             on_host, where = self.placement.keeps_on_host(bucket), f"bucket {key}"
             source = offload.source_of(bucket, comm, where) if on_host and offload is not None else DeviceShard()
             gather = (config or GatherConfig()).build(bucket, self.dtype, comm, source, where)
-            buffers = pool if on_host else in_place
+            buffers = pool if on_host else device_pool
             self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, buffers, self))
 
     @torch.no_grad()
@@ -607,7 +609,8 @@ class ZeroStage3:
             for made in group.buckets
         }
         gradients.on_launched = self._launched
-        # Persistent parameters are stage 2's. One reducer serves all groups: buckets are launched in one order.
+        # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
+        # in one order.
         whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
         self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
         mark_persistent(model, whole)
@@ -628,7 +631,7 @@ class ZeroStage3:
         self.gradients.reduce_ready_gradient(param, boundary)
 
     def _launched(self, entry: BucketRef) -> None:
-        # A bucket that still gets gradients is in the middle of its backward pass: the plan keeps it gathered.
+        # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
         key = self._key_of.get((entry.group, entry.bucket.index))
         if key is not None:
             self.coordinator.gradients_complete(key)
@@ -654,7 +657,7 @@ class ZeroStage3:
         self.coordinator.end_step()
 
     def reduce_gradients(self) -> None:
-        """4: then flush and wait."""
+        """4, after :meth:`end_passes`: flush and wait."""
         self.gradients.reduce_gradients()
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------

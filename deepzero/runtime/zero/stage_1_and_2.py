@@ -6,11 +6,11 @@ written. They differ in what happens to gradients:
 ``stage 1``  accumulates them whole, and reduce-scatters once per optimizer step, at the boundary. Memory
              ``2Ψ + 2Ψ + KΨ/W``. With ``overlap_comm`` the buckets of the last micro-batch leave, and are freed, while
              its backward pass goes on: whole gradients then exist only where earlier micro-batches have to be kept.
-``stage 2``  reduce-scatters each bucket of every micro-batch as soon as it is full, while autograd goes on, and frees
-             the gradients that left. Whole gradients never exist. Memory ``2Ψ + (2 + K)Ψ/W``.
+``stage 2``  reduce-scatters each bucket of every micro-batch as soon as it is complete, while autograd goes on,
+             and frees the gradients that left: they are whole only until then. Memory ``2Ψ + (2 + K)Ψ/W``.
 
-(with 2-byte parameters and gradients. A rank's reduced share ``grad_S`` is fp32 here: ``4Ψ/W`` in place of stage 2's
-``2Ψ/W``, and on top in stage 1.)
+Ψ is the number of parameters, K the bytes of optimizer state for each (12 for Adam), with 2-byte parameters and
+gradients. Here ``grad_S`` is fp32, so stage 2 holds ``4Ψ/W`` instead of ``2Ψ/W``, and stage 1 holds ``4Ψ/W`` more.
 
 Volume per step of both: reduce-scatter ``Ψ(W-1)/W`` + all-gather ``Ψ(W-1)/W``, the same as plain data parallelism. With
 ``reduce_scatter=False`` stage 1 all-reduces the gradients as DeepSpeed's first release did, and uses a W-th of what it
@@ -147,7 +147,7 @@ class FlatParamGroup:
         self.master_shard = MasterShard(self.placement, allocate_host)
         self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
         self.flat_P = self._flatten(comm)
-        # **The optimizer's tensors**, and views of one storage all the same: see [Note: why fragments].
+        # **The optimizer's tensors**: one for each fragment, all views of one storage. See [Note: why fragments].
         self.masters = [self._master_of(fragment) for fragment in self.fragments]
         self._mine: dict[int, tuple[Fragment, torch.Tensor]] = {
             fragment.slot.index: (fragment, master)
@@ -348,7 +348,7 @@ class ZeroStage1And2:
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
-        """3: stage 1 keeps the gradient; stage 2 lays it into its bucket, and reduce-scatters the bucket when full."""
+        """3: the gradient waits; in stage 2 its bucket leaves as soon as all of its gradients are there."""
         self.gradients.reduce_ready_gradient(param, boundary)
 
     def backward_end(self, boundary: bool) -> None:
@@ -370,10 +370,11 @@ class ZeroStage1And2:
 
     # ---- 5 step ------------------------------------------------------------------------------------------------------
 
-    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``unscale_and_clip_grads`` on the fragments
-    # of grad_S, then ``_optimizer_step`` on those of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with
-    # ``free_grad_in_param_list``, for the gradients of other ranks' partitions; here every gradient was freed when it
-    # was taken (gradient_reduction.py), long before.
+    # ``OptimizerShard.step`` (optimizer_shard.py), the same in every stage: ``_optimizer_step`` calls
+    # ``unscale_and_clip_grads`` on the fragments of grad_S, then the optimizer on ``FlatParamGroup.masters``, the
+    # fragments of ``single_partition_of_fp32_groups``. DeepSpeed's step begins with ``free_grad_in_param_list``, for
+    # the gradients of other ranks' partitions; here every gradient was freed when it was taken
+    # (gradient_reduction.py), long before.
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
