@@ -1,4 +1,4 @@
-"""The collectives of ZeRO, each in two verbs: *launch* returns a :class:`Pending`, and ``pending.wait()`` ends it.
+"""The collectives of ZeRO. A call launches one and returns a :class:`Pending`, whose ``wait()`` ends it.
 
 Prefetching is launching the next one; overlapping is not waiting yet. Every launch is written into the ledger.
 
@@ -11,8 +11,8 @@ Two habits of the backends are settled here and nowhere else:
 - torch 2.13 renamed the single-tensor collectives.
 
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
-reducer does by launching buckets in the order of the layout, never in the order of arrival. Where ranks run different
-modules all the same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out
+reducer does by launching buckets in one planned order (``reduce_order``), never in that of arrival. Where ranks run
+different modules all the same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out
 and makes every rank raise.
 """
 
@@ -69,15 +69,19 @@ class Pending:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._comm._watch.trail.waiting = None
-        if self._timing is None:
-            return
-        if error is None:
-            self._timing.launched()
-        else:
-            self._timing.landed()  # nobody will wait for it
-            if isinstance(error, RuntimeError):
-                self._comm._watch.explain(error)  # it raises an error of its own, if it knows why the group is broken
+        try:
+            if self._timing is None:
+                return
+            if error is None:
+                self._timing.launched()
+            else:
+                self._timing.landed()  # nobody will wait for it
+                if isinstance(error, RuntimeError):
+                    # It raises an error of its own, if it knows why the group is broken. This rank still counts as
+                    # waiting meanwhile: the others' messages say in which collective it failed.
+                    self._comm._watch.explain(error)
+        finally:
+            self._comm._watch.trail.waiting = None
 
     def wait(self) -> None:
         """Return when the result may be read; on a GPU, in stream order. Waiting twice is harmless."""
@@ -199,7 +203,7 @@ class Communicator:
         pending = Pending(self, launch)
         if among.size == 1:
             return pending  # nothing travels
-        # torch is called right here, not by way of helpers: whoever follows a gradient comes to its end.
+        # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here a gradient's way ends.
         with pending:
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.

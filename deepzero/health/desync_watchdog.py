@@ -365,11 +365,12 @@ _groups = 0
 def watch_group() -> GroupObserver:
     """An observer for the process group that this process is in now. For ``flight_recorder.observe_groups_with``."""
     global _groups
+    # Counted where there is a group alone: a dry run of one rank must not give the next group another name there.
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return GroupObserver()
     if _groups == 0:
         atexit.register(_program_ends)
     _groups += 1
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return GroupObserver()
     rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
     store = dist.distributed_c10d._get_default_store()
     if _speaks_gloo():

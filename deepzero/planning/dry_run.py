@@ -1,7 +1,7 @@
 """A rehearsal: some optimizer steps of the engine, as any one rank of any number of ranks, without values.
 
 The model, the engine, the stage, the coordinator, the buckets, the offload: all of it is the code that trains. Tensors
-are on the meta device, ranks are pretended (``comm/dry_run.py``), and the ledger keeps every event. In stage 3 the
+are on the meta device, ranks are pretended (``fake_process_group``), and the ledger keeps every event. In stage 3 the
 first step records the trace, as always, and what is compiled from it is the :class:`FetchPlan` that the second step
 executes: what comes out of here is that object itself, and a real engine can be given it (:func:`follow`).
 
@@ -201,7 +201,11 @@ def _without_side_effects(config: EngineConfig) -> EngineConfig:
     chaos = dataclasses.replace(config.comm.chaos, enabled=False)
     zero = config.zero
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:
-        zero = dataclasses.replace(zero, quantization=dataclasses.replace(zero.quantization, meter_every=0))
+        # The limits of the error are the meter's, and go with it.
+        unmeasured = dataclasses.replace(
+            zero.quantization, meter_every=0, min_weight_snr_db=None, min_gradient_snr_db=None
+        )
+        zero = dataclasses.replace(zero, quantization=unmeasured)
     return dataclasses.replace(
         config,
         comm=dataclasses.replace(config.comm, chaos=chaos),

@@ -149,3 +149,13 @@ def test_any_module_with_a_loss_of_its_own():
     found = own()
     assert found.model_numel == 8 * 16 + 16 + 16 + 1
     assert sorted(set(found.gradients)) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+
+
+def test_a_limit_of_the_quantisation_error_does_not_keep_a_run_from_being_planned():
+    """A dry run measures no error: its limits go with the measurement, which they need everywhere else."""
+    found = []
+    for limits in ({}, {"min_weight_snr_db": 20.0}):
+        zero = {"stage": 3, "zero_quantized_weights": True, "quantization": limits}
+        events = dry_run(program(zero_optimization=zero), WORLD, 0).events
+        found.append([(event.what, event.kind) for event in events])
+    assert found[0] == found[1] and found[0]
