@@ -76,14 +76,14 @@ def fuzz(ranks, kind, seeds, world=2):
     assert not different, "\n".join(different)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("stage3", 6), ("stages", 3), ("offload", 3)])
+@pytest.mark.parametrize(("kind", "count"), [("stage3", 24), ("stages", 4), ("offload", 8)])
 def test_some_random_models(ranks, kind, count):
     fuzz(ranks, kind, range(count))
 
 
 @pytest.mark.slow
 def test_some_random_models_on_two_nodes(ranks):
-    fuzz(ranks, "hpz", range(2), world=4)
+    fuzz(ranks, "hpz", range(4), world=4)
 
 
 @pytest.mark.exhaustive

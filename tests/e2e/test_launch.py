@@ -47,7 +47,7 @@ def test_what_becomes_of_ranks(how, said, tmp_path):
 
 @pytest.mark.parametrize(("signals", "said"), [
     pytest.param([signal.SIGINT], "interrupted by 2\n", marks=EXHAUSTIVE),
-    pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=pytest.mark.exhaustive),
+    pytest.param([signal.SIGINT, signal.SIGINT], "interrupted by 2\n", marks=SLOW),
     pytest.param([signal.SIGTERM], "interrupted by 15\n", marks=pytest.mark.exhaustive),
 ], ids=["ctrl-c", "ctrl-c-twice", "sigterm"])  # fmt: skip
 def test_signals_to_the_launcher(signals, said, tmp_path):
