@@ -299,7 +299,8 @@ class StateOffloader:
 
     def check_present(self, call: str) -> None:
         """Raise when ``call`` needs what is away."""
-        self._close_reloaded()
+        if call != "forward":  # a forward pass begins while copies arrive: the stream waits for them, the host does not
+            self._close_reloaded()
         missing = [name for name in NEEDS.get(call, STATES) if name in self.away]
         if missing:
             raise StatesOffloadedError(f"{call}: {', '.join(missing)} are away, {ADVICE}")

@@ -88,15 +88,18 @@ KNOWN = "whoever writes here has stood still for the device; a load has not, see
 UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
+    "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
     "param_fetch.HostShard.finish: self._last.finish()": AGREED,
     "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self._copy.finish()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
     "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
+    "offload_states.StateOffloader._come_to_rest: self.engine.zero.reducer.drain()": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
     "partitioned_bucket.PartitionedBucket.write: self.gather.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: self.gather.finish()": LOSSY,
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
+    "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
