@@ -207,6 +207,7 @@ DEFAULT = (
     "reduce_scatter.BucketReducer.acquire: buffers.free.wait()",
     "reduce_scatter.BucketReducer._finish: inflight.pending.wait()",
     "reduce_scatter.BucketReducer._finish: comm.chaos.poison(buffers.send, buffers.recv_buffer)",
+    "offload_states.OffloadedStorages.come_back: copy.wait()",
 )
 
 
