@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from deepzero.config.run import RunConfig
-from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE
+from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
 from deepzero.utils.formatting import flatten
 
 DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
@@ -151,7 +151,16 @@ def read_run(folder: Path) -> Run:
     """Read what there is. Nothing in a run folder can make this fail; what could not be read is in ``problems``."""
     run = Run(folder)
     run.summary, run.timeline = _read_json(run, SUMMARY), _read_json(run, TIMELINE)
-    for entry in _read_lines(run):
+    entries, broken = list[dict[str, Any]](), 0
+    try:
+        entries, broken = read_lines(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        run.problems.append(f"{METRICS}: {error}")
+    if broken:
+        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
+    for entry in entries:
         if number(entry.get("step")) is not None and ("loss" in entry or "val_loss" in entry):
             (run.steps if "loss" in entry else run.validations).append(entry)
     try:
@@ -178,29 +187,6 @@ def _read_json(run: Run, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         run.problems.append(f"{name}: {error}")
     return {}
-
-
-def _read_lines(run: Run) -> Iterator[dict[str, Any]]:
-    """``metrics.jsonl``, without lines that are no JSON object; a torn last line is nothing to speak of."""
-    try:
-        lines = (run.folder / METRICS).read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        run.problems.append(f"{METRICS}: {error}")
-        return
-    broken = 0
-    for line in filter(None, lines[:-1]):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            yield entry
-        else:
-            broken += 1
-    if broken:
-        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
 
 
 def _mapping(value: Any) -> dict[str, Any]:
