@@ -39,7 +39,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (1020, 380),
     "deepzero/compat": (1200, 1200),
     "deepzero": (36_400, 23_500),
-    "tools": (6000, 2700),
+    "tools": (5930, 2700),
     "tests": (27_400, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). ``deepzero/runtime`` is counted without ``zero/``."""
