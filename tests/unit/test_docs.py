@@ -191,7 +191,9 @@ def test_schedules_with_their_parameters():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_resolve(page):
     links = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page))
-    targets = [((page.parent / link).resolve() if link else page, anchor) for link, anchor in links if "://" not in link]
+    targets = [
+        ((page.parent / link).resolve() if link else page, anchor) for link, anchor in links if "://" not in link
+    ]
     assert [target for target, _ in targets if not target.exists()] == []
     assert [(str(target), anchor) for target, anchor in targets if anchor and anchor not in headings(target)] == []
 
