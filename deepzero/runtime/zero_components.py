@@ -145,7 +145,7 @@ class ZeroComponents:
     @property
     def quantized_grads(self) -> QuantizedReduce | None:
         """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
-        return self.reducer.strategy if isinstance(self.reducer.strategy, QuantizedReduce) else None
+        return self.reducer.strategy
 
     def offload_report(self) -> dict[str, dict[str, float]]:
         """The last step's pipeline between device and host, part by part; empty where nothing is offloaded."""
