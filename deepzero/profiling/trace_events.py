@@ -1,18 +1,8 @@
 """A trace file, read: its steps, and when a rank computed, communicated and copied. All times are microseconds.
 
-Both kinds of trace are brought to the same three lists of spans.
-
-========  ==========================================  ==========================================================
-          a GPU's trace                               a CPU's
-========  ==========================================  ==========================================================
-compute   kernels, fills, copies within the device    the training thread, while it does not stand: below
-communi-  NCCL's kernels                              *in_flight* lanes, gloo's own events, and the *launch* and
-cation                                                *wait* ranges
-copies    copies to and from the host                 *D2H* and *H2D* ranges: made in line by the training thread
-========  ==========================================  ==========================================================
-
-On a CPU the training thread *stands* in ``zero.launch``, ``zero.wait``, ``zero.D2H`` and ``zero.H2D``; outside of them
-the rank's program runs, be it an operator or Python. What of it are operators is counted apart.
+A GPU's trace and a CPU's are brought to the same three lists of spans; ``docs/traces.md``, "The report", has a table of
+what is which. On a CPU the training thread *stands* in ``zero.launch``, ``zero.wait``, ``zero.D2H`` and ``zero.H2D``;
+outside of them the rank's program computes, be it an operator or Python. What of it are operators is counted apart.
 """
 
 from __future__ import annotations
@@ -50,7 +40,6 @@ class TraceSpan(NamedTuple):
     begin: float
     end: float
     name: str
-    """The range's or the kernel's."""
     label: Label = _NOTHING
     """Ours, or that of the range in which a GPU's kernel was launched; without a verb where there is none."""
     launched: float | None = None
