@@ -23,7 +23,7 @@ WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")
 
 
 class TensorBoard:
-    """A writer of event files, for a start after ``first_step`` steps; ``config`` becomes a text and the HParams view."""
+    """A writer of event files, from ``first_step`` on; ``config`` becomes a text and the HParams view."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter

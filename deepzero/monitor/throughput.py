@@ -42,7 +42,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def rates(tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None) -> dict[str, float]:
-    """``tokens_per_second`` and ``tflops`` of a step over all ranks, and, given a device's peak, ``mfu`` between 0 and 1.
+    """``tokens_per_second`` and ``tflops`` of a step over all ranks and, given a device's peak, ``mfu`` from 0 to 1.
 
     ``tokens`` are those of all ranks, ``flops_per_token`` of forward and backward; each rank has a device of its own.
 

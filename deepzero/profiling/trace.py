@@ -1,10 +1,10 @@
 """``profiler=torch``: torch.profiler over a few steps, as traces in the run folder.
 
 The files are Chrome traces, ``traces/rank0.<time>.pt.trace.json``; ``docs/traces.md`` says who shows them. Beside what
-torch records they have ranges in ZeRO's words ([Note: the grammar of a range's name] in ``comm/profiler_ranges.py``), on
-a CPU lanes with each collective from its launch until it is known to be complete, and counters of the ledger's bytes.
-With a GPU and ``profiler.memory`` there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's
-history, for https://pytorch.org/memory_viz. What fails here is said in one line, and training goes on.
+torch records they have ranges in ZeRO's words (``comm/profiler_ranges.py``), on a CPU lanes with each collective from
+its launch until it is known to be complete, and counters of the ledger's bytes. With a GPU and ``profiler.memory``
+there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's history, for
+https://pytorch.org/memory_viz. What fails here is said in one line, and training goes on.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def trace(
 
 
 class Recording:
-    """What this module adds to one rank's traces in ``folder``, whose names begin with ``worker``: on while the profiler
-    records. With ``on_gpu`` the allocator's history too; one that the program records already is written as it is.
+    """What this module adds to one rank's traces in ``folder``, named ``worker``: on while the profiler records.
+
+    With ``on_gpu`` the allocator's history too; one that the program records already is written as it is.
     """
 
     def __init__(self, folder: Path, worker: str, held: Held | None, cfg: ProfilerConfig, on_gpu: bool) -> None:

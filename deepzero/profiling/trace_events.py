@@ -11,7 +11,7 @@ import bisect
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,6 @@ PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _NOTHING = Label("")
 
-Event = dict[str, Any]
 Times = list[tuple[float, float]]
 """(begin, end), sorted, not overlapping."""
 
@@ -46,6 +45,10 @@ class TraceSpan(NamedTuple):
     """When the call that launched a collective was over, where that is known; on a GPU, when it began."""
     flight: float | None = None
     """When the collective began: its launch and its wait have this in common."""
+    cat: str = ""
+    thread: Any = None
+    call: Any = None
+    """The event's category and thread; the number that a GPU's kernel has in common with the call that started it."""
 
     @property
     def kind(self) -> str:
@@ -203,30 +206,28 @@ def load_trace(path: Path) -> Trace:
     events = content.get("traceEvents") if isinstance(content, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
-    complete = [event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event]
-    marks = [
-        (TraceStep(int(found[1]), *_times(event)), event.get("tid")) for event in complete
-        if event.get("cat") == "user_annotation" and (found := _STEP.fullmatch(event["name"]))
-    ]  # fmt: skip
+    complete = (event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event)
+    spans = sorted(map(_span, complete), key=lambda span: span.begin)
+    marks = [span for span in spans if span.cat == "user_annotation" and _STEP.fullmatch(span.name)]
     if not marks:
         raise TraceError(
             f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
         )
     info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
     rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
-    on_gpu = any(event.get("cat") == "kernel" for event in complete)
-    steps = sorted((step for step, _ in marks), key=lambda step: step.begin)
+    on_gpu = any(span.cat == "kernel" for span in spans)
+    steps = [TraceStep(int(mark.name.partition("#")[2]), mark.begin, mark.end) for mark in marks]
     trace = Trace(path, rank, info.get("world_size"), "cuda" if on_gpu else "cpu", steps)
-    ours, thread = list(_ours(complete)), marks[0][1]
-    for event, span in ours:
+    thread = [span for span in spans if span.thread == marks[0].thread]
+    for span in spans:
         if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
             trace.phases.append(span)
-        elif span.label.verb == "step" and event.get("tid") == thread:
+        elif span.label.verb == "step" and span.thread == marks[0].thread:
             trace.host_steps.append(span)
     if on_gpu:
-        _read_gpu(trace, complete, ours)
+        _read_gpu(trace, spans)
     else:
-        _read_cpu(trace, complete, ours, thread)
+        _read_cpu(trace, spans, thread)
     counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
     trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
     return trace
@@ -246,68 +247,56 @@ def _content(path: Path) -> Any:
         raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
 
 
-def _times(event: Event) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+def _span(event: dict[str, Any]) -> TraceSpan:
+    name, cat, begin = str(event.get("name", "")), str(event.get("cat", "")), float(event["ts"])
+    label = Label.parse(name) if cat in ("user_annotation", COMMUNICATION) else None
+    end, call = begin + float(event["dur"]), event.get("args", {}).get("correlation")
+    return TraceSpan(begin, end, name, label or _NOTHING, cat=cat, thread=event.get("tid"), call=call)
 
 
-def _ours(events: Iterable[Event]) -> Iterator[tuple[Event, TraceSpan]]:
-    for event in events:
-        label = Label.parse(str(event.get("name", "")))
-        if label is not None and event.get("cat") in ("user_annotation", COMMUNICATION):
-            yield event, TraceSpan(*_times(event), event["name"], label)
-
-
-def _read_cpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]], thread: Any) -> None:
+def _read_cpu(trace: Trace, spans: Sequence[TraceSpan], thread: Sequence[TraceSpan]) -> None:
+    trace.copies = [span for span in thread if span.label.verb in ("D2H", "H2D")]
+    lanes = [span for span in spans if span.cat == COMMUNICATION and span.label.verb]
     flights: dict[tuple[int | None, str], list[float]] = {}
-    stands: list[TraceSpan] = []
-    for event, span in ours:
-        if event["cat"] == COMMUNICATION:
-            trace.communication.append(span)
-            flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
-        elif event.get("tid") == thread and span.label.verb in ("launch", "wait"):
-            stands.append(span)
-        elif event.get("tid") == thread and span.label.verb in ("D2H", "H2D"):
-            trace.copies.append(span)
+    for span in lanes:
+        flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
     over: dict[float, float] = {}
-    for span in sorted(stands, key=lambda stand: stand.begin):
+    for span in thread:
+        if span.label.verb not in ("launch", "wait"):
+            continue
         # The last flight of this name that had begun; a flight is noted just before its launch.
-        begun = (begin for begin in flights.get((span.label.bucket, span.label.note), ()) if begin <= span.begin)
-        flight, launched = max(begun, default=None), None
+        begun = flights.get((span.label.bucket, span.label.note), [])
+        place, launched = bisect.bisect_right(begun, span.begin), None
+        flight = begun[place - 1] if place else None
         if flight is not None and span.label.verb == "launch":
             over[flight] = span.end
         elif flight is not None:
             launched = over.get(flight, flight)
         trace.stands.append(span._replace(launched=launched, flight=flight))
-    gloo = [TraceSpan(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
-    trace.communication += [*gloo, *trace.stands]
-    operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
-    trace.operators = minus(union(map(_times, operators)), times_of([*trace.stands, *trace.copies]))
+    trace.communication = [*lanes, *(span for span in spans if span.name.startswith("gloo:")), *trace.stands]
+    operators = (span for span in spans if span.cat == "cpu_op" and not span.name.startswith("c10d::"))
+    trace.operators = minus(times_of(operators), times_of([*trace.stands, *trace.copies]))
 
 
-def _read_gpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]]) -> None:
-    calls = {
-        event["args"]["correlation"]: event for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }  # fmt: skip
-    by_thread: dict[Any, list[TraceSpan]] = {}
-    for event, span in sorted(ours, key=lambda pair: pair[1].begin):
-        if event["cat"] == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
-            by_thread.setdefault(event.get("tid"), []).append(span)
+def _read_gpu(trace: Trace, spans: Sequence[TraceSpan]) -> None:
+    calls = {span.call: span for span in spans if span.cat in ("cuda_runtime", "cuda_driver") and span.call is not None}
+    ranges: dict[Any, list[TraceSpan]] = {}
+    for span in spans:
+        if span.cat == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
+            ranges.setdefault(span.thread, []).append(span)
     compute = []
-    for event in events:
-        kind, name = event.get("cat"), str(event.get("name", ""))
-        if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
+    for span in spans:
+        if span.cat not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        span, call = TraceSpan(*_times(event), name), calls.get(event.get("args", {}).get("correlation"))
-        if call:  # the range on its thread that it was called in; these ranges do not overlap
-            called, ranges = float(call["ts"]), by_thread.get(call["tid"], [])
-            place = bisect.bisect_right(ranges, called, key=lambda around: around.begin) - 1
-            label = ranges[place].label if place >= 0 and ranges[place].end >= called else _NOTHING
-            span = span._replace(label=label, launched=called, flight=called)
-        if kind == "kernel" and "nccl" in name.lower():
+        if call := calls.get(span.call):  # the range on its thread that it was called in; these do not overlap
+            mine = ranges.get(call.thread, [])
+            place = bisect.bisect_right(mine, call.begin, key=lambda around: around.begin) - 1
+            label = mine[place].label if place >= 0 and mine[place].end >= call.begin else _NOTHING
+            span = span._replace(label=label, launched=call.begin, flight=call.begin)
+        if span.cat == "kernel" and "nccl" in span.name.lower():
             trace.communication.append(span)
-        elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
+        elif span.cat == "gpu_memcpy" and ("HtoD" in span.name or "DtoH" in span.name):
             trace.copies.append(span)
         else:
-            compute.append((span.begin, span.end))
-    trace.compute = union(compute)
+            compute.append(span)
+    trace.compute = times_of(compute)

@@ -92,14 +92,14 @@ def communication(run: Run) -> str:
         ("sent", "Sent by one rank in one step", False),
         ("copied", "Copied by one rank between device and host in one step", True),
     ):
-        bars = []
+        bars: list[svg.Bar] = []
         for kind, entry in run.sent(copies).items():
             measured, predicted = entry.get("measured") or {}, entry.get("predicted")
             if value := number(measured.get("bytes")):
                 expected = number(predicted.get("bytes")) if isinstance(predicted, dict) else None
                 note = f"{short_bytes(value)}, {number(measured.get('calls')) or 0:g} calls"
-                bars.append(svg.Bar(kind, value, expected, note))
-        bars.sort(key=lambda bar: -bar.value)
+                bars.append((kind, value, expected, note))
+        bars.sort(key=lambda bar: -bar[1])
         pictures.append(svg.bar_chart(ident, title, bars, "<p>Bar: measured. Upright mark: predicted.</p>"))
     return figures(pictures)
 
