@@ -11,7 +11,7 @@ import pytest
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.compare import text_table
-from deepzero.monitor.report.run_data import read_run
+from deepzero.monitor.report.run_data import Run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
 from deepzero.monitor.report.sections import report, write_report, write_report_or_tell
 from tests.unit import report_runs as made
@@ -20,7 +20,7 @@ from tools.report import main
 
 def page(path):
     """The report of a folder, checked to be one well-formed file that asks nobody for anything."""
-    html = report(read_run(path))
+    html = report(Run(path))
     check_self_contained(html)
     return html
 
@@ -57,7 +57,7 @@ def drawings(html):
 
 def about(path):
     """What is said to limit a run, by what it is about."""
-    return {limit.about: limit.finding for limit in limits_of(read_run(path))}
+    return {limit.about: limit.finding for limit in limits_of(Run(path))}
 
 
 PLAN = [{"parameters": 2000}, {"parameters": 2000, "gradients": 9000}, {"parameters": 2000, "gradients": 1000}]
@@ -171,7 +171,7 @@ SAVINGS = [
 @pytest.mark.parametrize(("stage", "dtype", "accum", "held", "plainly", "here", "host", "form", "words"), SAVINGS)
 def test_what_a_stage_saves(tmp_path, stage, dtype, accum, held, plainly, here, host, form, words):
     end = made.summary(config=made.config(stage, dtype, accum), **made.account(held))
-    run = read_run(made.folder(tmp_path / "run", end=end))
+    run = Run(made.folder(tmp_path / "run", end=end))
     saved = savings_of(run)
     assert saved is not None
     assert (saved.plain_bytes, saved.here_bytes, saved.host) == (plainly, here, host)
@@ -183,7 +183,7 @@ def test_what_a_stage_saves(tmp_path, stage, dtype, accum, held, plainly, here, 
 
 def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path):
     steps = [made.line(k, loss=99.0 if k == 1234 else 3.0 + k % 7) for k in range(1, 20_001)]
-    run = read_run(made.folder(tmp_path / "run", steps, made.summary()))
+    run = Run(made.folder(tmp_path / "run", steps, made.summary()))
     points = svg.thin(run.series("loss"))
     assert len(points) <= 400
     assert (1234.0, 99.0) in points
@@ -232,7 +232,7 @@ def test_a_run_that_went_on(tmp_path):
     steps = [made.line(k, step_seconds=9.0 if k <= 5 else 0.1) for k in range(1, 11)]
     run_dir = made.folder(tmp_path / "run", steps, made.summary(resumed_from_step=5, wall_seconds=0.55))
     assert "going on after step 5" in plain(page(run_dir))
-    assert read_run(run_dir).typical("step_seconds") == 0.1, "of this start alone"
+    assert Run(run_dir).typical("step_seconds") == 0.1, "of this start alone"
     assert "Between steps" not in about(run_dir)
 
 
@@ -244,7 +244,7 @@ def test_what_a_run_writes_stays_text(tmp_path):
     run_dir = made.folder(tmp_path / "run<b>", [made.line(1, **{f"offload/{'<b>'}/seconds": 1.0})], end)
     (run_dir / ".hydra").mkdir()
     (run_dir / ".hydra" / "overrides.yaml").write_text(f"- {evil.replace(chr(27), '')}\n")
-    html = report(read_run(run_dir))
+    html = report(Run(run_dir))
     body = html.partition("<body>")[2]
     assert "<script" not in html
     assert "<img" not in html

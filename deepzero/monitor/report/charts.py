@@ -27,7 +27,8 @@ STEP = "optimizer step"
 def curves(run: Run) -> str:
     """Loss, throughput, gradient norm, learning rate, loss scale: the figures of every step."""
     skipped = [float(entry["step"]) for entry in run.steps if entry.get("skipped") is True]
-    loss = [svg.Line("training", run.series("loss"), "c1"), svg.Line("validation", run.losses(), "c6", "dots")]
+    validation = svg.Line("validation", run.series("val_loss"), "c6", "dots")
+    loss = [svg.Line("training", run.series("loss"), "c1"), validation]
     words = legend((line.name, line.colour, "") for line in loss)
     words += "<p>A cross is a step that was skipped.</p>" * bool(skipped)
     pictures = [svg.chart("loss", "Loss", loss, STEP, "{:.4g}".format, note=words, crosses=skipped)]
