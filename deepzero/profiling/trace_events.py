@@ -12,9 +12,8 @@ import gzip
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from deepzero.comm.profiler_ranges import Label
 from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
@@ -82,35 +81,6 @@ class TraceStep(NamedTuple):
     end: float
 
 
-@dataclass
-class Trace:
-    """One rank's trace."""
-
-    path: Path
-    rank: int
-    world_size: int | None
-    device: Literal["cpu", "cuda"]
-    steps: list[TraceStep]
-    compute: Times = field(default_factory=list)
-    """On a CPU empty: see :func:`computing`."""
-    operators: Times = field(default_factory=list)
-    """On a CPU: torch's operators on any thread, but for those that communicate."""
-    communication: list[TraceSpan] = field(default_factory=list)
-    copies: list[TraceSpan] = field(default_factory=list)
-    stands: list[TraceSpan] = field(default_factory=list)
-    """On a CPU: the launches and waits of the training thread."""
-    phases: list[TraceSpan] = field(default_factory=list)
-    host_steps: list[TraceSpan] = field(default_factory=list)
-    """The optimizer's sub-groups in host memory, on the training thread."""
-    held: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """The memory timeline: bytes by category."""
-
-    def phase_at(self, moment: float) -> str:
-        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
-        around = [phase for phase in self.phases if phase.begin <= moment <= phase.end]
-        return max(around, key=lambda phase: phase.begin).label.verb if around else ""
-
-
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -168,13 +138,6 @@ def times_of(spans: Iterable[TraceSpan]) -> Times:
     return union((span.begin, span.end) for span in spans)
 
 
-def computing(trace: Trace, step: TraceStep) -> Times:
-    """When the rank computed in ``step``, see the module's text."""
-    if trace.device == "cuda":
-        return inside(trace.compute, step.begin, step.end)
-    return minus([(step.begin, step.end)], times_of([*trace.stands, *trace.copies]))
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -194,43 +157,6 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
             raise TraceError(f"{path}: no such file or folder")
         found += files
     return list(dict.fromkeys(found))
-
-
-def load_trace(path: Path) -> Trace:
-    """Read one file.
-
-    Raises:
-        TraceError: it is not a trace of ``torch.profiler``, or has no steps.
-    """
-    content = _content(path)
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
-    complete = (event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event)
-    spans = sorted(map(_span, complete), key=lambda span: span.begin)
-    marks = [span for span in spans if span.cat == "user_annotation" and _STEP.fullmatch(span.name)]
-    if not marks:
-        raise TraceError(
-            f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
-        )
-    info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
-    rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
-    on_gpu = any(span.cat == "kernel" for span in spans)
-    steps = [TraceStep(int(mark.name.partition("#")[2]), mark.begin, mark.end) for mark in marks]
-    trace = Trace(path, rank, info.get("world_size"), "cuda" if on_gpu else "cpu", steps)
-    thread = [span for span in spans if span.thread == marks[0].thread]
-    for span in spans:
-        if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
-            trace.phases.append(span)
-        elif span.label.verb == "step" and span.thread == marks[0].thread:
-            trace.host_steps.append(span)
-    if on_gpu:
-        _read_gpu(trace, spans)
-    else:
-        _read_cpu(trace, spans, thread)
-    counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
-    trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
-    return trace
 
 
 def _content(path: Path) -> Any:
@@ -254,49 +180,108 @@ def _span(event: dict[str, Any]) -> TraceSpan:
     return TraceSpan(begin, end, name, label or _NOTHING, cat=cat, thread=event.get("tid"), call=call)
 
 
-def _read_cpu(trace: Trace, spans: Sequence[TraceSpan], thread: Sequence[TraceSpan]) -> None:
-    trace.copies = [span for span in thread if span.label.verb in ("D2H", "H2D")]
-    lanes = [span for span in spans if span.cat == COMMUNICATION and span.label.verb]
-    flights: dict[tuple[int | None, str], list[float]] = {}
-    for span in lanes:
-        flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
-    over: dict[float, float] = {}
-    for span in thread:
-        if span.label.verb not in ("launch", "wait"):
-            continue
-        # The last flight of this name that had begun; a flight is noted just before its launch.
-        begun = flights.get((span.label.bucket, span.label.note), [])
-        place, launched = bisect.bisect_right(begun, span.begin), None
-        flight = begun[place - 1] if place else None
-        if flight is not None and span.label.verb == "launch":
-            over[flight] = span.end
-        elif flight is not None:
-            launched = over.get(flight, flight)
-        trace.stands.append(span._replace(launched=launched, flight=flight))
-    trace.communication = [*lanes, *(span for span in spans if span.name.startswith("gloo:")), *trace.stands]
-    operators = (span for span in spans if span.cat == "cpu_op" and not span.name.startswith("c10d::"))
-    trace.operators = minus(times_of(operators), times_of([*trace.stands, *trace.copies]))
+class Trace:
+    """One rank's trace, read from a file.
 
+    Raises:
+        TraceError: the file is not a trace of ``torch.profiler``, or has no steps.
+    """
 
-def _read_gpu(trace: Trace, spans: Sequence[TraceSpan]) -> None:
-    calls = {span.call: span for span in spans if span.cat in ("cuda_runtime", "cuda_driver") and span.call is not None}
-    ranges: dict[Any, list[TraceSpan]] = {}
-    for span in spans:
-        if span.cat == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
-            ranges.setdefault(span.thread, []).append(span)
-    compute = []
-    for span in spans:
-        if span.cat not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        if call := calls.get(span.call):  # the range on its thread that it was called in; these do not overlap
-            mine = ranges.get(call.thread, [])
-            place = bisect.bisect_right(mine, call.begin, key=lambda around: around.begin) - 1
-            label = mine[place].label if place >= 0 and mine[place].end >= call.begin else _NOTHING
-            span = span._replace(label=label, launched=call.begin, flight=call.begin)
-        if span.cat == "kernel" and "nccl" in span.name.lower():
-            trace.communication.append(span)
-        elif span.cat == "gpu_memcpy" and ("HtoD" in span.name or "DtoH" in span.name):
-            trace.copies.append(span)
+    def __init__(self, path: Path) -> None:
+        content = _content(path)
+        events = content.get("traceEvents") if isinstance(content, dict) else None
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
+        complete = (event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event)
+        spans = sorted(map(_span, complete), key=lambda span: span.begin)
+        marks = [span for span in spans if span.cat == "user_annotation" and _STEP.fullmatch(span.name)]
+        if not marks:
+            why = "record with profiler=torch, or with a schedule and profiler.step()"
+            raise TraceError(f"{path} has no steps (ProfilerStep#…); {why}")
+        info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
+        self.path, self.world_size = path, info.get("world_size")
+        self.rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
+        self.on_gpu = any(span.cat == "kernel" for span in spans)
+        self.steps = [TraceStep(int(mark.name.partition("#")[2]), mark.begin, mark.end) for mark in marks]
+        self.phases: list[TraceSpan] = []
+        self.host_steps: list[TraceSpan] = []
+        """The optimizer's sub-groups in host memory, on the training thread."""
+        for span in spans:
+            if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
+                self.phases.append(span)
+            elif span.label.verb == "step" and span.thread == marks[0].thread:
+                self.host_steps.append(span)
+        self.compute: Times = []
+        """On a CPU empty: see :meth:`computing`."""
+        self.operators: Times = []
+        """On a CPU: torch's operators on any thread, but for those that communicate."""
+        self.communication: list[TraceSpan] = []
+        self.copies: list[TraceSpan] = []
+        self.stands: list[TraceSpan] = []
+        """On a CPU: the launches and waits of the training thread."""
+        if self.on_gpu:
+            self._read_gpu(spans)
         else:
-            compute.append(span)
-    trace.compute = times_of(compute)
+            self._read_cpu(spans, marks[0].thread)
+        counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
+        self.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
+        """The memory timeline: bytes by category."""
+
+    def _read_cpu(self, spans: Sequence[TraceSpan], thread: Any) -> None:
+        mine = [span for span in spans if span.thread == thread]
+        self.copies = [span for span in mine if span.label.verb in ("D2H", "H2D")]
+        lanes = [span for span in spans if span.cat == COMMUNICATION and span.label.verb]
+        flights: dict[tuple[int | None, str], list[float]] = {}
+        for span in lanes:
+            flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
+        over: dict[float, float] = {}
+        for span in mine:
+            if span.label.verb not in ("launch", "wait"):
+                continue
+            # The last flight of this name that had begun; a flight is noted just before its launch.
+            begun = flights.get((span.label.bucket, span.label.note), [])
+            place, launched = bisect.bisect_right(begun, span.begin), None
+            flight = begun[place - 1] if place else None
+            if flight is not None and span.label.verb == "launch":
+                over[flight] = span.end
+            elif flight is not None:
+                launched = over.get(flight, flight)
+            self.stands.append(span._replace(launched=launched, flight=flight))
+        self.communication = [*lanes, *(span for span in spans if span.name.startswith("gloo:")), *self.stands]
+        operators = (span for span in spans if span.cat == "cpu_op" and not span.name.startswith("c10d::"))
+        self.operators = minus(times_of(operators), times_of([*self.stands, *self.copies]))
+
+    def _read_gpu(self, spans: Sequence[TraceSpan]) -> None:
+        called = [span for span in spans if span.cat in ("cuda_runtime", "cuda_driver") and span.call is not None]
+        calls = {span.call: span for span in called}
+        ranges: dict[Any, list[TraceSpan]] = {}
+        for span in spans:
+            if span.cat == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
+                ranges.setdefault(span.thread, []).append(span)
+        compute = []
+        for span in spans:
+            if span.cat not in ("kernel", "gpu_memcpy", "gpu_memset"):
+                continue
+            if call := calls.get(span.call):  # the range on its thread that it was called in; these do not overlap
+                mine = ranges.get(call.thread, [])
+                place = bisect.bisect_right(mine, call.begin, key=lambda around: around.begin) - 1
+                label = mine[place].label if place >= 0 and mine[place].end >= call.begin else _NOTHING
+                span = span._replace(label=label, launched=call.begin, flight=call.begin)
+            if span.cat == "kernel" and "nccl" in span.name.lower():
+                self.communication.append(span)
+            elif span.cat == "gpu_memcpy" and ("HtoD" in span.name or "DtoH" in span.name):
+                self.copies.append(span)
+            else:
+                compute.append(span)
+        self.compute = times_of(compute)
+
+    def computing(self, step: TraceStep) -> Times:
+        """When the rank computed in ``step``, see the module's text."""
+        if self.on_gpu:
+            return inside(self.compute, step.begin, step.end)
+        return minus([(step.begin, step.end)], times_of([*self.stands, *self.copies]))
+
+    def phase_at(self, moment: float) -> str:
+        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
+        around = [phase for phase in self.phases if phase.begin <= moment <= phase.end]
+        return max(around, key=lambda phase: phase.begin).label.verb if around else ""

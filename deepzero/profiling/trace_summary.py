@@ -15,18 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepzero.profiling.trace_events import (
-    Times,
-    Trace,
-    TraceSpan,
-    TraceStep,
-    computing,
-    inside,
-    length,
-    minus,
-    times_of,
-    union,
-)
+from deepzero.profiling.trace_events import Times, Trace, TraceSpan, TraceStep, inside, length, minus, times_of, union
 
 GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")
 """Stage 3's."""
@@ -127,16 +116,16 @@ def summarize(trace: Trace) -> TraceSummary:
     communication, copies, host_steps = map(times_of, (trace.communication, trace.copies, trace.host_steps))
     # What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran.
     causes = sorted(
-        [*(trace.stands if trace.device == "cpu" else trace.communication), *trace.copies], key=lambda span: span.begin
+        [*(trace.communication if trace.on_gpu else trace.stands), *trace.copies], key=lambda span: span.begin
     )
     steps: list[StepTimes] = []
     gaps: list[Gap] = []
     for step in trace.steps:
         window = (step.begin, step.end)
-        compute, sent, copied = computing(trace, step), inside(communication, *window), inside(copies, *window)
+        compute, sent, copied = trace.computing(step), inside(communication, *window), inside(copies, *window)
         under_way = union([*sent, *copied])
         exposed = minus(under_way, compute)
-        operators = compute if trace.device == "cuda" else inside(trace.operators, *window)
+        operators = compute if trace.on_gpu else inside(trace.operators, *window)
         numbers = (
             [window], compute, operators, sent, copied, under_way, exposed, minus(minus(copied, sent), compute),
             inside(host_steps, *window),
@@ -159,7 +148,7 @@ def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceS
                 continue
             left, at = minus(left, piece), piece[0][0]
             lead = None if cause.launched is None else max(0.0, at - cause.launched) / 1000
-            moment = at if trace.device == "cpu" or cause.launched is None else cause.launched  # the CPU runs ahead
+            moment = cause.launched if trace.on_gpu and cause.launched is not None else at  # the CPU runs ahead
             begin, phase, which = (at - step.begin) / 1000, trace.phase_at(moment), _identity(cause)
             yield Gap(step.number, begin, length(piece) / 1000, phase, cause, lead, which == first, which == last)
         for begin, end in left:

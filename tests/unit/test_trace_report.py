@@ -9,7 +9,7 @@ import pytest
 
 from deepzero.config.run import RunConfig
 from deepzero.profiling.trace_advice import advise
-from deepzero.profiling.trace_events import TraceError, load_trace
+from deepzero.profiling.trace_events import Trace, TraceError
 from deepzero.profiling.trace_report import between_ranks, page, render
 from deepzero.profiling.trace_summary import summarize
 from tests.unit.handmade_traces import cpu_trace, event, flight, gpu_trace, ours, save, step
@@ -18,13 +18,13 @@ from tools import trace_report
 
 
 def read(path):
-    return summarize(load_trace(path))
+    return summarize(Trace(path))
 
 
 def test_a_cpu_rank(tmp_path):
     summary = read(cpu_trace(tmp_path / "a.json"))
     (found,) = summary.steps
-    assert (found.step, summary.trace.rank, summary.trace.device) == (3, 0, "cpu")
+    assert (found.step, summary.trace.rank, summary.trace.on_gpu) == (3, 0, False)
     assert (found.length, found.exposed, found.compute) == pytest.approx((100, 1 + 9 + 2 + 1 + 10 + 5, 100 - 28))
     assert (found.communication, found.copies, found.exposed_copies) == pytest.approx((20 + 40, 5, 5))
     # Operators: 8 to 40 without what lies in waits, 8 to 10 and 18 to 20.
@@ -42,7 +42,7 @@ def test_a_cpu_rank(tmp_path):
 def test_a_gpu(tmp_path):
     summary = read(gpu_trace(tmp_path / "a.json"))
     (found,) = summary.steps
-    assert summary.trace.device == "cuda"
+    assert summary.trace.on_gpu
     assert (found.length, found.compute, found.operators) == pytest.approx((100, 65, 65))
     assert (found.communication, found.copies, found.exposed) == pytest.approx((39, 4, 24))
     assert found.overlap == pytest.approx(1 - 24 / 43)
@@ -144,7 +144,7 @@ def test_what_is_no_trace(tmp_path, content, words):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=words) as error:
-        load_trace(path)
+        Trace(path)
     assert str(path) in str(error.value)
 
 
