@@ -17,7 +17,7 @@ from deepzero.comm.profiler_ranges import Label
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
 from deepzero.profiling.trace_events import Trace
-from deepzero.profiling.trace_summary import summarize
+from deepzero.profiling.trace_summary import TraceSummary
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, log_lines, one_step, start
 
@@ -107,7 +107,7 @@ def raw_exposed_milliseconds(path):
 def test_exposed_communication_agrees_with_the_raw_events(run):
     _, paths, _ = run
     for path in paths:
-        ours = [step.exposed for step in summarize(Trace(path)).steps]
+        ours = [step.exposed for step in TraceSummary(Trace(path)).steps]
         assert len(ours) == ACTIVE
         assert all(value > 0 for value in ours)
         assert ours == pytest.approx(raw_exposed_milliseconds(path), rel=0.05)
@@ -121,7 +121,7 @@ def test_exposed_communication_agrees_with_the_clock_of_the_run(run):
     _, paths, metrics = run
     ratios = []
     for path, entries in zip(paths, metrics, strict=True):
-        summary = summarize(Trace(path))
+        summary = TraceSummary(Trace(path))
         for times, entry in zip(summary.steps, entries, strict=True):
             stood = sum(gap.length for gap in summary.gaps if gap.step == times.step and not gap.cause.copy)
             exposed, in_flight = entry["comm/exposed_seconds"], entry["comm/in_flight_seconds"]
@@ -231,7 +231,7 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     updates = [event for event in events_of(path) if event.get("cat") == "delayed update"]
     found = [Label.parse(event["name"]) for event in updates]
     assert set(found) == {Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")}
-    summary = summarize(Trace(path))
+    summary = TraceSummary(Trace(path))
     assert len(summary.steps) == 2
     assert len(found) >= 3  # the last one may begin after the recorded steps
     assert summary.mean.host_steps == 0

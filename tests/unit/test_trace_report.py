@@ -11,14 +11,14 @@ from deepzero.config.run import RunConfig
 from deepzero.profiling.trace_advice import advise
 from deepzero.profiling.trace_events import Trace, TraceError
 from deepzero.profiling.trace_report import between_ranks, page, render
-from deepzero.profiling.trace_summary import summarize
+from deepzero.profiling.trace_summary import TraceSummary
 from tests.unit.handmade_traces import cpu_trace, event, flight, gpu_trace, ours, save, step
 from tests.unit.test_docs import settings_of
 from tools import trace_report
 
 
 def read(path):
-    return summarize(Trace(path))
+    return TraceSummary(Trace(path))
 
 
 def test_a_cpu_rank(tmp_path):
