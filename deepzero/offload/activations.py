@@ -37,8 +37,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from deepzero.offload.arena import HostArena, PageLockError, Region
 from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy, bytes_of_storage
+from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
 
 log = logging.getLogger(__name__)
 

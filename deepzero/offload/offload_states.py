@@ -45,8 +45,8 @@ from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.offload.activations import HOST_ACTIVATIONS, HostActivations
-from deepzero.offload.arena import HostArena, HostMemoryError, Region, available_host_bytes, required_bytes
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
+from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, available_host_bytes, required_bytes
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.buffer_pool import references
 from deepzero.runtime.zero.guards import METADATA

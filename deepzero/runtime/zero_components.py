@@ -13,7 +13,7 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.config.engine import EngineConfig
-from deepzero.offload.offload_plan import Offload
+from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator
 from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
 from deepzero.runtime.zero.stage3 import Partitioning, ZeroStage3

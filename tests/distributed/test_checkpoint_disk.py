@@ -24,7 +24,7 @@ from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint import export as exporting
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
-from deepzero.offload.arena import ALIGN_BYTES
+from deepzero.offload.pinned_arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, steps
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_checkpoint_bad_input import said
