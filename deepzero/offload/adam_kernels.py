@@ -408,7 +408,7 @@ def _by_numba(variant: Variant, _sample: list[Any]) -> Lines:
         numel, threads = tensors[0].numel(), torch.get_num_threads()
         # Each thread comes back a few times, so that one which lost its core leaves the rest to the others. Not more
         # often: it may have to wait for Python's lock, up to 5 ms while another thread computes in Python.
-        share = max(SAMPLE, numel if threads == 1 else numel // (4 * threads))
+        share = max(1024, numel if threads == 1 else numel // (4 * threads))
         in_threads(range(0, numel, share), lambda _thread, start: part(start, start + share, *tensors))
 
     return lines

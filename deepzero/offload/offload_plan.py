@@ -114,14 +114,13 @@ def build_host(
     if settings.device == "none" and param.device == "none":
         return None
     compute, accumulation = dtypes
+    pairs = list(zip(planned, placements, strict=True))
     regions: list[Region] = []
-    for group, placed in zip(planned, placements, strict=True):
+    for group, placed in pairs:
         kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
         masters = Region(HOST_MASTERS, placed.host_masters.numel, torch.float32)
         regions += [region for region in (kept, masters) if region.numel]
-    trained = [
-        (g.optimizer_group, p) for g, p in zip(planned, placements, strict=True) if g.optimizer_group is not None
-    ]
+    trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
     rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[group], torch.uint8) for group, placed in trained]
     elsewhere = [] if moments_in_arena else [room for room in rooms if room.numel]
     if elsewhere:
@@ -142,9 +141,7 @@ def build_host(
             arena = HostArena(regions, comm.device, asks_for_pinning(settings, param))
             undo.callback(arena.close)
         undo.pop_all()
-    on_device = sum(
-        p.layout.shard_numel - p.parameter_numel for g, p in zip(planned, placements, strict=True) if g.partitioned
-    )
+    on_device = sum(p.layout.shard_numel - p.parameter_numel for g, p in pairs if g.partitioned)
     if comm.rank == 0 and param.device == "cpu" and on_device:
         # A limit that leaves parameters on the device is easily one that was meant for something else.
         log.warning(
@@ -165,9 +162,9 @@ def staging_regions(placements: Sequence[OffloadPlan], dtype: torch.dtype, whole
     """
     plans = placements if dtype != torch.float32 else []
     numels = [b.shard_numel for p in plans for b in p.layout.buckets if p.steps_on_host(b) and not p.keeps_on_host(b)]
-    return [
-        Region(STAGING, numel, dtype) for numel in (numels if whole else [max(numels, default=0)] * min(2, len(numels)))
-    ]
+    if not whole:
+        numels = [max(numels, default=0)] * min(2, len(numels))
+    return [Region(STAGING, numel, dtype) for numel in numels]
 
 
 def asks_for_pinning(optimizer: OffloadOptimizerConfig, param: OffloadParamConfig) -> bool:

@@ -60,7 +60,7 @@ TO_REPLICAS = "parameters.publish_to_replicas"
 
 
 class DeviceShard:
-    """Where a rank's shard of one bucket lies: on the device, with nothing to fetch. See ``HostShard`` in ``offload/``."""
+    """Where a rank's shard of one bucket lies: on the device, with nothing to fetch. The other is ``HostShard``."""
 
     on_host = False
 
