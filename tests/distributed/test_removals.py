@@ -99,6 +99,7 @@ UNNOTICED = {
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
+    "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
     "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: self.drain()": REST,
