@@ -257,9 +257,12 @@ class GPT(TextGenerator):
         again = config.activation_checkpointing and self.training and torch.is_grad_enabled()
         # With checkpointing only x survives the forward pass; the backward pass runs the block again. The state of the
         # random generator is worth saving only where something random happens inside.
-        options = {"use_reentrant": False, "preserve_rng_state": config.dropout > 0}
+        keep_rng = config.dropout > 0
         for block in self.blocks:
-            x = checkpoint(block, x, rope, **options) if again else block(x, rope)
+            if again:
+                x = checkpoint(block, x, rope, use_reentrant=False, preserve_rng_state=keep_rng)
+            else:
+                x = block(x, rope)
         logits = cast(Tensor, self.lm_head(self.norm(x[:, -1:] if last_only else x)))
         if labels is None:
             return logits

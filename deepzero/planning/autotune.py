@@ -312,19 +312,7 @@ def text(advice: TuningAdvice) -> str:
         f"{short_bytes(question.host_bytes)} of {short_bytes(cluster.host_bytes)} in a node's host memory",
     ]
     if advice.options:
-        columns = (
-            "",
-            "stage",
-            "offload",
-            "micro x accum",
-            "ckpt",
-            "step",
-            "tokens/s",
-            "device",
-            "host/node",
-            "besides",
-        )
-        lines += ["", "what fits, the fastest first", _ROW.format(*columns)]
+        lines += ["", "what fits, the fastest first", _ROW.format(*_COLUMNS)]
         lines += [_row(number, option) for number, option in enumerate(advice.options, start=1)]
         if any(option.straight_line for option in advice.options):
             lines.append("     ~ drawn out from two and three rehearsed micro-batches")
@@ -357,6 +345,7 @@ def _end(advice: TuningAdvice) -> list[str]:
     return [end, *(f"what would help: {one}" for one in advice.help)]
 
 
+_COLUMNS = ("", "stage", "offload", "micro x accum", "ckpt", "step", "tokens/s", "device", "host/node", "besides")
 _ROW = "{:>3}  {:<6}{:<20}{:>14}  {:<5}{:>11}{:>10}{:>10}{:>10}  {}"
 
 

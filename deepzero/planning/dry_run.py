@@ -192,7 +192,7 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
 def _without_side_effects(config: EngineConfig) -> EngineConfig:
     """Nothing is delayed, printed or measured; what is launched and held does not depend on it."""
     chaos = dataclasses.replace(config.comm.chaos, enabled=False)
-    zero, unmeasured = config.zero, dict(meter_every=0, min_weight_snr_db=None, min_gradient_snr_db=None)
+    zero, unmeasured = config.zero, dict[str, Any](meter_every=0, min_weight_snr_db=None, min_gradient_snr_db=None)
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:
         # The limits of the error are the meter's, and go with it.
         zero = dataclasses.replace(zero, quantization=dataclasses.replace(zero.quantization, **unmeasured))
