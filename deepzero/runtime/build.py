@@ -73,7 +73,7 @@ class ZeroComponents:
     groups: list[ParamGroup]
     source: GradAccumulator
     reducer: BucketReducer
-    stage: ZeroStage0 | ZeroStage1And2 | ZeroStage3
+    stage: ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
     moment_bytes: int
     partitioning: Partitioning | None
@@ -190,7 +190,7 @@ def build_zero(
         every_pass, overlap = zero.stage >= 2, zero.overlap_comm and zero.stage > 0
         gradients = GradientReducer(shard, reduce_order(groups, arrival), source, reducer, every_pass, overlap)
         stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
-        if offload is not None and offload.shard is not None and not isinstance(stage, ZeroStage0):
+        if offload is not None and offload.shard is not None:
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
             groups, source, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
@@ -365,11 +365,11 @@ def _build_optimizer_shard(
 
 def _build_stage(
     model: nn.Module, gradients: GradientReducer, partitioning: Partitioning | None, stage: int, comm: Communicator
-) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
+) -> ZeroStage1And2 | ZeroStage3:
     if partitioning is not None:
         return ZeroStage3(model, gradients, partitioning)
     flat = [group for group in gradients.groups if isinstance(group, FlatParamGroup)]
-    return ZeroStage0(flat, gradients) if stage == 0 else ZeroStage1And2(flat, gradients, comm)
+    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, comm)
 
 
 def _build_reducer(

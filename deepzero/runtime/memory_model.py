@@ -590,7 +590,7 @@ def _padding(built: ZeroComponents) -> Counter[str]:
             ("masters", placement.device_masters, store.on_device),
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
-            count(category, tensor, sum(f.numel for f in fragments if span.holds(f.shard_start)))
+            count(category, tensor, sum(f.numel for f in fragments if f.shard_start in span))
     offload, on_host = built.offload, 0
     for group, flat, mine in zip(built.groups, built.source.flat, built.optimizer_shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
