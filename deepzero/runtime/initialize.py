@@ -97,8 +97,9 @@ def initialize(
         # This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped.
         ranks = (engine.world_size, engine.global_rank)
         sampler: DistributedSampler[Any] = DistributedSampler(training_data, *ranks, drop_last=True)
-        batches = dict(sampler=sampler, collate_fn=collate_fn, drop_last=True)
-        engine.training_dataloader = DataLoader(training_data, engine.batch.micro_batch, **batches)
+        engine.training_dataloader = DataLoader(
+            training_data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True
+        )
     return engine, chosen, engine.training_dataloader, engine.lr_scheduler
 
 
