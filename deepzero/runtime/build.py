@@ -90,7 +90,7 @@ class ZeroComponents:
     @property
     def quantized_grads(self) -> QuantizedReduce | None:
         """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
-        return self.reducer.strategy if isinstance(self.reducer.strategy, QuantizedReduce) else None
+        return self.reducer.strategy
 
     @property
     def stores(self) -> list[ParamGroup]:
