@@ -84,11 +84,14 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where or 'config'} must be a mapping of settings, got {mapping!r}")
     hints, values = typing.get_type_hints(cls), dict[str, Any]()
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in mapping.items():
         if key not in fields:
             raise unknown_key(key, fields, where)
         values[key] = convert(hints[key], value, f"{where}.{key}" if where else key)
+    none = dataclasses.MISSING
+    if missing := [n for n, f in fields.items() if n not in values and f.default is none and f.default_factory is none]:
+        raise ConfigError(f"{where or 'config'} needs {', '.join(missing)}")
     return cls(**values)
 
 
