@@ -225,7 +225,9 @@ class HostActivations:
         The device waits, the program does not: memory that is free is the next kernel's.
         """
         while len(self._leaving) > keep:
-            self._leaving.popleft()[2].wait()
+            tensor, _, copy = self._leaving.popleft()
+            copy.wait()
+            del tensor  # not before the wait is in the stream
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 

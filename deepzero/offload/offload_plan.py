@@ -118,7 +118,7 @@ def build_host(
     regions: list[Region] = []
     for group, placed in pairs:
         kept = Region(HOST_PARAMETERS, placed.parameter_numel if group.partitioned else 0, compute)
-        masters = Region(HOST_MASTERS, placed.host_masters.numel, torch.float32)
+        masters = Region(HOST_MASTERS, len(placed.host_masters), torch.float32)
         regions += [region for region in (kept, masters) if region.numel]
     trained = [(g.optimizer_group, placed) for g, placed in pairs if g.optimizer_group is not None]
     rooms = [Region(MOMENTS, placed.optimizer_numel * moment_bytes[group], torch.uint8) for group, placed in trained]

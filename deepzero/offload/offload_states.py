@@ -288,7 +288,7 @@ class StateOffloader:
             raise RuntimeError("offload_states after engine.destroy(): there is nothing to move")
         if in_backward():
             raise RuntimeError("offload_states inside a backward pass: call it between two passes")
-        if engine.passes.hooks.backward_aborted():
+        if engine.passes.aborted():
             raise RuntimeError(
                 "offload_states: the last backward pass broke off before its end; call engine.discard_gradients() first"
             )
@@ -331,14 +331,11 @@ class StateOffloader:
         """Each category's tensors, and whether anybody needs what is in them."""
         zero, partitioning = self.engine.zero, self.engine.zero.partitioning
         gradients, offload = zero.stage.gradients, zero.offload
-        separate = [group.master_shard.on_device for group in zero.groups]
+        separate = [t for group in zero.groups if (t := group.master_shard.on_device) is not None]
         params = [t for group in zero.stores for t in group.parameter_storage] + self._plain_parameters()
         tensors = {
             "optim_states": self._optimizer_states(),
-            "hp_params": [
-                *(t for t in separate if t is not None),
-                *(master for group in zero.groups for master in group.masters),
-            ],
+            "hp_params": separate + [master for group in zero.groups for master in group.masters],
             "lp_params": [*params, *(partitioning.secondaries() if partitioning is not None else ())],
             "lp_grads": list(gradients.held_gradients()),
             "contiguous_grad_buffer": list(zero.reducer.kept()),
