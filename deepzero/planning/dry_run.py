@@ -271,7 +271,7 @@ def _result(
 ) -> DryRunResult:
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
-    plan = stage.coordinator.training.step_plan() if isinstance(stage, ZeroStage3) else None
+    plan = stage.coordinator.training.plan if isinstance(stage, ZeroStage3) else None
     host = sum(size for category, size in ledger.held.items() if category.startswith("host_"))
     return DryRunResult(
         rank=engine.global_rank,

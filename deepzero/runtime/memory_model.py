@@ -52,7 +52,7 @@ from deepzero.offload.offload_plan import MOMENTS
 from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
@@ -433,19 +433,18 @@ def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[s
     return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)}
 
 
-def planned(buckets: Sequence[PartitionedBucket], uses: Sequence[ModuleUse], plan: Sequence[FetchAction]) -> Forecast:
+def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> Forecast:
     """What every later step will send and hold, by its plan."""
     forms, fetched = {FORWARD: Traffic(), BACKWARD: Traffic()}, Traffic()
     # hpZ: what has been gathered over all ranks since the last step is kept inside the node.
     seen: set[int] = set()
     flying: set[int] = set()
     most_flying = _publishing(buckets)
-    for use, action in zip(uses, plan, strict=True):
-        launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-        flying |= {key for key, _ in launched}
+    for use in plan.uses:
+        flying |= {key for key, _ in use.launches}
         most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
-        for key, backward in launched:
+        for key, backward in use.launches:
             bucket, gather = buckets[key], buckets[key].gather
             kept = gather.group is not None and (key in seen or gather.always_inside)
             seen.add(key)
@@ -459,10 +458,8 @@ def planned(buckets: Sequence[PartitionedBucket], uses: Sequence[ModuleUse], pla
 
 def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> None:
     """Put into the ledger what later steps will send and hold by their plans, which know all savings."""
-    training, evaluation = coordinator.training, coordinator.evaluation
-    plans = [(trace.uses, trace.plan) for trace in (training, evaluation) if trace.plan is not None]
-    forecasts = [planned(coordinator.buckets, *plan) for plan in plans]
-    if training.plan is not None:
+    forecasts = [planned(coordinator.buckets, plan) for plan in coordinator.plans()]
+    if coordinator.training.plan is not None:
         ledger.predicted_traffic.update(forecasts[0].traffic)
     messages = max(forecast.message_bytes for forecast in forecasts)
     itemsize = max((bucket.gather.dtype.itemsize for bucket in coordinator.buckets), default=0)
