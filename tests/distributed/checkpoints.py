@@ -51,11 +51,10 @@ def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
     """SHA-256 of every parameter's whole master and moments, by name; the same for all stages and numbers of ranks."""
     holdings: EngineState = engine.checkpointer.holdings()
     mine: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for group in holdings.groups:
-        for run in holdings.runs(group):
-            for key, tensor in {"master": run.master, **holdings.moments(run)}.items():
-                content = run.cut(tensor).contiguous().view(torch.uint8).numpy().tobytes()
-                mine.setdefault((run.name, key), []).append((run.start, content))
+    for run in holdings.runs():
+        for key, tensor in {"master": run.master, **holdings.optimizer_state(run)[0]}.items():
+            content = run.cut(tensor).contiguous().view(torch.uint8).numpy().tobytes()
+            mine.setdefault((run.name, key), []).append((run.start, content))
     everyone = process_group.all_gather_object(mine)
     merged: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for theirs in everyone:

@@ -1,7 +1,9 @@
 """Disks that are full or closed, writers that meet, tags that are saved twice: nothing that was saved is lost."""
 
+import dataclasses
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -271,7 +273,7 @@ def test_a_slow_save_gives_signs_of_life(tmp_path, monkeypatch):
     monkeypatch.setattr(async_save, "StoreMailbox", lambda name: SimpleNamespace(set=post))
     job = async_save._Job(SimpleNamespace(rank=1, world_size=2), SimpleNamespace(folder=tmp_path, tag="slow"), "0" * 12)
     assert enough.wait(60)
-    job.end_beating()
+    job.end()
     assert {key for key, _ in told} == {"1/beat"} and len(set(told)) == len(told)
 
 
@@ -448,13 +450,13 @@ def test_rank_0_says_once_a_second_that_it_waits_for_a_shard(monkeypatch):
     info = async_save.ShardInfo(1, 8, "", 8, [], ())
     job = object.__new__(async_save._Job)
     job.saver = SimpleNamespace(rank=0, world_size=2, silence_seconds=1800, poll_seconds=0.02)
-    job._lost = lambda rank: None
-    written = async_save._shard_text(info)
+    job._lost = lambda rank, patience: None
+    written = json.dumps(dataclasses.asdict(info))
     job.channel = SimpleNamespace(
         get=lambda key: written if key == "1/written" and now[0] > 10 else None,
         set=lambda key, text: posted.append((key, text)),
     )
-    assert job._gather(info)[0] is None
+    assert len(job._gather(info)) == 2
     assert len(posted) == len(set(posted)) == 10 and {key for key, _ in posted} == {"0/progress"}
 
 
