@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (4140, 3050),
     "deepzero/runtime/zero": (6240, 4550),
     "deepzero/offload": (3710, 2500),
-    "deepzero/checkpoint": (3770, 2610),
+    "deepzero/checkpoint": (3760, 2610),
     "deepzero/launch": (830, 650),
     "deepzero/health": (870, 560),
     "deepzero/monitor": (3200, 1600),

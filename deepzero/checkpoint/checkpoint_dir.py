@@ -298,9 +298,11 @@ def open_handles(path: Path | None = None, words: str = "") -> list[int]:
     for handle in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
             status = os.fstat(handle)
-            if (path is None or os.path.samestat(status, path.stat())) and (
-                not words or (stat.S_ISREG(status.st_mode) and re.fullmatch(words, _read(handle)))
-            ):
+            if path is not None and not os.path.samestat(status, path.stat()):
+                continue
+            # Who only looks into a lock does not hold it.
+            ours = stat.S_ISREG(status.st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR
+            if not words or (ours and re.fullmatch(words, _read(handle))):
                 found.append(handle)
     return found
 

@@ -34,7 +34,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepzero.checkpoint.errors import CheckpointError
@@ -268,11 +268,13 @@ def check_sound(manifest: Manifest, where: str) -> None:
         CheckpointError: with the first thing that was found.
     """
     try:
-        _check_numbers(manifest)
+        _check_fields(manifest, "it")
         for name, info in manifest.files.items():
             _check_file(name, info, manifest.world_size)
-        _need(len(manifest.files) == manifest.world_size, f"'files' has {len(manifest.files)} of its files")
-        _need(len({info.rank for info in manifest.files.values()}) == manifest.world_size, "two files of one rank")
+        ranks = {info.rank for info in manifest.files.values()}
+        _need(
+            len(ranks) == len(manifest.files) == manifest.world_size, f"'files' is not one of each rank: {len(ranks)}"
+        )
         _check_parameters(manifest)
         for place, problem in row_problems(manifest):
             raise InvalidManifest(f"{place}: {problem}")
@@ -294,41 +296,31 @@ def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for file, info in manifest.files.items():
         for row in info.rows:
             rows.setdefault((row.key, row.name), []).append((row, file))
+    expected: dict[tuple[str, str], tuple[int, str | None]] = {}  # → elements and dtype that the manifest promises
     for name, param in manifest.parameters.items():
-        values = MASTER if param.trained else PARAMETER
-        if param.numel and (param.trained or param.tensors) and values not in param.tensors:
+        numel = _numel_of(param.shape, f"parameter {name!r}")
+        if numel and (param.trained or param.tensors) and (MASTER if param.trained else PARAMETER) not in param.tensors:
             yield MANIFEST, f"parameter {name!r} has no values"
-    expected = _expected(manifest)
-    for (key, name), (numel, dtype) in expected.items():
-        yield from _covered(rows.pop((key, name), []), key, name, numel, dtype)
-    for (key, name), found in rows.items():
-        if is_own_buffer(key) and (BUFFER, name) in expected:
-            yield from _covered(found, key, name, *expected[BUFFER, name])
-        elif key == RNG:
-            yield from _covered(found, key, name, sum(row.numel for row, _ in found), None)
-        else:
-            yield found[0][1], f"holds {key} of {name!r}, which the manifest does not know"
-
-
-def _expected(manifest: Manifest) -> dict[tuple[str, str], tuple[int, str | None]]:
-    """(key, name) → (elements, dtype) of all that the manifest promises."""
-    expected: dict[tuple[str, str], tuple[int, str | None]] = {}
-    for name, info in manifest.parameters.items():
-        numel = _numel_of(info.shape, f"parameter {name!r}")
-        expected.update({(key, name): (numel, dtype) for key, dtype in info.tensors.items()})
+        expected.update({(key, name): (numel, dtype) for key, dtype in param.tensors.items()})
     for name, buffer in manifest.buffers.items():
         expected[BUFFER, name] = _numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
     schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
     for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
         expected[CLIENT, name] = _numel_of(shape, f"{CLIENT}/{name}"), None
-    return expected
+    for (key, name), promised in expected.items():
+        yield from _covered(rows.pop((key, name), []), f"{key} of {name!r}", *promised)
+    for (key, name), found in rows.items():
+        if is_own_buffer(key) and (BUFFER, name) in expected:
+            yield from _covered(found, f"{key} of {name!r}", *expected[BUFFER, name])
+        elif key == RNG:
+            yield from _covered(found, f"{key} of {name!r}", sum(row.numel for row, _ in found), None)
+        else:
+            yield found[0][1], f"holds {key} of {name!r}, which the manifest does not know"
 
 
-def _covered(
-    found: list[tuple[Row, str]], key: str, name: str, numel: int, dtype: str | None
-) -> Iterator[tuple[str, str]]:
+def _covered(found: list[tuple[Row, str]], what: str, numel: int, dtype: str | None) -> Iterator[tuple[str, str]]:
     """What is wrong with the rows of one tensor; ``dtype`` None: they only have to be alike."""
-    cursor, what = 0, f"{key} of {name!r}"
+    cursor = 0
     dtype = found[0][0].dtype if dtype is None and found else dtype
     for row, file in sorted(found, key=lambda item: (item[0].start, item[0].numel)):
         stop = row.start + row.numel
@@ -350,50 +342,41 @@ def _need(condition: bool, what: str) -> None:
         raise InvalidManifest(what)
 
 
-def _count(value: Any, what: str, least: int = 0) -> int:
-    _need(type(value) is int and least <= value < 2**62, f"{what} is {value!r}")
-    return int(value)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
 
 
 def _numel_of(shape: Any, what: str) -> int:
-    _need(isinstance(shape, (list, tuple)), f"the shape of {what} is {shape!r}")
-    return math.prod(_count(extent, f"an extent of {what}") for extent in shape)
+    _need(isinstance(shape, (list, tuple)) and all(map(_is_count, shape)), f"the shape of {what} is {shape!r}")
+    return math.prod(shape)
 
 
-def _check_numbers(manifest: Manifest) -> None:
-    world_size = _count(manifest.world_size, "'world_size'", 1)
-    _count(manifest.zero_stage, "'zero_stage'")
-    for kind, keys in ((str, ("id", "tag", "written", "precision")), (dict, ("versions", "config", "loss_scaler"))):
-        for key in keys:
-            _need(isinstance(getattr(manifest, key), kind), f"{key!r} is {getattr(manifest, key)!r}")
-    for key in COUNTERS:
-        _count(manifest.counters[key], f"'counters', {key!r}")
-    for key in BATCH:
-        _count(manifest.batch[key], f"'batch', {key!r}", 1)
-    _need(len(manifest.rng_numbers) == world_size, f"'rng_numbers' is of {len(manifest.rng_numbers)} ranks")
-    for rank, numbers in enumerate(manifest.rng_numbers):
-        _need(set(numbers) >= RNG_NUMBERS, f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
+def _check_fields(thing: Manifest | ParameterInfo | ShardInfo | Row, what: str) -> None:
+    """Every field is what its annotation says; numbers are not negative, and some are not 0."""
+    kinds = {kind.__name__: kind for kind in (bool, str, dict, list, tuple)}
+    for entry in fields(thing):
+        value, kind = getattr(thing, entry.name), str(entry.type).partition("[")[0]
+        good = _is_count(value) if kind == "int" else isinstance(value, kinds.get(kind, object))
+        good = good or (value is None and str(entry.type).endswith("None"))
+        good = good and (value != 0 or entry.name not in ("world_size", "block_bytes"))
+        _need(good, f"{entry.name!r} of {what} is {value!r}")
 
 
 def _check_file(name: str, info: ShardInfo, world_size: int) -> None:
     _need(re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None, f"{name!r} is no name of a file")
-    _need(_count(info.rank, f"the rank of {name}") < world_size, f"{name} is of rank {info.rank}")
-    _count(info.bytes, f"'bytes' of {name}")
-    _count(info.block_bytes, f"'block_bytes' of {name}", 1)
+    _check_fields(info, name)
+    _need(info.rank < world_size, f"{name} is of rank {info.rank}")
     sha256 = info.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", str(info.sha256)) is not None
     _need(sha256, f"'sha256' of {name} is {info.sha256!r}")
     crcs = re.fullmatch(r"[0-9a-f]*", info.crc32) is not None and len(info.crc32) == 8 * info.blocks
     _need(crcs, f"'crc32' of {name} is not eight hexadecimal digits for each of {info.blocks} blocks")
     for row in info.rows:
-        label = f"the row {row.key}/{row.name} of {name}"
-        _need(isinstance(row.key, str) and isinstance(row.name, str), f"{label} has no name")
-        _need(row.dtype in ITEMSIZE, f"{label} has dtype {row.dtype!r}")
-        for key in ("start", "numel", "offset"):
-            _count(getattr(row, key), f"{key!r} of {label}")
+        _check_fields(row, f"the row {row.key}/{row.name} of {name}")
+        _need(row.dtype in ITEMSIZE, f"the row {row.tensor_name} of {name} has dtype {row.dtype!r}")
     # A shard has no holes: so a row of another place or length is noticed, if only one was changed.
     rows = sorted(info.rows, key=lambda row: (row.offset, row.nbytes))
     for row, following in zip(rows, [*(row.offset for row in rows[1:]), info.bytes], strict=True):
-        label = f"the row {row.key}/{row.name} of {name}"
+        label = f"the row {row.tensor_name} of {name}"
         _need(row.end == following, f"{label} ends at byte {row.end}, and what follows begins at {following}")
 
 
@@ -401,8 +384,8 @@ def _check_parameters(manifest: Manifest) -> None:
     names = [known for name, info in manifest.parameters.items() for known in (name, *info.aliases)]
     _need(len(set(names)) == len(names), "two parameters have one name")
     for name, info in manifest.parameters.items():
+        _check_fields(info, f"parameter {name!r}")
         _need(info.dtype in ITEMSIZE, f"parameter {name!r} has dtype {info.dtype!r}")
-        _need(type(info.trained) is bool, f"'trained' of parameter {name!r} is {info.trained!r}")
         for key, encoded in info.state.items():
             what, value = f"{key!r} of parameter {name!r}", encoded
             if isinstance(encoded, dict) and "dtype" in encoded:
@@ -414,22 +397,25 @@ def _check_parameters(manifest: Manifest) -> None:
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Client state, schedule and the optimizer's settings are values that can be read."""
+    """Counters are numbers; client state, schedule and the optimizer's settings can be read."""
+    counts = {key: manifest.counters[key] for key in COUNTERS} | {key: manifest.batch[key] for key in BATCH}
+    for key, value in counts.items():
+        _need(_is_count(value) and (value > 0 or key in COUNTERS), f"{key!r} is {value!r}")
+    _need(len(manifest.rng_numbers) == manifest.world_size, f"'rng_numbers' is of {len(manifest.rng_numbers)} ranks")
+    for rank, numbers in enumerate(manifest.rng_numbers):
+        _need(set(numbers) >= RNG_NUMBERS, f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
     for what, kept in (("optimizer", manifest.optimizer), ("schedule", manifest.lr_scheduler)):
         _need(kept is None or isinstance(kept["class"], str), f"the {what}'s class is {kept and kept['class']!r}")
-    for group in manifest.optimizer["groups"]:
-        for encoded in group.values():
-            decode(encoded, {})
+    for encoded in (encoded for group in manifest.optimizer["groups"] for encoded in group.values()):
+        decode(encoded, {})
     for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
-        stand_ins: dict[str, Any] = {name: _AnyTensor() for name in tensor_names(encoded)}
-        decode(encoded, stand_ins)
+        decode(encoded, {name: _AnyTensor() for name in tensor_names(encoded)})  # type: ignore[arg-type]
 
 
 class _AnyTensor:
     """Stands for a tensor in a value that is decoded for a trial: nothing is allocated by a number in a manifest."""
 
-    def reshape(self, _: Any) -> _AnyTensor:
+    def reshape(self, *_: Any) -> _AnyTensor:
         return self
 
-    def numpy(self) -> _AnyTensor:
-        return self
+    numpy = reshape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import deepzero
 from deepzero.checkpoint.engine_state import EngineState
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.training import make_model, my_micro_batches, start
 
@@ -64,6 +66,15 @@ def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
         f"{name}/{key}": hashlib.sha256(b"".join(content for _, content in sorted(runs))).hexdigest()
         for (name, key), runs in sorted(merged.items())
     }
+
+
+def said(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """The CheckpointError of a call; None: it went well."""
+    try:
+        act(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def train_and_save(rank: int, world: int, folder: Path, stage: int, until: int, changes: dict[str, Any]) -> Any:
