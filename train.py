@@ -24,7 +24,7 @@ from deepzero.config.run import RunConfig
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.launch.preemption import on_stop_request
+from deepzero.launch.rank_process import on_stop_request
 from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
 from deepzero.training.command import Command

@@ -31,7 +31,7 @@ from deepzero.planning.calibrate import probe_to_file
 from deepzero.planning.check_collective_order import check
 from deepzero.planning.clusters import PRESETS, RANKS, Cluster, find_cluster
 from deepzero.planning.simulate import simulate
-from deepzero.runtime.zero_components import TORCH_DTYPES
+from deepzero.runtime.build import TORCH_DTYPES
 from deepzero.training.command_line import compose
 from tools import composed
 

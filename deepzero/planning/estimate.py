@@ -27,6 +27,7 @@ from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep
 from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
+from deepzero.runtime.build import Dtypes
 from deepzero.runtime.memory_model import (
     Elements,
     HostElements,
@@ -37,7 +38,6 @@ from deepzero.runtime.memory_model import (
 from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.pytree import scalar_loss
-from deepzero.runtime.zero_components import Dtypes
 
 Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
 MakeProgram = Callable[[RunConfig, int], TrainStep]

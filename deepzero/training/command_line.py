@@ -31,7 +31,7 @@ from deepzero.checkpoint.checkpoint_dir import holds, release
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
-from deepzero.launch import elastic, launcher
+from deepzero.launch import launcher, rank_process
 from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
@@ -230,7 +230,7 @@ def _prepare_words() -> None:
         if sweep:
             raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
         # Rank 0's Hydra makes the run folder; the others' Hydra must not make more of them.
-        earlier = elastic.recall(RUN_FOLDER_NOTE)
+        earlier = rank_process.recall(RUN_FOLDER_NOTE)
         if os.environ["RANK"] != "0":
             sys.argv += NO_FOLDER
         elif earlier is not None:

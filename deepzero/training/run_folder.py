@@ -20,9 +20,8 @@ from deepzero.compat.deepspeed_engine import DeepSpeedEngine
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.data.sampler import GlobalBatchSampler
-from deepzero.launch import elastic
-from deepzero.launch.preemption import stop_signal
-from deepzero.launch.rank_process import leave
+from deepzero.launch import rank_process
+from deepzero.launch.rank_process import leave, stop_signal
 from deepzero.monitor.metrics_file import METRICS, clear
 from deepzero.monitor.monitor import Monitor
 from deepzero.training.command import Command
@@ -103,7 +102,7 @@ def at_its_start(run: RunConfig, run_dir: Path, world_size: int) -> RunConfig:
     Raises:
         ConfigError: there is nothing to begin with where the settings say.
     """
-    path = find_start(run.train.resume, run_dir, elastic.restart_count() > 0)
+    path = find_start(run.train.resume, run_dir, rank_process.restart_count() > 0)
     if path is not None:
         manifest = manifest_of(path, run.train.steps)
         return dataclasses.replace(run, engine=keep_global_batch(run.engine, manifest, world_size))
@@ -127,9 +126,9 @@ def join(run: RunConfig, run_dir_name: str) -> Path:
     """Meet the other ranks; returns the run folder: rank 0's, or that of the attempts before this one."""
     process_group.init_distributed(timeout_seconds=run.engine.comm.timeout_seconds)
     # A host that joins a running job may get rank 0, and would begin a folder of its own.
-    earlier = [note for note in process_group.all_gather_object(elastic.recall(RUN_FOLDER_NOTE)) if note]
+    earlier = [note for note in process_group.all_gather_object(rank_process.recall(RUN_FOLDER_NOTE)) if note]
     run_dir = Path(earlier[0] if earlier else process_group.broadcast_object(run_dir_name)).resolve()
-    elastic.remember(RUN_FOLDER_NOTE, str(run_dir))
+    rank_process.remember(RUN_FOLDER_NOTE, str(run_dir))
     return run_dir
 
 
@@ -137,7 +136,7 @@ def load_start(
     run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, sampler: GlobalBatchSampler, command: Command
 ) -> int:
     """Load what the run begins with, if anything; returns how many steps have been taken already."""
-    path = process_group.broadcast_object(find_start(run.train.resume, run_dir, elastic.restart_count() > 0))
+    path = process_group.broadcast_object(find_start(run.train.resume, run_dir, rank_process.restart_count() > 0))
     try:
         if path is not None:
             saved = engine.load_checkpoint(path)[1].get("data")
@@ -159,7 +158,7 @@ def load_start(
             command.keep(run_dir)
         except OSError as error:
             raise cannot_write(run_dir, error) from None
-        if when is not None and path is None and elastic.restart_count() == 0:
+        if when is not None and path is None and rank_process.restart_count() == 0:
             with contextlib.suppress(OSError):  # that it is gone is said at the first step
                 print(f"replacing the run of {when:%Y-%m-%d %H:%M:%S} in {run_dir}", flush=True)
     return engine.global_steps

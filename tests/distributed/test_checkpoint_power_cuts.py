@@ -276,7 +276,7 @@ def test_small_files_of_a_run(tmp_path):
     run = tmp_path / "root" / "run"
     earlier = MetricsFile(run)
     for step in range(1, 6):
-        earlier.step({"step": step, "loss": 1.0})
+        earlier.write("train", {"step": step, "loss": 1.0})
     earlier.finish({})
     write_summary(run, {"number": 0})
     recorder = Recorder(tmp_path / "root", tmp_path / "log")
@@ -284,9 +284,9 @@ def test_small_files_of_a_run(tmp_path):
     settled = len(read(tmp_path / "log"))
     with recorder.recording():
         going_on = MetricsFile(run, 3)
-        going_on.step({"step": 4, "loss": 1.0})
+        going_on.write("train", {"step": 4, "loss": 1.0})
         write_summary(run, {"number": 1})
-        going_on.step({"step": 5, "loss": 1.0})
+        going_on.write("train", {"step": 5, "loss": 1.0})
         write_summary(run, {"number": 2})
         going_on.finish({})
 
