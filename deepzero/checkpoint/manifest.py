@@ -409,7 +409,8 @@ def _check_values(manifest: Manifest) -> None:
     for encoded in (encoded for group in manifest.optimizer["groups"] for encoded in group.values()):
         decode(encoded, {})
     for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
-        decode(encoded, {name: _AnyTensor() for name in tensor_names(encoded)})  # type: ignore[arg-type]
+        stand_ins: dict[str, Any] = dict.fromkeys(tensor_names(encoded), _AnyTensor())
+        decode(encoded, stand_ins)
 
 
 class _AnyTensor:
