@@ -23,7 +23,7 @@ from pathlib import Path
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
-    "deepzero/config": (1570, 1150),
+    "deepzero/config": (1360, 1150),
     "deepzero/comm": (3530, 2720),
     "deepzero/runtime": (3650, 3050),
     "deepzero/runtime/zero": (6030, 4550),
@@ -32,11 +32,11 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/launch": (730, 650),
     "deepzero/health": (725, 560),
     "deepzero/monitor": (2800, 1600),
-    "deepzero/planning": (2500, 1650),
+    "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1300, 800),
-    "deepzero/models": (620, 540),
-    "deepzero/data": (560, 400),
-    "deepzero/training": (1020, 380),
+    "deepzero/models": (550, 540),
+    "deepzero/data": (490, 400),
+    "deepzero/training": (960, 380),
     "deepzero/compat": (1200, 1200),
     "deepzero": (36_400, 23_500),
     "tools": (5930, 2700),
