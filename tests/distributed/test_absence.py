@@ -19,8 +19,8 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig, CommConfig
-from deepzero.health import absence, desync_watchdog
-from deepzero.health.absence import Absence
+from deepzero.health import desync_watchdog, hang_report
+from deepzero.health.hang_report import RollCall
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_divergence import one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start
@@ -33,7 +33,7 @@ class Ranks:
         store, world = dist.HashStore(), len(launches)
         self.boards = [StoreMailbox("absence", store, rank, world) for rank in range(world)]
         self.trails = [FlightRecorder() for _ in launches]
-        self.looks = [Absence(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
+        self.looks = [RollCall(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
         self.now, self.silent, self.host_waits = 0.0, silent, host_waits
         for rank, wheres in enumerate(launches):
             for where in wheres:
@@ -111,7 +111,7 @@ def test_a_rank_whose_thread_does_not_answer(capsys):
     ranks = Ranks(["ab", "a", "ab"], silent=(1,))
     [(when, text)] = ranks.until(60, capsys)
     assert "wait in collective 2, gather of b, for rank 1, which does not answer: killed, stopped" in text
-    assert when == 31 + absence.ROLL_CALL_SECONDS and text.count("\n") == 1
+    assert when == 31 + hang_report.ROLL_CALL_SECONDS and text.count("\n") == 1
 
 
 def test_a_rank_that_has_left(capsys):
@@ -164,7 +164,7 @@ class Posts(io.StringIO):
 def impatient():
     """A process group of this call's own, where a short wait is told, and told again."""
     with (
-        mock.patch.multiple(absence, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
+        mock.patch.multiple(hang_report, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
         mock.patch.object(desync_watchdog, "TICK_SECONDS", 0.02),
     ):
         process_group.init_distributed(backend="gloo", timeout_seconds=110)
@@ -249,6 +249,6 @@ def test_a_side_channel_of_one_rank():
 
 
 def test_the_buckets_are_far_apart():
-    assert absence.NOTICE_SECONDS == 30
-    assert absence.AGAIN_SECONDS == 60
-    assert CommConfig().timeout_seconds >= 10 * absence.NOTICE_SECONDS
+    assert hang_report.NOTICE_SECONDS == 30
+    assert hang_report.AGAIN_SECONDS == 60
+    assert CommConfig().timeout_seconds >= 10 * hang_report.NOTICE_SECONDS

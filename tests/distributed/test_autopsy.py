@@ -21,10 +21,11 @@ from deepzero.comm.process_group import StoreMailbox
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog, hang_report
-from deepzero.health.desync_watchdog import NcclStallReporter, NcclWatchdog, RankLeftError, Watchdog
+from deepzero.health.desync_watchdog import NcclWatchdog, RankLeftError, Watchdog
 from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
+    RollCall,
     failure_of,
     summary,
     within,
@@ -201,21 +202,22 @@ def test_the_first_verdict_counts():
 
 def test_standing_still_is_said_once():
     """What the thread does beside NCCL, by a made-up clock."""
-    trail, still = FlightRecorder(), NcclStallReporter(100.0)
-    assert not any(still.look(trail, now) for now in (0.0, 500.0))  # nothing was launched
+    trail = FlightRecorder()
+    still = RollCall(StoreMailbox("still", dist.HashStore(), 1, 2), trail, 0, host_waits=False)
+    assert not any(still.standstill(now, 90.0) for now in (0.0, 500.0))  # nothing was launched
     trail.launch("gather", "a")
     trail.step, trail.position = 3, "backward"
-    looks = [now for now in range(600, 1000, 10) if still.look(trail, float(now))]
-    assert looks == [690]
+    said = {now: text for now in range(600, 1000, 10) if (text := still.standstill(now, 90.0))}
+    assert [*said] == [690] and said[690].startswith(
+        "where rank 1 is, nothing launched for 90 s: step 3, in backward, its own code is running"
+    )
     trail.launch("gather", "b")
-    assert [now for now in range(1000, 1200, 10) if still.look(trail, float(now))] == [1090]
-    said = "where rank 1 is, nothing launched for 90 s: step 3, in backward, at x.py:2, its own code is running"
-    assert still.text(trail, 1, "x.py:2").startswith(said)
+    assert [now for now in range(1000, 1200, 10) if still.standstill(now, 90.0)] == [1090]
 
 
 @pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys):
-    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), NcclStallReporter(1.0))
+    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), 1.0)
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
     dog.leave("is done")
