@@ -1,10 +1,10 @@
 """Where ranks meet: a store of keys and values, and who can reach it and them.
 
-*Started by our launcher* they share a file that only their user can open, on Linux in memory. No socket listens for it,
-so no stranger can write what a rank would act on; and a key is read in 26 µs, from torch's ``TCPStore`` in 118. It keeps
+*Started by our launcher* they share a file that only their user can open, on Linux in memory: no socket listens for it,
+so no stranger can write what a rank would act on, and a key is read in 26 µs (torch's ``TCPStore``: 118). It keeps
 all that was ever written. *On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there
 are) rank 0 has a ``TCPStore`` on the loopback address. *Over several machines* the store is torch's, open to whoever
-reaches its port. **torchrun** has one store for all attempts (torch 2.13), with what dead ranks have left in it:
+reaches its port. **torchrun** has one store for all attempts (torch 2.13), with what dead ranks have left: see
 :func:`fresh`.
 
 Nothing here imports torch before ranks meet: the launcher prepares their environment without it.
