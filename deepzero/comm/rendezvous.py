@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

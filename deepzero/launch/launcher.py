@@ -33,8 +33,8 @@ from types import FrameType
 from typing import Any
 
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
-from deepzero.config.strict import ConfigError
 from deepzero.launch.rank_process import RESTART_VARIABLE, RankReport, read_reports, root_cause
+from deepzero.utils.errors import ConfigError
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.comm import flight_recorder
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 from deepzero.utils.exit_hooks import finish, finish_within
 from deepzero.utils.threads import start_thread
 
