@@ -187,7 +187,9 @@ def agree(
     return StepAgreement(norm_from_words(numbers[:WORDS]), mean, stopping, troubled, bad_losses)
 
 
-ADVICE = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
+def _changed(name: str, what: str) -> RuntimeError:
+    advice = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
+    return RuntimeError(f"parameter {name!r} {what}; or {advice}")
 
 
 class TrainedParameters:
@@ -230,11 +232,11 @@ class TrainedParameters:
         with torch._C.DisableTorchFunctionSubclass():  # flags need no values, and no detour through Python
             for param, name in self._trained.items():
                 if not param.requires_grad:
-                    raise RuntimeError(
-                        f"parameter {name!r} was frozen (requires_grad=False) after deepzero.initialize: its momentum "
-                        "and weight decay would go on moving it. Let it train again, or give it a param group of its "
-                        f"own from the start and set that group's lr to 0; or {ADVICE}"
-                    )
+                    raise _changed(
+                        name, "was frozen (requires_grad=False) after deepzero.initialize: its momentum and weight "
+                        "decay would go on moving it. Let it train again, or give it a param group of its own from the "
+                        "start and set that group's lr to 0"
+                    )  # fmt: skip
                 if param.grad is not None:
                     raise RuntimeError(
                         f"parameter {name!r} has a .grad that was assigned by hand: engine.step() takes what backward "
@@ -243,29 +245,25 @@ class TrainedParameters:
                     )
             for param, name, trainable in self._untrained:
                 if param.requires_grad and not trainable:
-                    raise RuntimeError(
-                        f"parameter {name!r} was unfrozen (requires_grad=True) after deepzero.initialize: ZeRO has no "
-                        f"master and no optimizer state for it, and it would never change. Freeze it again; or {ADVICE}"
-                    )
-            if not self._same_tree():
-                self._check_tree()
-
-    def _check_tree(self) -> None:
-        now = {param: name for name, param in self._model.named_parameters()}
-        gone = [name for param, name in self._trained.items() if param not in now]
-        if gone:
-            raise RuntimeError(
-                f"parameter {gone[0]!r} has been replaced or removed since deepzero.initialize, and the optimizer "
-                f"would go on training the old one. Put it back; or {ADVICE}"
-            )
-        known = {*self._trained, *(param for param, *_ in self._untrained)}
-        added = [name for param, name in now.items() if param.requires_grad and param not in known]
-        if added:
-            raise RuntimeError(
-                f"parameter {added[0]!r} has been added since deepzero.initialize: the optimizer does not know it, and "
-                f"every rank has its own values of it. Freeze it (requires_grad_(False)); or {ADVICE}"
-            )
-        self._remember()
+                    raise _changed(
+                        name, "was unfrozen (requires_grad=True) after deepzero.initialize: ZeRO has no master and no "
+                        "optimizer state for it, and it would never change. Freeze it again"
+                    )  # fmt: skip
+            if self._same_tree():
+                return
+            now = {param: name for name, param in self._model.named_parameters()}
+            for name in (name for param, name in self._trained.items() if param not in now):
+                raise _changed(
+                    name, "has been replaced or removed since deepzero.initialize, and the optimizer would go on "
+                    "training the old one. Put it back"
+                )  # fmt: skip
+            known = {*self._trained, *(param for param, *_ in self._untrained)}
+            for name in (name for param, name in now.items() if param.requires_grad and param not in known):
+                raise _changed(
+                    name, "has been added since deepzero.initialize: the optimizer does not know it, and every rank "
+                    "has its own values of it. Freeze it (requires_grad_(False))"
+                )  # fmt: skip
+            self._remember()
 
 
 def check_precision(dtype: str, device: torch.device) -> None:
