@@ -134,9 +134,7 @@ def build_zero(
         model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
             stage 3 placeholders.
         optimizer: over parameters of ``model``; afterwards over this rank's masters.
-        config: the settings.
-        comm: the ranks.
-        micro_batches: accumulation steps.
+        config, comm, micro_batches: the settings, the ranks, accumulation steps.
 
     Raises:
         ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
@@ -188,10 +186,10 @@ def build_zero(
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
         source = GradAccumulator(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
-        reducer = _build_reducer(groups, config, comm, dtypes, depth)
+        reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
-        every_pass, overlap = zero.stage >= 2, zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, reduce_order(groups, arrival), source, reducer, every_pass, overlap)
+        overlap = zero.overlap_comm and zero.stage > 0
+        gradients = GradientReducer(shard, order, source, reducer, every_pass=zero.stage >= 2, overlap=overlap)
         stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.

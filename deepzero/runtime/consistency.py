@@ -74,9 +74,7 @@ def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
     """Raise on every rank when one cannot start, or when ranks differ.
 
-    Args:
-        problem: what keeps this rank from starting, if anything does.
-        mine: from :func:`describe`; empty with a problem.
+    ``mine`` is from :func:`describe`; empty with a problem.
 
     Raises:
         problem: on the rank that has one.
@@ -153,12 +151,8 @@ def agree(
 ) -> StepAgreement:
     """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
-    Args:
-        comm: the ranks.
-        norm_sq_partials: this rank's share of the sum of squares, from ``GradientReducer.norm_sq_partials``.
-        loss: this rank's mean loss; None: it has seen none.
-        stop: whether this rank has been asked to stop.
-        trouble: whether this rank cannot take the step.
+    This rank brings its share of the sum of squares (``GradientReducer.norm_sq_partials``), its mean loss (None: it has
+    seen none), whether it has been asked to stop, and whether it cannot take the step.
 
     Raises:
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
@@ -199,10 +193,6 @@ class TrainedParameters:
     is frozen afterwards would go on moving by its momentum and weight decay; one that is unfrozen or added would never
     move, and might have other values on every rank. So each optimizer step looks whether the same parameters train.
     Between two steps a program may freeze and unfreeze as it likes, as it does where two models train in turn.
-
-    Args:
-        model: as it is now.
-        groups: of the trained parameters.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[ParamGroup]) -> None:

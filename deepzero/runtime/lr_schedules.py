@@ -380,13 +380,8 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler that a config asks for; the first learning rate is written at once.
 
-    Args:
-        config: type and parameters. DeepSpeed's types also take ``last_batch_iteration``.
-        optimizer: whose learning rates are scheduled.
-        total_steps: optimizer steps of the whole run, for curves that need to know and are not told.
-
-    Returns:
-        A scheduler to be stepped once after each optimizer step that was not skipped.
+    DeepSpeed's types also take ``last_batch_iteration``. ``total_steps`` is the length of the whole run, for curves
+    whose parameters do not give it.
 
     Raises:
         ConfigError: an unknown type or parameter (with the nearest valid one), or a value that makes no sense.
