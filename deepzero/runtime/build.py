@@ -130,11 +130,8 @@ def build_zero(
 ) -> ZeroComponents:
     """Step 0: everything that has to stand before the first forward pass.
 
-    Args:
-        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
-            stage 3 placeholders.
-        optimizer: over parameters of ``model``; afterwards over this rank's masters.
-        config, comm, micro_batches: the settings, the ranks, accumulation steps.
+    ``model`` may be on any device; afterwards it is on ``comm.device``, its trainable parameters views of flat buffers,
+    in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
 
     Raises:
         ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
