@@ -52,7 +52,7 @@ from deepzero.offload.offload_plan import MOMENTS
 from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
@@ -333,9 +333,7 @@ def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[s
     return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)} if buckets else {}
 
 
-def planned(
-    buckets: Sequence[PartitionedBucket], uses: Sequence[ModuleUse], plan: Sequence[FetchAction]
-) -> tuple[dict[str, Traffic], int]:
+def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict[str, Traffic], int]:
     """What every later step will send by its plan, and the most that buffers for quantised messages will take."""
     forms, fetched = {FORWARD: Traffic(), BACKWARD: Traffic()}, Traffic()
     # hpZ: what has been gathered over all ranks since the last step is kept inside the node.
@@ -343,12 +341,11 @@ def planned(
     flying: set[int] = set()
     # A publication to replicas has at most two buffers for quantised messages under way.
     most_flying = min(2, sum(bucket.gather.quantizes and bucket.gather.mics for bucket in buckets))
-    for use, action in zip(uses, plan, strict=True):
-        launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-        flying |= {key for key, _ in launched}
+    for use in plan.uses:
+        flying |= {key for key, _ in use.launches}
         most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
-        for key, backward in launched:
+        for key, backward in use.launches:
             bucket, gather = buckets[key], buckets[key].gather
             kept = gather.group is not None and (key in seen or gather.always_inside)
             seen.add(key)
@@ -363,10 +360,9 @@ def planned(
 
 def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> None:
     """Put into the ledger what later steps will send and hold by their plans, which contain all savings."""
-    buckets, training = coordinator.buckets, coordinator.training
-    plans = [(trace.uses, trace.plan) for trace in (training, coordinator.evaluation) if trace.plan is not None]
-    forecasts = [planned(buckets, *plan) for plan in plans]
-    if training.plan is not None:
+    buckets = coordinator.buckets
+    forecasts = [planned(buckets, plan) for plan in coordinator.plans()]
+    if coordinator.training.plan is not None:
         ledger.predicted_traffic.update(forecasts[0][0])
     itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
     messages = max(message_bytes for _, message_bytes in forecasts)
