@@ -150,8 +150,11 @@ def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) 
     """Check the names against the class's signature, and read numbers that YAML or JSON left as strings and lists."""
     accepted = [p for name, p in inspect.signature(cls).parameters.items() if name != "params"]
     defaults = {p.name: p.default for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted)
+    if cls is CPUAdam:  # its open end takes DeepSpeed's switches, and nothing else
+        defaults, open_ended = {**defaults, **cls.switches}, False
     unknown = [name for name in given if name not in defaults]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in accepted):
+    if unknown and not open_ended:
         raise unknown_key(unknown[0], defaults, WHERE)
     defaults |= {"lr": 0.0} if "lr" in defaults else {}
     return {name: _read_value(value, defaults.get(name), f"{WHERE}.{name}") for name, value in given.items()}
