@@ -25,8 +25,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
     "deepzero/comm": (3497, 2720),
-    "deepzero/runtime": (3650, 3050),
-    "deepzero/runtime/zero": (6030, 4550),
+    "deepzero/runtime": (3520, 3050),
+    "deepzero/runtime/zero": (5730, 4550),
     "deepzero/offload": (3180, 2500),
     "deepzero/checkpoint": (3760, 2610),
     "deepzero/launch": (700, 650),
