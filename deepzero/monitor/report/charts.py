@@ -134,12 +134,7 @@ def points_of(rank: Mapping[str, Any]) -> Points:
 
 
 def chosen_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak.
-
-    Example:
-        >>> chosen_ranks([{"points": [{"seconds": 0, "held": {"parameters": k % 7}}]} for k in range(9)])
-        [0, 6]
-    """
+    """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak."""
     peaks = {place: peak_of(rank) for place, rank in enumerate(ranks) if points_of(rank)}
     if len(ranks) <= MOST_RANKS or not peaks:
         return list(peaks)

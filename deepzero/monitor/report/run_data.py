@@ -28,12 +28,7 @@ way, and the part of the latter that was hidden."""
 
 
 def number(value: Any) -> float | None:
-    """A finite number as a float; anything else, NaN and true included, is None.
-
-    Example:
-        >>> number(2), number(float("nan")), number("2"), number(True)
-        (2.0, None, None, None)
-    """
+    """A finite number as a float; anything else, NaN and true included, is None."""
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, (int, float))):
         return None
     return float(value) if math.isfinite(value) else None
@@ -146,12 +141,7 @@ def _whole(value: Any, least: int) -> int | None:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with dotted keys, as on the command line: without ``engine.``.
-
-    Example:
-        >>> flat({"engine": {"zero": {"stage": 2}}, "train": {"steps": 5}})
-        {'zero.stage': 2, 'train.steps': 5}
-    """
+    """Nested settings with dotted keys, as on the command line: without ``engine.``."""
     leaves = flatten(settings).items()
     return {key.removeprefix("engine."): list(value) if isinstance(value, tuple) else value for key, value in leaves}
 
