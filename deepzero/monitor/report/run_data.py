@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
-from deepzero.utils.formatting import flatten
+from deepzero.utils.formatting import flatten, short_bytes
 
 DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
 """The model state: what ZeRO cuts."""
@@ -32,6 +32,12 @@ def number(value: Any) -> float | None:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, (int, float))):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def shown(value: Any, words: Callable[[float], str] = short_bytes) -> str | None:
+    """A finite number in words; None where there is none."""
+    known = number(value)
+    return None if known is None else words(known)
 
 
 class Run:
