@@ -261,7 +261,7 @@ def test_parameters_that_stay_whole(rank, world):
 def test_settings_that_contradict_or_do_nothing(rank, world):
     with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
         Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})
-    partition_parameters._say_not_pinned.cache_clear()
+    partition_parameters._warn_once.cache_clear()
     with log_lines() as lines, mock.patch("torch.cuda.is_available", return_value=False):
         for _ in range(2):
             Init(remote_device="cpu", pin_memory=True)

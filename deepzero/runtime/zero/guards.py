@@ -49,10 +49,10 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     that would move or cast any raises a RuntimeError before anything is changed.
     """
     staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for prefix, part in module.named_modules() if recurse else [("", module)]:
-        for key, param in part._parameters.items():
+    for prefix, inside in module.named_modules() if recurse else [("", module)]:
+        for key, param in inside._parameters.items():
             if param is not None and id(param) in _OWNED:
-                staying.append((part._parameters, key, param))
+                staying.append((inside._parameters, key, param))
                 # An empty tensor shows what ``fn`` does: it returns the same object only if nothing would change.
                 probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
                 shared = probe.is_shared()

@@ -45,14 +45,9 @@ class ZeroParamStatus(Enum):
 class PartitionedBucket:
     """A bucket, this rank's shard of it, its parameters, and while it is gathered the buffer that they are views of.
 
-    Args:
-        key: the coordinator's number for it, or ``INIT_KEY``.
-        bucket: where it lies in the group's layout.
-        params: of the bucket's slots, in order; their records get this bucket.
-        shard: 1-D, ``[bucket.shard_numel]``, in the compute dtype.
-        gather: how it is put together.
-        pool: where buffers come from.
-        owner: the group; None for those of ``zero.Init``, which has no masters.
+    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``params`` are those of the bucket's slots, in order;
+    ``shard`` is 1-D, ``[bucket.shard_numel]``, in the compute dtype; ``owner`` is the group, None for the buckets of
+    ``zero.Init``, which has no masters.
     """
 
     def __init__(
@@ -127,11 +122,9 @@ class PartitionedBucket:
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, kind: str, gather: PlainAllGather | None = None) -> None:
-        """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather into it.
+        """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
-        Args:
-            kind: the ledger's name for it.
-            gather: :attr:`gather`, for computing; None brings the very values, also where those travel quantised.
+        For computing with the values ``gather`` is :attr:`gather`; None brings the very values, never quantised ones.
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
@@ -147,6 +140,7 @@ class PartitionedBucket:
     def wait(self, show: bool = True) -> None:
         """INFLIGHT → AVAILABLE: the values are here; with ``show`` the parameters become views of them."""
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
+        # The current stream waits, not the host: what is computed with the values is ordered behind their arrival.
         self.gathered_by.finish()
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
