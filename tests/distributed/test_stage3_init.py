@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.comm import process_group
 from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
@@ -244,6 +245,11 @@ def test_parameters_that_stay_whole(rank, world):
     assert len({param.ds_id for param in model.parameters()}) == len(list(model.parameters()))
     frozen, cut = model.norm.bias, model.blocks[0][1].weight
     assert frozen.ds_persist and frozen.ds_status is ZeroParamStatus.AVAILABLE and not cut.ds_persist
+    assert cut.ds_status is ZeroParamStatus.NOT_AVAILABLE and isinstance(frozen, nn.Parameter)
+    kept = model.blocks[0][1].bias  # whole and trained: each rank updates its fragment
+    trained = [param.ds_tensor.numel() for param in (kept, cut, model.embed.weight)]
+    numels = [kept.numel(), cut.numel(), model.embed.weight.numel()]
+    assert [sum(sizes) for sizes in zip(*process_group.all_gather_object(trained), strict=True)] == numels
     assert frozen.ds_shape == (24,) and frozen.ds_numel == 24 and torch.equal(frozen.ds_tensor, frozen)
     for some in ([cut, None], (None,), None):  # a layer without bias
         with GatheredParameters(some):

@@ -149,7 +149,7 @@ class QuantizationMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins, or begins anew: gradients are measured as they are sent, so the reducer's switch is set before."""
+        """A step begins, or begins anew: gradients are measured as they are sent, which is switched on before."""
         if self.quantized_grads is not None:
             self.quantized_grads.metering = self._due()
 
