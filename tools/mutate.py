@@ -34,7 +34,6 @@ import mmap
 import multiprocessing
 import os
 import random
-import select
 import signal
 import sys
 import time
@@ -42,6 +41,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import SourceFileLoader
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,50 +60,33 @@ COMPILED = {
 TESTS = ("tests/unit", "tests/distributed", "deepzero")
 HITS = "__deepzero_hits__"
 
-_COMPARE = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-_ARITHMETIC = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
+_OTHER = {ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.In: ast.NotIn, ast.And: ast.Or}
+_OTHER |= {other: kind for kind, other in _OTHER.items()}
+_OTHER |= {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult}
+"""Operator → the one that a mutant has in its place."""
 _WORDS = {"log", "warnings", "print", "ranges", "contextlib"}
 """Calls of these say something, or are in a profiler's trace only."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One small fault."""
+    """Fault ``index`` of a file below ``deepzero/``; ``block`` is the line at which its run of statements begins."""
 
     file: str
-    """Below ``deepzero/``."""
     index: int
-    """Among the mutants of the file."""
     line: int
     block: int
-    """The line at which its run of statements begins."""
     operator: str
     before: str
     after: str
 
     def name(self) -> str:
-        """For the table, and for ``--only``."""
+        """The name that the table and ``--only`` use."""
         return f"{self.file}:{self.line}"
 
 
 class Mutator(ast.NodeTransformer):
-    """Finds all mutants of a file, and makes one of them.
-
-    Args:
-        file: below ``deepzero/``.
-        target: which one is made; None: none.
-    """
+    """Finds all mutants of ``file`` (below ``deepzero/``), and makes the one with the index ``target``."""
 
     def __init__(self, file: str, target: int | None = None) -> None:
         self.file, self.target, self.found = file, target, list[Mutant]()
@@ -117,7 +100,7 @@ class Mutator(ast.NodeTransformer):
         return ast.copy_location(new, node) if len(self.found) - 1 == self.target else node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Every list of statements, run by run."""
+        """Visits what can be executed, each list of statements run by run."""
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
                 continue
@@ -141,58 +124,53 @@ class Mutator(ast.NodeTransformer):
         first = len(self.found)
         self.generic_visit(node)
         returns = any(isinstance(n, (ast.Return, ast.Yield, ast.YieldFrom)) for n in ast.walk(node))
-        body = _without_docstring(node.body)
-        if not returns and len(self.found) > first and len(body) > 1:
+        start = 1 if _is_text(node.body[0]) and len(node.body) > 1 else 0
+        if not returns and len(self.found) > first and len(node.body) - start > 1:
             self._block = node.body[0].lineno
-            body[0] = self._offer(body[0], "return at once", ast.Return())
-            node.body[len(node.body) - len(body) :] = body
+            node.body[start] = self._offer(node.body[start], "return at once", ast.Return())
         self._functions -= 1
         return node
 
     def visit_Expr(self, node: ast.Expr) -> Any:
-        """A call for its effect."""
-        if isinstance(node.value, ast.Constant) or _only_words(node.value):
+        """A call for its effect is left out, unless it only says something."""
+        if _is_text(node) or _only_words(node.value):
             return node
         self.generic_visit(node)
         return self._offer(node, "call left out", ast.Pass()) if isinstance(node.value, ast.Call) else node
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        """A state that is not kept."""
+        """A state is not kept."""
         self.generic_visit(node)
-        if all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
-            return self._offer(node, "not assigned", ast.Pass())
-        return node
+        stored = all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets)
+        return self._offer(node, "not assigned", ast.Pass()) if stored else node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
-        """Add, subtract."""
+    def visit_BinOp(self, node: Any) -> Any:
+        """Numbers are combined otherwise; what joins texts is left alone."""
         self.generic_visit(node)
-        other = _ARITHMETIC.get(type(node.op))
-        return self._offer(node, "operator", ast.AugAssign(node.target, other(), node.value)) if other else node
+        sides = [node.left, node.right] if isinstance(node, ast.BinOp) else []
+        text = any(isinstance(side, (ast.JoinedStr, ast.List)) or _is_text(side) for side in sides)
+        return node if text or type(node.op) not in _OTHER else self._with_other(node, "operator", op=node.op)
 
-    def visit_BinOp(self, node: ast.BinOp) -> Any:
-        """Of numbers; what joins texts is left alone."""
-        self.generic_visit(node)
-        other = _ARITHMETIC.get(type(node.op))
-        text = any(isinstance(side, (ast.JoinedStr, ast.List)) or _is_text(side) for side in (node.left, node.right))
-        return self._offer(node, "operator", ast.BinOp(node.left, other(), node.right)) if other and not text else node
-
-    def visit_Compare(self, node: ast.Compare) -> Any:
-        """The border, or the contrary."""
-        self.generic_visit(node)
-        if len(node.ops) != 1 or type(node.ops[0]) not in _COMPARE:
-            return node
-        return self._offer(
-            node, "comparison", ast.Compare(node.left, [_COMPARE[type(node.ops[0])]()], node.comparators)
-        )
+    visit_AugAssign = visit_BinOp
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
-        """And, or."""
+        """And becomes or, or becomes and."""
         self.generic_visit(node)
-        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        return self._offer(node, "and/or", ast.BoolOp(other, node.values))
+        return self._with_other(node, "and/or", op=node.op)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        """The border moves, or the contrary is asked."""
+        self.generic_visit(node)
+        return node if len(node.ops) != 1 else self._with_other(node, "comparison", ops=node.ops)
+
+    def _with_other(self, node: Any, what: str, **operators: Any) -> Any:
+        swap = {
+            name: [_OTHER[type(op[0])]()] if name == "ops" else _OTHER[type(op)]() for name, op in operators.items()
+        }
+        return self._offer(node, what, type(node)(**{**dict(ast.iter_fields(node)), **swap}))
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
-        """Not."""
+        """A negation is dropped."""
         self.generic_visit(node)
         return self._offer(node, "not dropped", node.operand) if isinstance(node.op, ast.Not) else node
 
@@ -205,28 +183,23 @@ class Mutator(ast.NodeTransformer):
     visit_If = visit_IfExp = visit_While = _condition
 
     def visit_Constant(self, node: ast.Constant) -> Any:
-        """One more; true or false."""
-        if isinstance(node.value, bool):
-            return self._offer(node, "constant", ast.Constant(not node.value))
-        if isinstance(node.value, int):
-            return self._offer(node, "constant", ast.Constant(node.value + 1))
-        return node
+        """An integer is one larger, a truth value the other one."""
+        if not isinstance(node.value, int):
+            return node
+        return self._offer(
+            node, "constant", ast.Constant(node.value is False if isinstance(node.value, bool) else node.value + 1)
+        )
 
     def visit_Raise(self, node: Any) -> Any:
-        """That it is raised is its condition's matter; how it is worded, no test's."""
+        """That something is raised is its condition's matter; how it is worded, no test's."""
         return node
 
     visit_Assert = visit_JoinedStr = visit_Raise
 
 
-def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0]
-    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return body[1:] or body if is_text else body
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+def _is_text(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _only_words(node: ast.expr) -> bool:
@@ -273,12 +246,7 @@ def digest() -> str:
 
 
 class Probes(ast.NodeTransformer):
-    """Puts a probe before every run of statements of a function.
-
-    Args:
-        file: below ``deepzero/``.
-        known: (file, line) of all probes so far; grows.
-    """
+    """Puts a probe before every run of statements of a function; adds each one's (file, line) to ``known``."""
 
     def __init__(self, file: str, known: list[tuple[str, int]]) -> None:
         self.file, self.known = file, known
@@ -292,7 +260,7 @@ class Probes(ast.NodeTransformer):
         return node
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Every list of statements."""
+        """Visits every list of statements."""
         super().generic_visit(node)
         inside = self._functions or isinstance(node, ast.FunctionDef)
         for name in ("body", "orelse", "finalbody") if inside and not isinstance(node, ast.ClassDef) else ():
@@ -305,15 +273,13 @@ class Probes(ast.NodeTransformer):
         probed: list[ast.stmt] = []
         last = 0
         for first, statement in _runs(statements):
+            probed.append(statement)
             if first != last:
                 last = first
                 probe = ast.parse(f"{HITS}[{len(self.known)}] = 1").body[0]
                 probe = ast.fix_missing_locations(ast.copy_location(probe, statement))
                 self.known.append((self.file, first))
-                is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-                probed += [statement, probe] if is_text else [probe, statement]  # a docstring comes first
-            else:
-                probed.append(statement)
+                probed.insert(len(probed) - (not _is_text(statement)), probe)  # a docstring stays first
         return probed
 
 
@@ -335,29 +301,18 @@ def instrument() -> tuple[mmap.mmap, list[tuple[str, int]]]:
     return hits, known
 
 
-class _Forking:
-    """``multiprocessing`` for the pool of ranks: forked, so that they have this process's code."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(multiprocessing, name)
-
-    def get_context(self, _: str) -> Any:
-        return multiprocessing.get_context("fork")
-
-
 def _fork_ranks() -> None:
+    """From now on the pool of ranks is forked, so that ranks have this process's code."""
     from tests.distributed import pool
 
-    pool.multiprocessing = _Forking()  # type: ignore[assignment]
+    fork = types.SimpleNamespace(**vars(multiprocessing))
+    fork.get_context = lambda _: multiprocessing.get_context("fork")
+    pool.multiprocessing = fork  # type: ignore[assignment]
 
 
 @dataclass
 class Mapper:
-    """A pytest plugin that writes the map.
-
-    Args:
-        hits: the probes' bytes.
-    """
+    """A pytest plugin that notes for each test which probes it has hit, on all ranks."""
 
     hits: mmap.mmap
     tests: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -368,7 +323,7 @@ class Mapper:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """One test."""
+        """Clears the probes, lets the test run, and reads them."""
         self.hits[:] = bytes(len(self.hits))
         began, self.tests[item.nodeid] = time.monotonic(), {"failed": False}
         yield
@@ -376,25 +331,25 @@ class Mapper:
         self.tests[item.nodeid].update(seconds=round(time.monotonic() - began, 3), probes=found)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of its three parts."""
+        """Notes a failure or a skip of set-up, call or teardown."""
         if report.failed or report.skipped:
             self.tests[report.nodeid]["failed"] = True
 
 
 def make_map(work: Path, arguments: Sequence[str]) -> int:
-    """Run the tests once with probes, and keep which ones executed what."""
+    """Runs the tests once with probes, and keeps which ones executed what."""
     hits, known = instrument()
     mapper = Mapper(hits)
     pytest.main([*TESTS, "-q", "-p", "no:cacheprovider", *arguments], plugins=[mapper])
+    passed = {test: found for test, found in mapper.tests.items() if not found["failed"]}
     lines: dict[str, list[str]] = {}
-    for test, found in mapper.tests.items():
-        for probe in () if found["failed"] else found["probes"]:
+    for test, found in passed.items():
+        for probe in found["probes"]:
             lines.setdefault("{}:{}".format(*known[probe]), []).append(test)
-    seconds = {test: found["seconds"] for test, found in mapper.tests.items() if not found["failed"]}
-    text = json.dumps({"digest": digest(), "seconds": seconds, "lines": lines})
-    (work / "map.json").write_text(text, encoding="utf-8")
-    failed = [test for test, found in mapper.tests.items() if found["failed"]]
-    print(f"map: {len(seconds)} tests, {len(lines)} of {len(known)} runs of statements executed; not asked: {failed}")
+    seconds = {test: found["seconds"] for test, found in passed.items()}
+    (work / "map.json").write_text(json.dumps({"digest": digest(), "seconds": seconds, "lines": lines}), "utf-8")
+    failed = sorted(set(mapper.tests) - set(passed))
+    print(f"map: {len(passed)} tests, {len(lines)} of {len(known)} runs of statements executed; not asked: {failed}")
     return 0
 
 
@@ -403,19 +358,15 @@ def make_map(work: Path, arguments: Sequence[str]) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
+def _codes(code: types.CodeType) -> Iterator[tuple[tuple[str, int, str], types.CodeType]]:
+    yield (code.co_filename, code.co_firstlineno, code.co_name), code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
 
 
-def _key(code: types.CodeType) -> tuple[str, int, str]:
-    return code.co_filename, code.co_firstlineno, code.co_name
-
-
 def functions() -> dict[str, list[types.FunctionType]]:
-    """All that exist, by their file."""
+    """Returns all functions that exist, by their file."""
     gc.unfreeze()  # tests/conftest.py keeps what is imported out of the collector's sight
     found: dict[str, list[types.FunctionType]] = {}
     for candidate in gc.get_objects():
@@ -426,14 +377,14 @@ def functions() -> dict[str, list[types.FunctionType]]:
 
 
 def install(mutant: Mutant, found: dict[str, list[types.FunctionType]]) -> int:
-    """Give the functions of the mutant's file their new code; returns how many have changed."""
+    """Gives the functions of the mutant's file their new code; returns how many have changed."""
     path = str(PACKAGE / mutant.file)
     tree = ast.parse(Path(path).read_text(encoding="utf-8"))
     tree = ast.fix_missing_locations(Mutator(mutant.file, mutant.index).visit(tree))
-    new = {_key(code): code for code in _codes(compile(tree, path, "exec"))}
+    new = dict(_codes(compile(tree, path, "exec")))
     changed = 0
     for function in found.get(path, ()):
-        code = new.get(_key(function.__code__))
+        code = new.get(next(_codes(function.__code__))[0])
         if code is not None and code != function.__code__:
             function.__code__ = code
             changed += 1
@@ -441,33 +392,10 @@ def install(mutant: Mutant, found: dict[str, list[types.FunctionType]]) -> int:
 
 
 @dataclass
-class Child:
-    """A mutant under test in a process of its own."""
-
-    mutant: Mutant
-    pid: int
-    pipe: int
-    deadline: float
-
-    def end(self) -> None:
-        """Kill it and its ranks, if they are there still."""
-        for victim in (-self.pid, self.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        os.close(self.pipe)
-
-
-@dataclass
 class Runner:
-    """A pytest plugin that has collected everything and tries mutants in place of a run.
+    """A pytest plugin that has collected everything and tries mutants in place of a run, ``jobs`` at a time.
 
-    Args:
-        chosen: mutants to try.
-        known: the map.
-        results: a line of JSON for each mutant is added there.
-        budget: seconds of tests for each mutant, as the map has measured them.
-        jobs: how many at a time.
+    A line of JSON for each mutant is added to ``results``; ``budget`` is seconds of tests as the map has measured them.
     """
 
     chosen: list[Mutant]
@@ -484,53 +412,69 @@ class Runner:
             self.failure = report.nodeid, next((line for line in text if line.startswith("E ")), "")[2:].strip()[:160]
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """All mutants, ``jobs`` at a time."""
+        """Tries all mutants."""
         _fork_ranks()
         found, items = functions(), {item.nodeid: item for item in session.items}
-        children: list[Child] = []
+
+        children: dict[Connection, tuple[Mutant, int, float]] = {}
         try:
             for number, mutant in enumerate(self.chosen):
                 while len(children) >= self.jobs:
-                    children = self._reap(children)
+                    self._reap(children)
                 tests = [items[test] for test in self._tests(mutant) if test in items]
                 if tests:
-                    children.append(self._start(mutant, tests, found))
+                    self._start(mutant, tests, found, children)
                 else:
                     self._write(mutant, "not executed", 0)
                 print(f"{number + 1}/{len(self.chosen)} {mutant.name()}", file=sys.stderr, flush=True)
             while children:
-                children = self._reap(children)
+                self._reap(children)
         finally:  # Ctrl-C
-            for child in children:
-                child.end()
+            for _, pid, _ in children.values():
+                self._end(pid)
         return True
 
     def _tests(self, mutant: Mutant) -> list[str]:
-        """Those that execute it, the quickest first, as far as the budget goes."""
-        seconds = self.known["seconds"]
-        tests = sorted(self.known["lines"].get(f"{mutant.file}:{mutant.block}", ()), key=lambda test: seconds[test])
-        taken: list[str] = []
-        total = 0.0
-        for test in tests:
+        """Returns the tests that execute it, the quickest first, as far as the budget goes."""
+        seconds, total, taken = self.known["seconds"], 0.0, list[str]()
+        for test in sorted(self.known["lines"].get(f"{mutant.file}:{mutant.block}", ()), key=seconds.__getitem__):
             total += seconds[test]
             if taken and total > self.budget:
                 break
             taken.append(test)
         return taken
 
-    def _start(self, mutant: Mutant, tests: list[pytest.Item], found: dict[str, list[types.FunctionType]]) -> Child:
-        ours, theirs = os.pipe()
+    def _start(self, mutant: Mutant, tests: list[pytest.Item], found: Any, children: dict[Connection, Any]) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
             self._try(mutant, tests, found, theirs)
-        os.close(theirs)
-        seconds = 60 + 10 * sum(self.known["seconds"][item.nodeid] for item in tests)
-        return Child(mutant, pid, ours, time.monotonic() + seconds)
+        theirs.close()
+        limit = 60 + 10 * sum(self.known["seconds"][item.nodeid] for item in tests)
+        children[ours] = mutant, pid, time.monotonic() + limit
 
-    def _try(
-        self, mutant: Mutant, tests: list[pytest.Item], found: dict[str, list[types.FunctionType]], pipe: int
-    ) -> None:
-        """In the child. Does not return."""
+    def _reap(self, children: dict[Connection, tuple[Mutant, int, float]]) -> None:
+        """Writes down what became of those that have ended within a second."""
+        ready, now = wait(list(children), 1.0), time.monotonic()
+        for pipe in [pipe for pipe, (_, _, deadline) in children.items() if pipe in ready or now > deadline]:
+            mutant, pid, _ = children.pop(pipe)
+            try:
+                answer = pipe.recv() if pipe in ready else ["killed", 0, "", "no end"]
+            except EOFError:
+                answer = ["killed", 0, "", "the process died"]
+            self._end(pid)
+            pipe.close()
+            self._write(mutant, *answer)
+
+    def _end(self, pid: int) -> None:
+        """Kills a child and its ranks, if they are there still."""
+        for victim in (-pid, pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    def _try(self, mutant: Mutant, tests: list[pytest.Item], found: Any, pipe: Connection) -> None:
+        """In the child; does not return."""
         answer: list[Any] = ["not installed", 0]
         try:
             os.setsid()
@@ -547,22 +491,8 @@ class Runner:
         except BaseException as error:  # a mutant that breaks pytest itself is noticed
             answer = ["killed", 0, "", f"{type(error).__name__}: {error}"[:160]]
         finally:
-            os.write(pipe, json.dumps(answer).encode())
+            pipe.send(answer)
             os._exit(0)
-
-    def _reap(self, children: list[Child]) -> list[Child]:
-        """Those that are still at work, once at least one has ended."""
-        while True:
-            ready = select.select([child.pipe for child in children], [], [], 1.0)[0]
-            now = time.monotonic()
-            ended = [child for child in children if child.pipe in ready or now > child.deadline]
-            for child in ended:
-                text = os.read(child.pipe, 65536).decode() if child.pipe in ready else '["killed", 0, "", "no end"]'
-                status, asked, *more = json.loads(text or '["killed", 0, "", "the process died"]')
-                child.end()
-                self._write(child.mutant, status, asked, *more)
-            if ended:
-                return [child for child in children if child not in ended]
 
     def _write(self, mutant: Mutant, status: str, asked: int, by: str = "", error: str = "") -> None:
         covering = len(self.known["lines"].get(f"{mutant.file}:{mutant.block}", ()))

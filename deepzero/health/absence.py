@@ -3,15 +3,13 @@
 A rank that hangs in its data loader, sits in a debugger or prints for long makes the others wait up to
 ``comm.timeout_seconds``, ten minutes by default. That is no fault, and nothing is broken off; but whoever looks at the
 terminal wants to know. So when a wait has lasted :data:`NOTICE_SECONDS`, the rank that waits asks all ranks where they
-are, over the :class:`~deepzero.comm.process_group.StoreMailbox`, and the threads of their watchdogs answer. Whoever
-waits with the lowest number prints the answer (:func:`notice`): rank 0, unless it is rank 0 that is missing. It is
-asked and said again every :data:`AGAIN_SECONDS`.
+are, over the ``StoreMailbox``, and the threads of their watchdogs answer. Whoever waits with the lowest number prints
+the answer (:func:`notice`): rank 0, unless it is rank 0 that is missing. It is asked and said again every
+:data:`AGAIN_SECONDS`.
 
 **Who waits.** On gloo a rank waits when its host does (``FlightRecorder.waiting``). NCCL's waits hold up the GPU and
 not the host. But a rank that is waited for has launched less: there the ranks that have launched most, and nothing
 since, wait for those that have launched less; and where all have launched the same there is nothing to say.
-
-A step costs nothing of it: the trail is written anyway, and the thread looks at it once a second.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, Flight
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.health.hang_report import ROLL_CALL_SECONDS, SHOWN, wait_texts
 
-NOTICE_SECONDS = 30.0
-"""A wait that has lasted so long is told."""
-AGAIN_SECONDS = 60.0
-"""And told again so often."""
+NOTICE_SECONDS = 30.0  # a wait that has lasted so long is told …
+AGAIN_SECONDS = 60.0  # … and told again so often
 
 
 class Absence:
@@ -46,17 +42,13 @@ class Absence:
         self._since: float | None = None
         self._due = NOTICE_SECONDS
         self._answered = 0
+        # The number of the question that this rank has asked last, and when; None: it has its answer.
         self._asked: tuple[int, float] | None = None
-        """The number of the question that this rank has asked last, and when; None: it has its answer."""
 
     def look(self, now: float) -> float:
         """Answer, ask or say, whatever it is time for. For the watchdog's thread, about once a second.
 
-        Args:
-            now: in seconds, of any clock that does not jump.
-
-        Returns:
-            Since when this rank stands where it is.
+        ``now`` is in seconds, of any clock that does not jump. Returns how long this rank has stood where it is.
         """
         seen = (self._trail.sequence, self._trail.waiting)
         if self._since is None or seen != self._seen:
@@ -68,19 +60,15 @@ class Absence:
             self._board.set(f"here/{self._board.rank}", self._state(asked, stands).to_json())
         waits = self._trail.waiting is not None if self._host_waits else self._trail.sequence > 0
         if waits and stands >= self._due:
-            self._miss(now, stands)
+            if self._asked is None:
+                self._asked = self._board.add("ask", 1), now
+            else:  # a later look
+                question, when = self._asked
+                text = self._heard(self._state(question, stands), now - when >= ROLL_CALL_SECONDS)
+                if text is not None:
+                    self._asked, self._due = None, stands + AGAIN_SECONDS
+                    print(text, end="", file=sys.stderr, flush=True)
         return stands
-
-    def _miss(self, now: float, stands: float) -> None:
-        """Ask; at a later look, say what was heard."""
-        if self._asked is None:
-            self._asked = self._board.add("ask", 1), now
-            return
-        question, when = self._asked
-        text = self._heard(self._state(question, stands), now - when >= ROLL_CALL_SECONDS)
-        if text is not None:
-            self._asked, self._due = None, stands + AGAIN_SECONDS
-            print(text, end="", file=sys.stderr, flush=True)
 
     def _state(self, beat: int, stands: float) -> State:
         return replace(self._trail.state(beat, user_line(self._trainer)), seconds=stands)
@@ -100,26 +88,16 @@ class Absence:
         gone = board.gone()
         if not over and len(states.keys() | gone.keys()) < board.world_size:
             return None
-        return notice(states if self._host_waits else on_device(states), gone, board)
-
-
-def on_device(states: Mapping[int, State]) -> dict[int, State]:
-    """The states as they are on NCCL: who has launched most waits for that, unless nobody has launched less."""
-    most = max(state.sequence for state in states.values())
-    behind = any(state.sequence < most for state in states.values())
-    return {rank: replace(state, waiting=state.recent.get(most) if behind else None) for rank, state in states.items()}
+        if not self._host_waits:  # who has launched most waits for that, unless nobody has launched less
+            most = max(state.sequence for state in states.values())
+            less = any(state.sequence < most for state in states.values())
+            states = {q: replace(s, waiting=s.recent.get(most) if less else None) for q, s in states.items()}
+        return notice(states, gone, board)
 
 
 def notice(states: Mapping[int, State], gone: Mapping[int, DepartedRank], board: StoreMailbox) -> str:
-    """Who waits for whom, since when and in what; then a line for each rank that is waited for. Empty: nobody waits.
-
-    Args:
-        states: of the ranks that have answered.
-        gone: ranks that have left.
-        board: of the rank that says it.
-    """
-    waits = wait_texts(states, gone, board.world_size)
-    me = states[board.rank]
+    """Who waits for whom, since when and in what; then a line for each rank that is waited for. Empty: nobody waits."""
+    waits, me = wait_texts(states, gone, board.world_size), states[board.rank]
     if not waits or me.waiting is None:
         return ""
     absent = [rank for rank, state in sorted(states.items()) if state.waiting is None]

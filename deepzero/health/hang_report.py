@@ -2,18 +2,13 @@
 
 Two failures say nothing by themselves. A collective *timed out* (``comm.timeout_seconds``): some rank has not come, but
 which, and what does it do instead? And a *connection was lost*, without a word from the rank at its other end: which
-one was killed? In both cases the rank that has noticed calls the roll on the
-:class:`~deepzero.comm.process_group.StoreMailbox`. Every rank answers with its
-:class:`~deepzero.comm.flight_recorder.State`: a rank that waits or sleeps in its own code by the thread of its
-watchdog, which looks for a call once a second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be
-gone. The first rank that knows writes the verdict, and all raise that:
-
-- ``timeout``: :class:`CollectiveTimeoutError`, with who waits for whom and where each rank is. Each rank also prints
-  its own place, for logs that are kept rank by rank.
-- ``missing``: ``RankLeftError``, with the ranks that gave no sign of life.
-
-When the store is gone too, nobody can be asked, and the error stays what it was; :func:`within` sees to it that asking
-ends. Under NCCL the process group is not asked and not broken, see :class:`NcclStallReporter`.
+one was killed? In both cases the rank that has noticed calls the roll on the ``StoreMailbox``. Every rank answers with
+its ``State``: a rank that waits or sleeps in its own code by the thread of its watchdog, which looks for a call once a
+second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be gone. The first rank that has found out
+writes the verdict, and all raise that: ``timeout``, :class:`CollectiveTimeoutError`, with who waits for whom and where
+each rank is (each also prints its own place, for logs that are kept rank by rank); or ``missing``, ``RankLeftError``,
+with the ranks that gave no sign of life. When the store is gone too, nobody can be asked, and the error stays what it
+was; :func:`within` sees to it that asking ends.
 """
 
 from __future__ import annotations
@@ -28,30 +23,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from deepzero.comm.flight_recorder import (
-    CollectiveRecord,
-    DepartedRank,
-    DesyncError,
-    FlightRecorder,
-    State,
-    user_line,
-)
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, DesyncError, FlightRecorder, State, user_line
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.utils.threads import start_thread
 
-ROLL_CALL_SECONDS = 3.0
-"""Who has not answered by then is taken to be gone."""
-ASKING_SECONDS = 5.0
-"""A store that has not answered by then is gone too."""
+ROLL_CALL_SECONDS = 3.0  # who has not answered by then is taken to be gone
+ASKING_SECONDS = 5.0  # a store that has not answered by then is gone too
 POLL_SECONDS = 0.1
-SHOWN = 8
-"""Ranks that one sentence names; the others are counted."""
-
-CONNECTION = "connection"
-TIMEOUT = "timeout"
-MISSING = "missing"
+SHOWN = 8  # ranks that one sentence names; the others are counted
+CONNECTION, TIMEOUT, MISSING = "connection", "timeout", "missing"
 
 _TIMED_OUT = re.compile(r"timed out waiting (\d+)\s*ms", re.IGNORECASE)
+_LOST = re.compile(r"connection|pair closure|broken pipe", re.IGNORECASE)
 _NO_ANSWER = "does not answer: killed, stopped, or its machine is gone"
 _ADVICE = "Where a rank is only slow (it loads data, validates, writes a checkpoint), raise comm.timeout_seconds"
 
@@ -61,9 +44,7 @@ T = TypeVar("T")
 class CollectiveTimeoutError(DesyncError):
     """A collective did not complete in ``comm.timeout_seconds``. The message, the same on every rank, says why.
 
-    Args:
-        text: who waits for whom, and where each rank is.
-        echo: whether another rank says it already.
+    It is an ``echo`` where another rank says it already.
     """
 
     def __init__(self, text: str, echo: bool = False) -> None:
@@ -72,11 +53,10 @@ class CollectiveTimeoutError(DesyncError):
 
 
 class Diagnosis(NamedTuple):
-    """What is to be raised on every rank."""
+    """What is to be raised on every rank, and the rank that found it."""
 
     kind: str
     author: int
-    """The rank that found it."""
     text: str
 
     def write(self, board: StoreMailbox) -> None:
@@ -103,25 +83,21 @@ class StateCollector:
         self._board, self._trail, self._trainer = board, trail, trainer
         self._failure = ""
         self._heard: str | None = None
-        self._lock = threading.Lock()
-        self._said = False
+        self._lock, self._said = threading.Lock(), False
 
     def answer(self) -> None:
         """Answer a call, if there is one that has not been answered. For the watchdog's thread."""
         call = self._board.get("call")
-        if call is None or call == self._heard:
-            return
-        self._heard = call
-        self._post()
-        if call != CONNECTION:
-            self.say()
+        if call is not None and call != self._heard:
+            self._heard = call
+            self._post()
+            if call != CONNECTION:
+                self.say()
 
     def hold(self, failure: str, timeout_seconds: float = 0.0) -> None:
         """Call the roll, and post a verdict if the answers give one. For the rank whose collective has failed.
 
-        Args:
-            failure: :data:`TIMEOUT` or :data:`CONNECTION`.
-            timeout_seconds: how long the collective has waited.
+        ``failure`` is :data:`TIMEOUT`, after ``timeout_seconds``, or :data:`CONNECTION`.
         """
         self._failure = failure
         self._post()
@@ -131,8 +107,7 @@ class StateCollector:
             self.say()
         else:
             self._board.set_first("call", CONNECTION)
-        found = self._listen()
-        if found is not None:
+        if (found := self._listen()) is not None:
             found.write(self._board)
 
     def say(self) -> None:
@@ -143,27 +118,23 @@ class StateCollector:
             print(f"where rank {self._board.rank} is: {self._state().text()}", file=sys.stderr, flush=True)
 
     def _listen(self) -> Diagnosis | None:
-        board = self._board
-        everyone = range(board.world_size)
+        board, end = self._board, time.monotonic() + ROLL_CALL_SECONDS
         states = {board.rank: self._state()}
-        end = time.monotonic() + ROLL_CALL_SECONDS
         while True:
             over = time.monotonic() >= end
-            states.update(self._answers(rank for rank in everyone if rank not in states))
+            for rank in range(board.world_size):
+                if rank not in states and (text := board.get(f"answer/{rank}")) is not None:
+                    states[rank] = State.from_json(text)
             gone, call = board.gone(), board.get("call")
             timed_out = call not in (None, CONNECTION)
             if Diagnosis.read(board) is not None or (gone and not timed_out):
                 return None
-            silent = [rank for rank in everyone if rank not in states and rank not in gone]
+            silent = [rank for rank in range(board.world_size) if rank not in states and rank not in gone]
             if timed_out and (over or not silent):
                 return Diagnosis(TIMEOUT, board.rank, summary(states, gone, board.world_size, float(call or 0)))
             if over:
-                return Diagnosis(MISSING, board.rank, missing_text(silent)) if silent else None
+                return Diagnosis(MISSING, board.rank, _missing_text(silent)) if silent else None
             time.sleep(POLL_SECONDS)
-
-    def _answers(self, ranks: Iterable[int]) -> dict[int, State]:
-        texts = {rank: self._board.get(f"answer/{rank}") for rank in ranks}
-        return {rank: State.from_json(text) for rank, text in texts.items() if text is not None}
 
     def _post(self) -> None:
         self._board.set(f"answer/{self._board.rank}", self._state().to_json())
@@ -183,12 +154,19 @@ def failure_of(error: BaseException) -> tuple[str, float]:
         >>> failure_of(RuntimeError("CUDA out of memory"))
         ('', 0.0)
     """
-    timed_out = _TIMED_OUT.search(str(error))
-    if timed_out is not None:
+    if timed_out := _TIMED_OUT.search(str(error)):
         return TIMEOUT, int(timed_out[1]) / 1000
-    text = str(error).lower()
-    lost = "connection" in text or "pair closure" in text or "broken pipe" in text
-    return (CONNECTION if lost else ""), 0.0
+    return (CONNECTION if _LOST.search(str(error)) else ""), 0.0
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+#
+# `states` are those of the ranks that have answered, `gone` the ranks that have left; of the others nothing is known.
+
+
+def _shorten(words: list[str]) -> list[str]:
+    """The first of many, and how many more there are."""
+    return words if len(words) <= SHOWN else [*words[: SHOWN - 1], f"{len(words) - SHOWN + 1} more"]
 
 
 def listed(ranks: Iterable[int]) -> str:
@@ -200,26 +178,17 @@ def listed(ranks: Iterable[int]) -> str:
         >>> listed(range(100))
         'rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6 and 93 more'
     """
-    names = [f"rank {rank}" for rank in ranks]
-    *most, last = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
+    *most, last = _shorten([f"rank {rank}" for rank in ranks])
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def missing_text(ranks: list[int]) -> str:
-    """What is said of ranks that have not answered."""
+def _missing_text(ranks: list[int]) -> str:
     it = "it was killed or its machine is" if len(ranks) == 1 else "they were killed or their machines are"
     return f"{listed(ranks)} gave no sign of life: {it} gone"
 
 
 def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int, seconds: float) -> str:
-    """What every rank raises after a time-out: who waits for whom in the first line, then where each rank is.
-
-    Args:
-        states: of the ranks that have answered.
-        gone: ranks that have left.
-        world_size: of the others nothing is known.
-        seconds: how long the collective has waited.
-    """
+    """What every rank raises after a time-out: who waits for whom in the first line, then where each rank is."""
     waits = "; ".join(wait_texts(states, gone, world_size))
     lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {waits}"]
     for rank in range(world_size):
@@ -229,79 +198,33 @@ def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world
 
 
 def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> list[str]:
-    """A sentence for each collective that is waited for: who waits for whom. Arguments as for :func:`summary`."""
+    """A sentence for each collective that is waited for: who waits for whom, and why in vain."""
     waits: dict[CollectiveRecord, list[int]] = {}
     for rank, state in sorted(states.items()):
         if state.waiting is not None:
             waits.setdefault(state.waiting, []).append(rank)
     silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
-    return [_wait_text(launch, ranks, states, gone, silent) for launch, ranks in sorted(waits.items())]
-
-
-def _wait_text(
-    launch: CollectiveRecord,
-    ranks: list[int],
-    states: Mapping[int, State],
-    gone: Mapping[int, DepartedRank],
-    silent: list[int],
-) -> str:
-    """Whom ``ranks`` wait for in ``launch``, and why in vain."""
-    culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
-    culprits += [f"rank {rank}, which {peer.reason}" for rank, peer in gone.items() if peer.sequence < launch.sequence]
-    for rank, state in sorted(states.items()):
-        if not state.lacks(launch):
-            continue
-        instead = state.recent.get(launch.sequence)
-        did = f"has launched {instead.text()} in place of" if instead else "has not launched"
-        if state.waiting is None:
-            now = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
+    texts = []
+    for launch, ranks in sorted(waits.items()):
+        culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
+        culprits += [f"rank {q}, which {peer.reason}" for q, peer in gone.items() if peer.sequence < launch.sequence]
+        culprits += [_culprit(q, state, launch) for q, state in sorted(states.items()) if state.lacks(launch)]
+        who, what = f"{listed(ranks)} {'waits' if len(ranks) == 1 else 'wait'}", launch.text()
+        if not culprits:
+            texts.append(f"{who} for {what}, which every rank has launched: its messages do not arrive")
         else:
-            now = f"rank {rank} is {state.doing()}"
-        culprits.append(f"rank {rank}, which {did} {launch.text()}: {now}")
-    if len(culprits) > SHOWN:
-        culprits[SHOWN - 1 :] = [f"{len(culprits) - SHOWN + 1} more"]
-    verb = "waits" if len(ranks) == 1 else "wait"
-    if not culprits:
-        return f"{listed(ranks)} {verb} for {launch.text()}, which every rank has launched: its messages do not arrive"
-    first = "" if states.keys() - set(ranks) and not silent else f" in {launch.text()},"
-    return f"{listed(ranks)} {verb}{first} for {', and for '.join(culprits)}"
+            first = "" if states.keys() - set(ranks) and not silent else f" in {what},"
+            texts.append(f"{who}{first} for {', and for '.join(_shorten(culprits))}")
+    return texts
 
 
-class NcclStallReporter:
-    """Notices that nothing has been launched for long: all that a watchdog can see where NCCL does the waiting.
-
-    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out. A little
-    earlier (nine tenths) each rank prints where it is. A rank that has nothing to launch for so long prints that too;
-    it is one line. Tried with a made-up clock; it has not run on GPUs.
-
-    Args:
-        timeout_seconds: of the process group.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.seconds = 0.9 * timeout_seconds
-        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
-        self._since = 0.0
-        self._said = False
-
-    def look(self, trail: FlightRecorder, now: float) -> bool:
-        """Whether it is time to print; true once for each standstill.
-
-        Args:
-            trail: of this rank.
-            now: in seconds, of any clock that does not jump.
-        """
-        seen = (trail.sequence, trail.waiting)
-        if seen != self._seen:
-            self._seen, self._since, self._said = seen, now, False
-        if trail.sequence == 0 or self._said or now - self._since < self.seconds:
-            return False
-        self._said = True
-        return True
-
-    def text(self, trail: FlightRecorder, rank: int, line: str) -> str:
-        """What is printed."""
-        return f"where rank {rank} is, nothing launched for {self.seconds:.0f} s: {trail.state(0, line).text()}"
+def _culprit(rank: int, state: State, launch: CollectiveRecord) -> str:
+    """A rank that has not launched what others wait for, and what it does instead."""
+    instead = state.recent.get(launch.sequence)
+    did = f"has launched {instead.text()} in place of" if instead else "has not launched"
+    own = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
+    now = own if state.waiting is None else f"rank {rank} is {state.doing()}"
+    return f"rank {rank}, which {did} {launch.text()}: {now}"
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -9,7 +9,7 @@ when one fails.
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.launch.rank_process`), the launcher picks
   the cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
-  comes as it is: ranks that have asked for time (:mod:`deepzero.launch.preemption`) get it, and are killed after
+  comes as it is: ranks that have asked for time (``rank_process.on_stop_request``) get it, and are killed after
   :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
   ignored (``nohup``, a shell's ``&``).
 - *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
@@ -37,26 +37,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
 from deepzero.config.strict import ConfigError
-from deepzero.launch.elastic import RESTART_VARIABLE
-from deepzero.launch.rank_process import RankReport, read_reports, root_cause
+from deepzero.launch.rank_process import RESTART_VARIABLE, RankReport, read_reports, root_cause
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
 _POLL_SECONDS = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK = "import sys; from deepzero.launch.rank_process import main; main(sys.argv[1])"
 
 
 class RankFailed(RuntimeError):
-    """A rank failed. The message is what its user should read: a headline and the user's own frames.
-
-    Args:
-        headline: which rank, and why.
-        frames: where, shortened.
-        full: the whole traceback.
+    """A rank failed. The message is what its user should read: a ``headline`` (which rank, and why) and, shortened, the
+    user's own ``frames``; ``full`` is the whole traceback.
     """
 
     def __init__(self, headline: str, frames: str = "", full: str = "") -> None:
@@ -74,7 +69,7 @@ class Interrupted(Exception):
 
 def under_launcher() -> bool:
     """Whether torchrun, or another launcher that speaks its language, has started this process as a rank."""
-    return all(name in os.environ for name in _LAUNCHER_VARIABLES)
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def default_nproc() -> int:
@@ -87,9 +82,7 @@ def default_nproc() -> int:
 def choose_device(wanted: str, nproc: int) -> str:
     """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine; says so when it is the CPU though a GPU may be meant.
 
-    Args:
-        wanted: ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
-        nproc: how many ranks.
+    ``wanted`` is ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError: ``cuda`` is wanted, and there are too few.
@@ -103,11 +96,11 @@ def choose_device(wanted: str, nproc: int) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus >= nproc:
         return "cuda"
-    few = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else None
+    why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":
-        raise ConfigError(f"launch.device=cuda: {few or missing_gpu() or 'this machine has no GPU'}")
-    if few or missing_gpu():
-        say_cpu(few or str(missing_gpu()))
+        raise ConfigError(f"launch.device=cuda: {why or 'this machine has no GPU'}")
+    if why:
+        say_cpu(why)
     return "cpu"
 
 
@@ -178,9 +171,13 @@ def _attempt(
         try:
             folder.mkdir()
             path.write_bytes(pickle.dumps(job))
-            store = _store_in_memory(folder / STORE)
+            if hasattr(os, "memfd_create"):  # Linux; elsewhere the ranks make a file of that name
+                # The name leads each rank to a file in memory: on a disk that is full a record would be torn, and the
+                # ranks left without a store when they need it to say so.
+                store.append(os.memfd_create("deepzero-store"))
+                (folder / STORE).symlink_to(f"/proc/self/fd/{store[0]}")
             for rank in range(nproc):
-                command = [sys.executable, "-m", "deepzero.launch.rank_process", str(path)]
+                command = [sys.executable, "-c", _RANK, str(path)]
                 variables = _rank_environment(rank, nproc, environment)
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=store))
         except OSError as error:
@@ -206,11 +203,9 @@ def _attempt(
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[int, int]:
     """Wait for all ranks; end them when one fails, or when a signal asks for it.
 
-    Returns:
-        Exit status of each rank that failed by itself.
+    Returns the exit status of each rank that failed by itself.
     """
-    passed_on = 0
-    deadline = math.inf
+    passed_on, deadline = 0, math.inf
     asked: set[int] = set()  # ranks that have been told to end …
     sent: set[int] = set()  # … and by which signals
 
@@ -262,14 +257,8 @@ def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[s
     }
     paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-    return {
-        **defaults,
-        **inherited,
-        **loopback_variables(),
-        **extra,
-        **{name: str(number) for name, number in numbers.items()},
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
+    own = {name: str(number) for name, number in numbers.items()} | {"PYTHONPATH": os.pathsep.join(paths)}
+    return {**defaults, **inherited, **loopback_variables(), **extra, **own}
 
 
 @contextlib.contextmanager
@@ -287,18 +276,6 @@ def _folder() -> Iterator[Path]:
         ) from None
     with folder as name:
         yield Path(name)
-
-
-def _store_in_memory(path: Path) -> list[int]:
-    """Let ``path`` lead each rank to a file without a place; returns what ranks have to inherit for that.
-
-    On a disk that is full a record would be torn, and the ranks left without a store when they need it to say so.
-    """
-    if not hasattr(os, "memfd_create"):  # not Linux: the ranks make a file of that name
-        return []
-    handle = os.memfd_create("deepzero-store")
-    path.symlink_to(f"/proc/self/fd/{handle}")
-    return [handle]
 
 
 class _Signals:
@@ -329,12 +306,10 @@ class _Signals:
 @contextlib.contextmanager
 def _signals() -> Iterator[_Signals]:
     """Note signals during a launch; a sweep's next job finds the handlers as they were."""
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
+    signals, before = _Signals(), {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in _ENDING}
     # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
-    before = {number: signal.getsignal(number) for number in _ENDING}
     ours = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for number in ours:
         signal.signal(number, signals.note)
@@ -351,20 +326,19 @@ def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Except
     # A rank that left no report did not end by an exception. SIGTERM is the launcher's own way of ending the others.
     silent = set(exit_codes) - {r.rank for r in reports}
     killed = {r: -exit_codes[r] for r in sorted(silent) if exit_codes[r] < 0 and -exit_codes[r] != signal.SIGTERM}
-    if cause is None or (cause.peer_gone and killed):
-        if killed:
-            return RankFailed("\n".join(_killed_text(rank, number) for rank, number in killed.items()))
-        if cause is None:
-            rank, code = next(iter(sorted(exit_codes.items())))
-            return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")
+    if killed and (cause is None or cause.peer_gone):
+        memory = (
+            "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
+            "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
+        )
+        return RankFailed("\n".join(
+            f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+            + (memory if number == signal.SIGKILL else "")
+            for rank, number in killed.items()
+        ))  # fmt: skip
+    if cause is None:
+        rank, code = min(exit_codes.items())
+        return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")
     if cause.kind == "config":
         return ConfigError(cause.title)
     return RankFailed(f"rank {cause.rank} failed: {cause.title}", cause.frames, cause.full)
-
-
-def _killed_text(rank: int, number: int) -> str:
-    text = f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
-    if number == signal.SIGKILL:
-        text += "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
-        text += "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
-    return text

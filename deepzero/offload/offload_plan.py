@@ -273,7 +273,7 @@ def build_host(
     regions: list[Region] = []
     for group, placed in zip(planned, placements, strict=True):
         regions += parameter_regions(placed, compute) if group.partitioned else []
-        masters = placed.host_masters.numel
+        masters = len(placed.host_masters)
         regions += [Region(HOST_MASTERS, masters, torch.float32)] if masters else []
     rooms = [Region(MOMENTS, p.optimizer_numel * moment_bytes[g.optimizer_group or 0], torch.uint8) for g, p in trained]
     elsewhere = [] if moments_in_arena else [room for room in rooms if room.numel]

@@ -313,7 +313,7 @@ class StateOffloader:
             raise RuntimeError("offload_states after engine.destroy(): there is nothing to move")
         if in_backward():
             raise RuntimeError("offload_states inside a backward pass: call it between two passes")
-        if self.engine.passes.hooks.backward_aborted():
+        if self.engine.passes.aborted():
             raise RuntimeError(
                 "offload_states: the last backward pass broke off before its end; call engine.discard_gradients() first"
             )

@@ -21,12 +21,10 @@ from deepzero.comm.process_group import StoreMailbox
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog, hang_report
-from deepzero.health.desync_watchdog import NcclWatchdog, RankLeftError, Watchdog
+from deepzero.health.desync_watchdog import NcclStallReporter, NcclWatchdog, RankLeftError, Watchdog
 from deepzero.health.hang_report import (
     CollectiveTimeoutError,
     Diagnosis,
-    NcclStallReporter,
-    StateCollector,
     failure_of,
     summary,
     within,
@@ -93,7 +91,7 @@ def test_what_the_roll_is_called_for():
 def dogs_of(name, world):
     """Watchdogs with their threads, in one process; their ranks have launched a collective, and wait in it."""
     store = dist.HashStore()
-    dogs = [Watchdog(store, rank, world, name, seconds=1e9) for rank in range(world)]
+    dogs = [Watchdog(StoreMailbox(name, store, rank, world), seconds=1e9) for rank in range(world)]
     for dog in dogs:
         dog.trail.waiting = dog.trail.launch("gather", "a")
     return dogs
@@ -161,10 +159,11 @@ def test_a_lost_connection_may_be_anothers_time_out(capsys):
         dog.leave("is done")
 
 
-class BrokenStore:
+class BrokenStore(dist.Store):
     """A store whose process was stopped, or is gone."""
 
     def __init__(self, hangs):
+        super().__init__()
         self.hangs = hangs
 
     def check(self, keys):
@@ -178,7 +177,7 @@ class BrokenStore:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_a_store_the_error_stays_what_it_is(hangs, monkeypatch):
     monkeypatch.setattr(desync_watchdog, "ASKING_SECONDS", 0.5)
-    dog = Watchdog(BrokenStore(hangs), 0, 2, "broken", seconds=1e9)
+    dog = Watchdog(StoreMailbox("broken", BrokenStore(hangs), 0, 2), seconds=1e9)
     began = time.monotonic()
     dog.explain(LOST)
     dog.explain(TIMED_OUT)
@@ -198,7 +197,6 @@ def test_the_first_verdict_counts():
     Diagnosis("timeout", 0, "a").write(board)
     Diagnosis("missing", 1, "b").write(board)
     assert Diagnosis.read(board) == Diagnosis("timeout", 0, "a")
-    assert StateCollector(board, FlightRecorder(), 0)._answers([0, 1]) == {}
 
 
 def test_standing_still_is_said_once():
@@ -217,7 +215,7 @@ def test_standing_still_is_said_once():
 
 @pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys):
-    dog = NcclWatchdog(1, NcclStallReporter(1.0))
+    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), NcclStallReporter(1.0))
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
     dog.leave("is done")

@@ -83,7 +83,7 @@ def look(dog):
 def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
     """A store that is a file keeps each post."""
     store, posted = dist.HashStore(), []
-    dog, other = (Watchdog(store, rank, 2, "long", seconds=1e9) for rank in range(2))
+    dog, other = (Watchdog(StoreMailbox("long", store, rank, 2), seconds=1e9) for rank in range(2))
     monkeypatch.setattr(
         dog._board, "set", lambda key, text: (posted.append(key), StoreMailbox.set(dog._board, key, text))
     )
@@ -97,7 +97,7 @@ def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
 
 def test_an_old_post_is_no_waiting_rank():
     store = dist.HashStore()
-    dogs = [Watchdog(store, rank, 4, "old", seconds=1e9) for rank in range(4)]
+    dogs = [Watchdog(StoreMailbox("old", store, rank, 4), seconds=1e9) for rank in range(4)]
     for dog, where in zip(dogs, "abcc", strict=True):
         dog.trail.waiting = dog.trail.launch("gather", where)
     dogs[3].leave("has failed")  # a rank that has left after the same launch holds up nobody
@@ -119,7 +119,7 @@ def test_an_old_post_is_no_waiting_rank():
 
 def test_who_goes_on_is_left_alone():
     store = dist.HashStore()
-    dogs = [Watchdog(store, rank, 2, "slow", seconds=1e9) for rank in range(2)]
+    dogs = [Watchdog(StoreMailbox("slow", store, rank, 2), seconds=1e9) for rank in range(2)]
     for wheres in ("ab", "cd", "ef"):  # each waits long for the other, in turn
         for dog, others in (dogs, dogs[::-1]):
             dog.trail.waiting = dog.trail.launch("gather", wheres[0])

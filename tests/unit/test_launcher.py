@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
 from deepzero.config.strict import ConfigError
 from deepzero.launch import launcher
 from deepzero.launch.launcher import Interrupted, RankFailed, choose_device, launch

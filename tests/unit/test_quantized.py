@@ -270,10 +270,11 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
         """Nothing is compiled yet, and everything is large enough to be."""
-        monkeypatch.setattr(quantization, "_COMPILED", {})
+        quantization.compiled.cache_clear()
         monkeypatch.setattr(quantization, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
         yield
+        quantization.compiled.cache_clear()
 
     def compiler(self, compile):
         self.monkeypatch.setattr(quantization, "why_not_compiled", lambda kind: "")

@@ -22,8 +22,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from deepzero.comm.loopback import LOOPBACK, loopback_variables
-from deepzero.comm.rendezvous import host_store
+from deepzero.comm.rendezvous import LOOPBACK, host_store, loopback_variables
 from tools.bench.contenders import Contender, Variant
 from tools.bench.stats import mean_over_ranks, slowest_rank
 from tools.bench.workload import Workload
