@@ -150,12 +150,12 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         return [layer for layer in layers if layer.weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE]
 
     layers = []
-    with Init():
+    with Init() as first:
         layers.append(nn.Linear(6, 4))
         before = layers[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="must match the size") as caught:
             layers[0].weight.data.copy_(torch.ones(5))
-        assert not partition_parameters._OPEN and not whole() and caught.tb is not None
+        assert not first._open and not whole() and caught.tb is not None
         assert torch.equal(layers[0].weight, before)
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
@@ -167,12 +167,12 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         held.fill_(2.0)
     assert (values_of(layer)["weight"] == 2.0).sum().item() == 12
 
-    with pytest.raises(KeyError), Init():
+    with pytest.raises(KeyError), Init() as second:
         layers.append(nn.Linear(6, 4))
         kept = layers[1].weight[1:3]
         kept.fill_(2.0)
         raise KeyError
-    assert not partition_parameters._OPEN and not whole()
+    assert not second._open and not whole()
 
     def lost(*_):
         raise RuntimeError("connection lost")
@@ -182,7 +182,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         layers += [nn.Linear(6, 4), nn.Linear(6, 4)]
         views = [layer.weight[1:3] for layer in layers[2:]]
         context.comm.broadcast = lost
-    assert len(views) == 2 and not partition_parameters._OPEN and not whole()
+    assert len(views) == 2 and not context._open and not whole()
     with Init():
         layers.append(nn.Linear(6, 4))
     assert values_of(layers[-1])["weight"].shape == (4, 6)

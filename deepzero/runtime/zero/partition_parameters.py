@@ -187,7 +187,7 @@ class PartitionedParameter(ZeroParameter):
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything.
         if _ACTIVE:
-            return _write_through(func, args, kwargs)
+            return _ACTIVE[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
@@ -349,8 +349,6 @@ _TO_EMPTY = nn.Module.to_empty
 
 # The contexts entered and not left, the innermost last.
 _ACTIVE: list[Init] = []
-# Buckets that a write inside the context made whole, and how many references to each are our own.
-_OPEN: dict[PartitionedBucket, int] = {}
 
 
 class Init:
@@ -426,6 +424,8 @@ class Init:
         # Constructors as they were, and the ids of modules that are inside of one.
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
+        # In the outermost context: buckets that a write made whole, and how many references to each are our own.
+        self._open: dict[PartitionedBucket, int] = {}
         if module is not None:
             materialize(module, self)
             for inside in module.modules():
@@ -464,9 +464,9 @@ class Init:
             try:
                 # The others may not have had this rank's exception, and would not take part in a broadcast.
                 if kind is None:
-                    _partition_again(only_unseen=False)
+                    self._partition_again(only_unseen=False)
             finally:
-                _discard(list(_OPEN))
+                self._discard(list(self._open))
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -485,7 +485,7 @@ class Init:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost and _ACTIVE:
-                _partition_again(only_unseen=True)
+                _ACTIVE[0]._partition_again(only_unseen=True)
                 _ACTIVE[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
@@ -520,6 +520,69 @@ class Init:
             self._freed_bytes = 0
             return_freed_memory()
 
+    # ---- writes inside the context -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _write_through(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Read and write partitioned parameters: gather, run, take rank 0's values, cut again.
+
+        When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then
+        the parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
+        """
+        # First what earlier writes have left whole, so that at most one operation's parameters are.
+        self._partition_again(only_unseen=True)
+        params = partitioned_in((args, kwargs))
+        buckets = _buckets_of(params)
+        try:
+            _all_gather_params(buckets, SETUP)
+            self._open.update((bucket, references(bucket.whole)) for bucket in buckets)
+            result = _with_views(func, args, kwargs, params)
+        except BaseException:
+            # Now, as the traceback holds views: they would pass for views through which the program may write.
+            self._discard(buckets)
+            raise
+        self._partition_again(only_unseen=True)
+        return result
+
+    @torch.no_grad()
+    def _partition_again(self, only_unseen: bool) -> None:
+        """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
+        for bucket, alone in list(self._open.items()):
+            # A view is held, through which a later line of the constructor may write.
+            if only_unseen and references(bucket.whole) > alone:
+                continue
+            del self._open[bucket]
+            try:
+                values = bucket.value(bucket.params[0]).reshape(-1)
+                bucket.gather.comm.broadcast("setup.broadcast", values)
+                bucket.write(bucket.params[0], values)
+                bucket.writes.snapshot()
+                del values
+                bucket.release()
+            except BaseException:
+                self._discard([bucket])
+                raise
+
+    @torch.no_grad()
+    def _discard(self, buckets: list[PartitionedBucket]) -> None:
+        """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
+        for bucket in buckets:
+            self._open.pop(bucket, None)
+            if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+                bucket.release(discard=True)
+
+
+def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
+    """Call ``func`` with views of gathered parameters in their places."""
+    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
+    views = {id(param): param._zero.placed()[0].value(param) for param in params}
+    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
+    views.clear()
+    del new_args, new_kwargs
+    return returned[0] if returned else result  # an operation in place returns what it was given
+
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
     """All that exist, each once."""
@@ -543,70 +606,6 @@ def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
     super(nn.Module, cls).__init_subclass__(**kwargs)
     context._wrap(cls)
-
-
-@torch.no_grad()
-def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
-    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
-
-    When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
-    parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
-    """
-    # First what earlier writes have left whole, so that at most one operation's parameters are.
-    _partition_again(only_unseen=True)
-    params = partitioned_in((args, kwargs))
-    buckets = _buckets_of(params)
-    try:
-        _all_gather_params(buckets, SETUP)
-        _OPEN.update((bucket, references(bucket.whole)) for bucket in buckets)
-        result = _with_views(func, args, kwargs, params)
-    except BaseException:
-        # Now, as the traceback holds views: they would pass for views through which the program may write.
-        _discard(buckets)
-        raise
-    _partition_again(only_unseen=True)
-    return result
-
-
-def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in their places."""
-    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
-    views = {id(param): param._zero.placed()[0].value(param) for param in params}
-    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
-    result = func(*new_args, **new_kwargs)
-    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
-    views.clear()
-    del new_args, new_kwargs
-    return returned[0] if returned else result  # an operation in place returns what it was given
-
-
-@torch.no_grad()
-def _partition_again(only_unseen: bool) -> None:
-    """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-    for bucket, alone in list(_OPEN.items()):
-        # A view is held, through which a later line of the constructor may write.
-        if only_unseen and references(bucket.whole) > alone:
-            continue
-        del _OPEN[bucket]
-        try:
-            values = bucket.value(bucket.params[0]).reshape(-1)
-            bucket.gather.comm.broadcast("setup.broadcast", values)
-            bucket.write(bucket.params[0], values)
-            bucket.writes.snapshot()
-            del values
-            bucket.release()
-        except BaseException:
-            _discard([bucket])
-            raise
-
-
-@torch.no_grad()
-def _discard(buckets: list[PartitionedBucket]) -> None:
-    """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
-    for bucket in buckets:
-        _OPEN.pop(bucket, None)
-        if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
-            bucket.release(discard=True)
 
 
 @torch.no_grad()
