@@ -130,6 +130,7 @@ class PartitionedBucket:
         check_on_device(self)
         self.buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
         self._whole = self.buffer[: self.numel]  # buffers are reused: it may be longer
+        # From here on a view of this memory is a view of these values, whoever holds one.
         self.pool.owners[storage_ptr_of(self.buffer)] = (self, self.generation)
         self.gathered_by = gather or self.gather.exact
         self.gathered_by.launch(kind, self)
@@ -152,6 +153,7 @@ class PartitionedBucket:
     def show(self) -> None:
         """AVAILABLE: the parameters become views of the buffer, if they are not."""
         if not self.shown:
+            # Views, not copies: a bucket of a thousand parameters costs a thousand small objects and no memory.
             for param in self.params:
                 param.show(self.value(param))
             self.shown = True
@@ -184,6 +186,8 @@ class PartitionedBucket:
         written = None if discard else self.writes.written()
         if discard:  # a view that is kept shows what was written, which is no parameter's value
             self.pool.owners.pop(storage_ptr_of(self.whole), None)
+        # All references of ours go before the pool counts those that are left: only the program's keep a buffer from
+        # being used again.
         self.hide(force=True)
         buffer, self.buffer, self._whole = self.buffer, None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
@@ -204,6 +208,7 @@ class PartitionedBucket:
             return
         if self.gathered_by.quantizes:
             self.writes.check()
+        # Into the same buffer, so that views which modules and autograd hold see the other values, too.
         self.gathered_by = gather
         gather.launch(kind, self)
         gather.finish()
@@ -239,7 +244,8 @@ class PartitionedBucket:
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
-        if self.status is not ZeroParamStatus.NOT_AVAILABLE:  # what is gathered, or on its way, follows
+        # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
+        if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             self.gathered_by.finish()
             self.pool.owners[storage_ptr_of(self.whole)] = (self, self.generation)
             whole = self.value(param)

@@ -616,7 +616,8 @@ class ZeroStage3:
 
     def publish(self) -> None:
         """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS renew secondary shards."""
-        # Launched first: persistent parameters travel while the others' masters are cast.
+        # Launched first, waited for last: persistent parameters travel while the others' masters are cast, and while
+        # secondary shards are renewed.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
