@@ -24,13 +24,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3530, 2720),
+    "deepzero/comm": (3497, 2720),
     "deepzero/runtime": (3650, 3050),
     "deepzero/runtime/zero": (6030, 4550),
-    "deepzero/offload": (3710, 2500),
+    "deepzero/offload": (3180, 2500),
     "deepzero/checkpoint": (3760, 2610),
-    "deepzero/launch": (730, 650),
-    "deepzero/health": (725, 560),
+    "deepzero/launch": (700, 650),
+    "deepzero/health": (643, 560),
     "deepzero/monitor": (2800, 1600),
     "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1300, 800),

@@ -25,7 +25,8 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.offload_plan import Offload, build_host, plan_offload
+from deepzero.offload.offload_plan import build_host, plan_offload
+from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
@@ -169,8 +170,7 @@ def build_zero(
         partitioning: Partitioning | None = None
         if zero.stage == 3:
             place_buffers(model, comm)
-            side = offload.side if offload is not None else None
-            partitioning = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, side)
+            partitioning = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, offload)
             groups = partitioning.groups
         else:
             place_model(model, planned, comm, dtypes.compute)
@@ -284,7 +284,7 @@ def build_groups(
     offload: Offload | None,
 ) -> list[FlatParamGroup]:
     """Stages 0-2: move the trainable parameters into flat buffers."""
-    allocate, whole = offload.arena.allocate if offload is not None else None, config.zero.stage == 0
+    allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
             [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,

@@ -48,8 +48,7 @@ from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE, TO_HOST
-from deepzero.offload.offload_plan import MOMENTS
-from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
+from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
 from deepzero.runtime.zero.fetch_plan import FetchPlan

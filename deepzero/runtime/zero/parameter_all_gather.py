@@ -61,7 +61,7 @@ TRAINING = (FORWARD, BACKWARD)
 
 
 class DeviceShard:
-    """The source of a shard that is on the device. ``offload/param_fetch.py`` has the one for shards on the host."""
+    """The source of a shard that is on the device. ``offload/`` has the one for shards on the host."""
 
     on_host = False
 

@@ -275,7 +275,7 @@ HOST_PARAMETERS = "host_parameters"
 
 
 class HostParams(Protocol):
-    """Host memory for parameters (``offload_param``), and the way from there; see ``offload/offload_plan.py``."""
+    """Host memory for parameters (``offload_param``), and the way from there: ``offload/optimizer_offload.py``."""
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D host memory, counted in the ledger under ``category``."""
