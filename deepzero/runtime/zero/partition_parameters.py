@@ -1,10 +1,9 @@
 """Stage 3's parameters: partitioned at construction (``zero.Init``), gathered for a while (``GatheredParameters``).
 
 [Note: a partitioned parameter]
-    A parameter of stage 3 has its home in a *bucket* of the layout (``partitioned_bucket.py``). Each rank keeps the
-    W-th part of every bucket for good, its shard (``shard_S``: all of them end to end), and puts the whole bucket
-    together when one of its parameters is needed: one all-gather straight into a buffer, of which the parameters become
-    views.
+    A parameter of stage 3 lies in a *bucket* of the layout (``partitioned_bucket.py``). Each rank keeps the W-th part
+    of every bucket for good, its shard (``shard_S``: all of them end to end), and puts the whole bucket together when
+    one of its parameters is needed: one all-gather straight into a buffer, of which the parameters become views.
 
     ===============  ==============================================  ==============================================
     status           ``param.data``                                  memory on this rank
@@ -36,7 +35,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import ParamSlot, plan_layout
-from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool, references, return_freed_memory
+from deepzero.runtime.zero.buffer_pool import BufferPool, references, return_freed_memory
 from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, PartitionedUseError, check_on_device, use_error
 from deepzero.runtime.zero.module_registry import register_external_parameter
 from deepzero.runtime.zero.parameter_all_gather import (
@@ -58,7 +57,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST_BROADCAST,
     SETUP,
     DeviceShard,
-    GatherConfig,
+    PlainAllGather,
     send_to_replicas,
 )
 
@@ -66,7 +65,11 @@ from deepzero.runtime.zero.parameter_all_gather import (
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import unseen
 
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+
 log = logging.getLogger(__name__)
+_warn_once = functools.cache(log.warning)
 
 _IDS = itertools.count()
 
@@ -74,7 +77,7 @@ _IDS = itertools.count()
 
 
 class ParamRecord:
-    """One parameter's identity and place; ``param._zero``."""
+    """One parameter's identity, and the place of its values; ``param._zero``."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.id = next(_IDS)
@@ -82,23 +85,28 @@ class ParamRecord:
         self.shape = param.shape
         self.numel = param.numel()
         self.stride = torch.empty(param.shape, device="meta").stride()
-        self.home: Any = None
+        # A partitioned parameter's bucket and slot, or the group of a persistent one that is trained.
+        self.bucket: PartitionedBucket | None = None
         self.slot: ParamSlot | None = None
+        self.group: FlatParamGroup | None = None
         # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
 
-    def placed(self) -> tuple[Any, ParamSlot]:
+    def placed(self) -> tuple[PartitionedBucket, ParamSlot]:
         """The bucket, and where in it."""
-        if self.home is None or self.slot is None:
+        if self.bucket is None or self.slot is None:
             raise RuntimeError(f"parameter {self.name!r} has no place in a bucket yet")
-        return self.home, self.slot
+        return self.bucket, self.slot
 
 
-class _DsAttributes:
-    """DeepSpeed's attributes of a parameter."""
+class ZeroParameter(nn.Parameter):
+    """A parameter that is partitioned, whose values are here; with DeepSpeed's attributes."""
 
-    __slots__ = ()  # as nn.Parameter lies in memory, so that a parameter can change its class
+    # As in nn.Parameter: nothing is intercepted.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero: ParamRecord
+    # Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole.
+    ds_persist = False
 
     @property
     def ds_id(self) -> int:
@@ -118,33 +126,13 @@ class _DsAttributes:
     @property
     def ds_tensor(self) -> Tensor:
         """1-D: this rank's elements of the parameter, those which its optimizer updates; a view, possibly empty."""
-        home, slot = self._zero.placed()
-        part: Tensor = home.part_of(slot)
-        return part
+        bucket, slot = self._zero.placed()
+        return bucket.fragment_of(slot)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the bucket's values are on this rank, also while the parameter does not show them."""
-        status: ZeroParamStatus = self._zero.placed()[0].status
-        return status
-
-    @property
-    def ds_persist(self) -> bool:
-        """Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole."""
-        return isinstance(self, PersistentParameter)
-
-
-class PersistentParameter(_DsAttributes, nn.Parameter):
-    """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-class ZeroParameter(_DsAttributes, nn.Parameter):
-    """A parameter that is partitioned, whose values are here."""
-
-    # As in nn.Parameter: nothing is intercepted.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+        return self._zero.placed()[0].status
 
     def show(self, values: Tensor) -> None:
         """Become ``values``, a view of the gathered bucket."""
@@ -153,6 +141,8 @@ class ZeroParameter(_DsAttributes, nn.Parameter):
 
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Leave the shape without the values; NaN, should anything read it in spite of all."""
+        # The view of the buffer goes with this assignment: a reference that stayed would keep the pool from using the
+        # buffer again.
         placeholder = self._zero.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
@@ -162,6 +152,25 @@ class ZeroParameter(_DsAttributes, nn.Parameter):
         self.__class__ = PartitionedParameter
 
 
+class PersistentParameter(nn.Parameter):
+    """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
+
+    # A class beside ZeroParameter, not below it: to the hooks and the coordinator only that one means "partitioned".
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _zero: ParamRecord
+    ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
+    ds_id, ds_numel, ds_shape = ZeroParameter.ds_id, ZeroParameter.ds_numel, ZeroParameter.ds_shape
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """1-D: what this rank's optimizer updates of the parameter; all of an untrained one."""
+        group, slot = self._zero.group, self._zero.slot
+        if group is None or slot is None:
+            return self.detach().reshape(-1)
+        mine = [fragment for fragment in group.fragments if fragment.slot.index == slot.index]
+        return group.param_fragment(mine[0]) if mine else group.flat_P[:0]
+
+
 class PartitionedParameter(ZeroParameter):
     """A parameter whose values are not here. See [Note: a partitioned parameter]."""
 
@@ -169,7 +178,7 @@ class PartitionedParameter(ZeroParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Answer questions about metadata; gather for a use of the values, or raise."""
         kwargs = kwargs or {}
-        # Whatever is not known to do without values counts as a use of them: also functions that torch will add.
+        # What is not listed counts as a use of the values: also functions that torch will add.
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -178,9 +187,9 @@ class PartitionedParameter(ZeroParameter):
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything.
         if _ACTIVE:
-            return _write_through(func, args, kwargs)
+            return _ACTIVE[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
-            return _write_part(*args, **kwargs)
+            return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
             raise use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
@@ -194,11 +203,11 @@ class PartitionedParameter(ZeroParameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the logical shape and what this rank holds."""
         record = self._zero
-        home, slot = record.placed()
+        bucket, slot = record.placed()
         return (
             f"Parameter containing:\npartitioned tensor(name={record.name!r}, shape={tuple(record.shape)}, "
-            f"dtype={home.shard.dtype}, status={home.status.name}, "
-            f"{home.part_of(slot).numel()} of {record.numel} elements here)"
+            f"dtype={bucket.shard.dtype}, status={bucket.status.name}, "
+            f"{bucket.fragment_of(slot).numel()} of {record.numel} elements here)"
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -210,11 +219,7 @@ class PartitionedParameter(ZeroParameter):
 
 
 def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
-    """The same object, with a record.
-
-    Raises:
-        ConfigError: a subclass of Parameter whose behaviour would be lost.
-    """
+    """The same object, with a record. A subclass of Parameter, whose behaviour would be lost, raises a ConfigError."""
     if isinstance(param, ZeroParameter):
         param.__class__ = ZeroParameter
         param._zero.name = name
@@ -244,14 +249,14 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
 @torch.no_grad()
 def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
-    home, _ = param._zero.placed()
-    gathered = home.status is ZeroParamStatus.AVAILABLE
+    bucket, _ = param._zero.placed()
+    gathered = bucket.status is ZeroParamStatus.AVAILABLE
     if not gathered:
-        _all_gather_params([home], SETUP)
-    # A copy: the buffer goes back to the pool.
-    values = home.value(param).clone()
+        _all_gather_params([bucket], SETUP)
+    # A copy, as the buffer goes back to the pool, or to the next parameter of the bucket.
+    values = bucket.value(param).clone()
     if not gathered:
-        home.release()
+        bucket.release()
     param.show(values)
     del param._zero
     param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -262,17 +267,7 @@ def unpartition(param: ZeroParameter) -> None:
 
 def parameters_in(value: Any) -> list[ZeroParameter]:
     """All of stage 3's parameters inside nested arguments, whole ones too, each once."""
-    found: dict[int, ZeroParameter] = {}
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ZeroParameter):
-            found[id(item)] = item
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-    return list(found.values())
+    return list({id(item): item for item in pytree.tree_leaves(value) if isinstance(item, ZeroParameter)}.values())
 
 
 def partitioned_in(value: Any) -> list[PartitionedParameter]:
@@ -281,15 +276,10 @@ def partitioned_in(value: Any) -> list[PartitionedParameter]:
 
 
 def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
-    """Called for a use of values by torch's function ``name``: gather all of them together, or raise.
+    """A context in which the values of ``params`` are there, for a use of them by torch's function ``name``.
 
-    Args:
-        params: those that the function is given; what is whole already must stay while the rest is fetched.
-        name: the function.
-        first: its first argument, which operations in place write to.
-
-    Returns:
-        A context: the values are there until it ends.
+    ``first`` is the function's first argument, which operations in place write to. All are gathered together: what is
+    whole already must stay while the rest is fetched.
 
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
@@ -299,13 +289,13 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     written = [param for param in params if param is first and writes]
     if written:
         raise use_error(written[0]._zero, f"written ({name})")
-    homes = _homes_of(params)
+    buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
-        for on_demand in {home.on_demand for home in homes}:
-            asked = [home for home in homes if home.on_demand == on_demand]
+        for on_demand in {bucket.on_demand for bucket in buckets}:
+            asked = [bucket for bucket in buckets if bucket.on_demand == on_demand]
             use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
             if use is None:
                 raise use_error(missing._zero, f"used ({name})")
@@ -313,16 +303,15 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
         return uses.pop_all()
 
 
-def _homes_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
+def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     """The buckets of ``params``, each once, in the order that is the same on all ranks."""
-    homes = {home.number: home for home in (param._zero.placed()[0] for param in params)}
-    return [homes[number] for number in sorted(homes)]
+    buckets = {param._zero.placed()[0] for param in params}
+    return sorted(buckets, key=lambda bucket: bucket.number)
 
 
 def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
     with unseen():
-        whole: Tensor = alias._zero.placed()[0].value(alias)
-        return whole
+        return alias._zero.placed()[0].value(alias)
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
@@ -335,13 +324,12 @@ def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
 
 
 @torch.no_grad()
-def _write_part(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
-    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its shard."""
+def _copy_into_shard(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its fragment."""
     if not isinstance(target, PartitionedParameter) or isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
-    home, _ = target._zero.placed()
     # Nothing is sent: a state_dict that is loaded is the same on all ranks.
-    home.write(target, source.detach().expand(target._zero.shape).reshape(-1))
+    target._zero.placed()[0].write(target, source.detach().expand(target._zero.shape).reshape(-1))
     return target
 
 
@@ -359,11 +347,8 @@ TRIM_BYTES = 64 << 20
 
 _TO_EMPTY = nn.Module.to_empty
 
+# The contexts entered and not left, the innermost last.
 _ACTIVE: list[Init] = []
-"""The contexts entered and not left, the innermost last."""
-
-_OPEN: dict[PartitionedBucket, int] = {}
-"""Buckets that a write inside the context made whole, and how many references to each are our own."""
 
 
 class Init:
@@ -375,7 +360,7 @@ class Init:
         data_parallel_group: None: all ranks, the only group there is.
         mem_efficient_linear: accepted for DeepSpeed's sake: no linear layer saves a view of its weight here anyway.
         remote_device: ``"cpu"`` keeps the shards in host memory until ``initialize``; None on the rank's device.
-        pin_memory: with ``remote_device="cpu"``, in page-locked memory; without CUDA in ordinary memory, with a line.
+        pin_memory: with ``remote_device="cpu"``, in page-locked memory, where there is CUDA.
         config_dict_or_path: a DeepSpeed config; it must ask for stage 3.
         config: the older name of that; one of the two.
         enabled: False does nothing.
@@ -407,37 +392,44 @@ class Init:
         self.enabled, self.dtype = enabled, dtype
         if not enabled:
             return
+        given = [one for one in (config_dict_or_path, config) if one is not None]
+        problem = ""
         if data_parallel_group is not None:
-            raise ConfigError("zero.Init: data_parallel_group is not implemented; parameters are cut over all ranks")
-        if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(f'zero.Init: remote_device={remote_device!r} is not implemented; "cpu" and None are')
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"zero.Init: dtype={dtype} is not a floating-point dtype")
-        if config is not None and config_dict_or_path is not None:
-            raise ConfigError("zero.Init: the configuration is given twice (config_dict_or_path, config); give it once")
-        given = config_dict_or_path if config_dict_or_path is not None else config
-        if given is not None and (stage := load_engine_config(given).zero.stage) != 3:
-            raise ConfigError(
-                f"zero.Init partitions parameters, which is stage 3, and the config says "
-                f"zero_optimization.stage={stage}; set it to 3, or pass enabled=False"
+            problem = ": data_parallel_group is not implemented; parameters are cut over all ranks"
+        elif remote_device not in (None, "none", "cpu"):
+            problem = f': remote_device={remote_device!r} is not implemented; "cpu" and None are'
+        elif dtype is not None and not dtype.is_floating_point:
+            problem = f": dtype={dtype} is not a floating-point dtype"
+        elif len(given) > 1:
+            problem = ": the configuration is given twice (config_dict_or_path, config); give it once"
+        elif given and (stage := load_engine_config(given[0]).zero.stage) != 3:
+            problem = (
+                f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
+                "it to 3, or pass enabled=False"
             )
+        if problem:
+            raise ConfigError(f"zero.Init{problem}")
         # Ranks exist before an engine does, and what is sent here is in no engine's account.
         process_group.init_distributed()
         device = process_group.default_device()
         self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
-        self._home = torch.device("cpu") if remote_device == "cpu" else device
-        self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
+        self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
+        self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
-            _say_not_pinned()
+            _warn_once(
+                "zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)"
+            )
         self._pools: dict[torch.dtype, BufferPool] = {}
         self._freed_bytes = 0
         # Constructors as they were, and the ids of modules that are inside of one.
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
+        # In the outermost context: buckets that a write made whole, and how many references to each are our own.
+        self._open: dict[PartitionedBucket, int] = {}
         if module is not None:
             materialize(module, self)
-            for part in module.modules():
-                self._partition_own(part)
+            for inside in module.modules():
+                self._partition_own(inside)
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -472,9 +464,9 @@ class Init:
             try:
                 # The others may not have had this rank's exception, and would not take part in a broadcast.
                 if kind is None:
-                    _partition_again(only_unseen=False)
+                    self._partition_again(only_unseen=False)
             finally:
-                _discard(list(_OPEN))
+                self._discard(list(self._open))
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -493,7 +485,7 @@ class Init:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost and _ACTIVE:
-                _partition_again(only_unseen=True)
+                _ACTIVE[0]._partition_again(only_unseen=True)
                 _ACTIVE[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
@@ -509,79 +501,75 @@ class Init:
 
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
-        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._move_in``."""
+        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._partition``."""
         comm, made = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
-        bucket = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
-        alone = comm.world_size == 1 and self._home.type == comm.device.type
-        pool = self._pools.setdefault(values.dtype, (InPlacePool if alone else BufferPool)(values.dtype, comm.device))
-        shard = torch.zeros(bucket.shard_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
-        gather = GatherConfig().build(bucket, values.dtype, comm, DeviceShard(), name)
-        home = PartitionedBucket(INIT_KEY, bucket, [made], shard, gather, pool)
+        layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
+        pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
+        shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
+        gather = PlainAllGather(layout, values.dtype, comm, DeviceShard(), name)
+        bucket = PartitionedBucket(INIT_KEY, layout, [made], shard, gather, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
-        home.write(made, values)
+        bucket.write(made, values)
         self._freed_bytes += values.nbytes
         del values
-        made.hide(shard.dtype, self._home)
+        made.hide(shard.dtype, self._shard_device)
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()
 
+    # ---- writes inside the context -----------------------------------------------------------------------------------
 
-@functools.cache
-def _say_not_pinned() -> None:
-    log.warning("zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)")
+    @torch.no_grad()
+    def _write_through(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Read and write partitioned parameters: gather, run, take rank 0's values, cut again.
 
+        When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then
+        the parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
+        """
+        # First what earlier writes have left whole, so that at most one operation's parameters are.
+        self._partition_again(only_unseen=True)
+        params = partitioned_in((args, kwargs))
+        buckets = _buckets_of(params)
+        try:
+            _all_gather_params(buckets, SETUP)
+            self._open.update((bucket, references(bucket.whole)) for bucket in buckets)
+            result = _with_views(func, args, kwargs, params)
+        except BaseException:
+            # Now, as the traceback holds views: they would pass for views through which the program may write.
+            self._discard(buckets)
+            raise
+        self._partition_again(only_unseen=True)
+        return result
 
-def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
-    """All that exist, each once."""
-    seen: set[type] = set()
-    stack = [cls]
-    while stack:
-        for child in stack.pop().__subclasses__():
-            if child not in seen:
-                seen.add(child)
-                stack.append(child)
-                yield child
+    @torch.no_grad()
+    def _partition_again(self, only_unseen: bool) -> None:
+        """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
+        for bucket, alone in list(self._open.items()):
+            # A view is held, through which a later line of the constructor may write.
+            if only_unseen and references(bucket.whole) > alone:
+                continue
+            del self._open[bucket]
+            try:
+                values = bucket.value(bucket.params[0]).reshape(-1)
+                bucket.gather.comm.broadcast("setup.broadcast", values)
+                bucket.write(bucket.params[0], values)
+                bucket.writes.snapshot()
+                del values
+                bucket.release()
+            except BaseException:
+                self._discard([bucket])
+                raise
 
-
-@functools.wraps(_TO_EMPTY)
-def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
-    made = _TO_EMPTY(module, *args, **kwargs)
-    for part in made.modules():
-        _ACTIVE[-1]._partition_own(part)
-    return made
-
-
-def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
-    super(nn.Module, cls).__init_subclass__(**kwargs)
-    context._wrap(cls)
-
-
-@torch.no_grad()
-def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
-    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
-
-    When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
-    parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
-    """
-    # First what earlier writes have left whole, so that at most one operation's parameters are.
-    _partition_again(only_unseen=True)
-    params = partitioned_in((args, kwargs))
-    homes = _homes_of(params)
-    try:
-        _all_gather_params(homes, SETUP)
-        _OPEN.update((home, references(home.whole)) for home in homes)
-        result = _with_views(func, args, kwargs, params)
-    except BaseException:
-        # Now, as the traceback holds views: they would pass for views through which the program may write.
-        _discard(homes)
-        raise
-    _partition_again(only_unseen=True)
-    return result
+    @torch.no_grad()
+    def _discard(self, buckets: list[PartitionedBucket]) -> None:
+        """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
+        for bucket in buckets:
+            self._open.pop(bucket, None)
+            if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+                bucket.release(discard=True)
 
 
 def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
@@ -596,67 +584,59 @@ def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParam
     return returned[0] if returned else result  # an operation in place returns what it was given
 
 
-@torch.no_grad()
-def _partition_again(only_unseen: bool) -> None:
-    """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-    for home, alone in list(_OPEN.items()):
-        # A view is held, through which a later line of the constructor may write.
-        if only_unseen and references(home.whole) > alone:
-            continue
-        del _OPEN[home]
-        try:
-            values = home.value(home.params[0]).reshape(-1)
-            home.gather.comm.broadcast("setup.broadcast", values)
-            home.write(home.params[0], values)
-            home.writes.snapshot()
-            del values
-            home.release()
-        except BaseException:
-            _discard([home])
-            raise
+def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    """All that exist, each once."""
+    seen, stack = {cls}, [cls]
+    while stack:
+        new = [child for child in stack.pop().__subclasses__() if child not in seen]
+        seen.update(new)
+        stack += new
+        yield from new
 
 
-@torch.no_grad()
-def _discard(homes: list[PartitionedBucket]) -> None:
-    """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
-    for home in homes:
-        _OPEN.pop(home, None)
-        if home.status is not ZeroParamStatus.NOT_AVAILABLE:
-            home.release(discard=True)
+@functools.wraps(_TO_EMPTY)
+def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
+    made = _TO_EMPTY(module, *args, **kwargs)
+    for inside in made.modules():
+        _ACTIVE[-1]._partition_own(inside)
+    return made
+
+
+def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
+    super(nn.Module, cls).__init_subclass__(**kwargs)
+    context._wrap(cls)
 
 
 @torch.no_grad()
 def materialize(model: nn.Module, context: Init) -> None:
     """Give values to parameters on the ``meta`` device, module by module, and cut them at once.
 
-    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``.
-
-    Raises:
-        ConfigError: a module with parameters or buffers on ``meta`` that cannot make them.
+    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``; a module that
+    cannot make them raises a ConfigError.
     """
-    device = context.comm.device
+    device, advice = context.comm.device, "construct the model inside deepzero.zero.Init() instead"
     for name, module in model.named_modules():
-        metas = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        params = {key: param for key, param in module._parameters.items() if param is not None}
+        metas = {key: param for key, param in params.items() if param.is_meta}
+        whole = [key for key in params if key not in metas]
         empty = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         if not metas and not empty:
             continue
-        reset = getattr(module, "reset_parameters", None)
+        reset: Any = getattr(module, "reset_parameters", None)
+        problem, meta = "", f"module {name!r} ({type(module).__name__}) is on the meta device and"
         if not callable(reset):
-            raise ConfigError(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to "
-                "make its values; construct the model inside deepzero.zero.Init() instead"
-            )
-        if empty and not type(module).__module__.startswith("torch.nn"):
-            raise ConfigError(
-                f"buffer {next(iter(empty))!r} of module {name!r} is on the meta device, and reset_parameters() need "
-                "not fill it; construct the model inside deepzero.zero.Init() instead"
-            )
-        whole = [key for key, param in module._parameters.items() if param is not None and not param.is_meta]
-        if whole and metas:
-            raise ConfigError(
+            problem = f"{meta} has no reset_parameters() to make its values; {advice}"
+        elif empty and not type(module).__module__.startswith("torch.nn"):
+            # Torch's own modules fill their buffers there (BatchNorm's); others usually make them once, in __init__.
+            problem = f"{meta} its reset_parameters() need not fill buffer {next(iter(empty))!r}; {advice}"
+        elif whole and metas:
+            problem = (
                 f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
                 "reset_parameters() would overwrite; load all of its parameters, or none"
             )
+        if problem:
+            raise ConfigError(problem)
         for param in metas.values():
             if param.is_meta:
                 # The object stays the same one: optimizers and tied modules hold it.
@@ -712,7 +692,7 @@ class GatheredParameters:
         if modifier_rank is not None and not 0 <= modifier_rank < world:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
-        self.buckets = _homes_of(self.partitioned)
+        self.buckets = _buckets_of(self.partitioned)
         for param in self.partitioned if fwd_module is not None else ():
             register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
 
@@ -723,15 +703,16 @@ class GatheredParameters:
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             check_on_device(bucket)
-        # Gathered by the coordinator, but no module of theirs is under way: they are hidden again afterwards.
+        # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
         # From here on the coordinator does not release them.
         for bucket in self.buckets:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
         _all_gather_params(self.buckets, ON_REQUEST)
+        # A bucket that was here may hold what was decoded from quantised messages; the program reads the very values.
         for bucket in self.buckets:
-            bucket.gather_again(ON_REQUEST, exact=True)  # it may have been here, quantised
+            bucket.gather_again(ON_REQUEST, bucket.gather.exact)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -739,6 +720,7 @@ class GatheredParameters:
             return
         complete = False
         try:
+            # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
             if kind is None:
                 if self.modifier_rank is not None:
                     self._take_over(self.modifier_rank)
@@ -749,14 +731,18 @@ class GatheredParameters:
                 if complete:  # else a write that was not taken over is left for the release to refuse
                     bucket.writes.snapshot()
                 bucket.gather_refs -= 1
-                if bucket.gather_refs == 0 and bucket.release_when_unreferenced:
+                # An outer context still reads the values; its end does what follows.
+                if bucket.gather_refs:
+                    continue
+                if bucket.release_when_unreferenced:
                     bucket.release_when_unreferenced = False
                     bucket.release(discard=not complete)
-                elif bucket.gather_refs == 0:
-                    if complete:
-                        bucket.gather_again(ON_REQUEST, exact=False)
-                    if bucket in self._hidden:
-                        bucket.hide()
+                    continue
+                # A module of a pass uses it too, and goes on with the values that it would have had without us.
+                if complete:
+                    bucket.gather_again(ON_REQUEST, bucket.gather)
+                if bucket in self._hidden:
+                    bucket.hide()
 
     def _refuse_other_writes(self) -> None:
         """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
@@ -764,10 +750,12 @@ class GatheredParameters:
             bucket.writes.check()
         # A write through ``.data`` that the sample has missed: here all elements are compared, as nothing hurries.
         for param in self.partitioned:
-            home, slot = param._zero.placed()
-            start, stop, _ = home.range_of(slot)
-            mine = home.value(param).reshape(-1)[start:stop]
-            if not _same_bits(mine, home.part_of(slot).to(mine.device)):  # an offloaded shard is in host memory
+            bucket, slot = param._zero.placed()
+            start, stop, _ = bucket.range_of(slot)
+            mine = bucket.value(param).reshape(-1)[start:stop]
+            kept = bucket.fragment_of(slot).to(mine.device)  # an offloaded shard is in host memory
+            # Bits are compared: a NaN equals itself.
+            if not torch.equal(mine.view(torch.uint8), kept.view(torch.uint8)):
                 raise PartitionedUseError(
                     f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
                     "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"
@@ -780,21 +768,16 @@ class GatheredParameters:
                 process_group.broadcast_tensor(values, source)
                 param.copy_(values)  # in sight of the engine, which looks at the parameter's version
                 continue
-            home, _ = param._zero.placed()
-            values = home.value(param)
+            bucket, _ = param._zero.placed()
+            values = bucket.value(param)
             if param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
-            # Every rank has the whole values then, and keeps its elements of them.
-            home.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
-            home.write(param, values.reshape(-1))
-            home.writes.snapshot_param(param)
+            # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
+            bucket.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
+            bucket.write(param, values.reshape(-1))
+            bucket.writes.snapshot_param(param)
         # Secondary shards that are never stale follow.
         if self.buckets:
             with self.buckets[0].gather.comm.ledger.aside():
                 send_to_replicas(self.buckets)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
