@@ -190,20 +190,8 @@ def read_manifest(path: Path) -> Manifest:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
-    """Where a save writes until it is complete."""
-    return folder / f"{SAVING}{save_id}-{tag}"
-
-
 def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> None:
-    """Make a written checkpoint the one of its tag.
-
-    Args:
-        folder: where checkpoints lie.
-        temporary: a folder in there that has all the shards.
-        manifest: of them.
-        save_latest: let ``latest`` name it.
-    """
+    """Make the shards in ``temporary``, a folder in ``folder``, the checkpoint of their manifest's tag."""
     raw = manifest.to_json().encode()
     write_whole(temporary / MANIFEST, raw)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
@@ -272,18 +260,12 @@ def clear_remains(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def room_for(folder: Path, needed_bytes: int) -> None:
-    """Refuse a save that cannot fit.
-
-    Raises:
-        CheckpointError: with both sizes.
-    """
+def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
+    """Raise a :class:`CheckpointError` when something cannot fit."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
-        raise CheckpointError(
-            f"{folder}: a checkpoint needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
-            "room, or keep fewer (train.keep_last). What was saved before is untouched"
-        )
+        sizes = f"needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left"
+        raise CheckpointError(f"{folder}: {what} {sizes}; make room, or {advice}")
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------

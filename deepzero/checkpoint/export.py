@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, naming, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
@@ -96,11 +96,7 @@ def parse_size(text: str | int) -> int:
 
 
 def check_filename(filename: str) -> None:
-    """Refuse a name under which no safetensors file should be found.
-
-    Raises:
-        CheckpointError: it ends in ``.bin`` or ``.pt``, or is a path.
-    """
+    """Raise a :class:`CheckpointError` for a name under which no safetensors file should be found."""
     if filename.endswith((".bin", ".pt", ".pth")):
         raise CheckpointError(
             f"{filename!r} would be taken for a pickle, and deepzero writes none: a model is saved as safetensors; "
@@ -147,7 +143,7 @@ def write_model(
     Args:
         folder: where the files go; made if it is not there.
         files: all tensors, as :func:`divide` gives them.
-        values: of each of them, in this order, 1-D pieces of its dtype on the CPU.
+        values: of each of them, in this order, 1-D :meth:`~TensorPlan.pieces` of its dtype on the CPU.
         filename: of the only file; the others' names are made from it.
         replace: an older model of this name may be replaced.
         extra: further small files by name, such as ``config.json``.
@@ -175,11 +171,7 @@ def write_model(
             for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 path.mkdir(exist_ok=True)
                 made.append(path)
-            if total > (free := shutil.disk_usage(folder).free):
-                raise CheckpointError(
-                    f"{folder}: the model needs {total / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
-                    "room, or choose another folder"
-                )
+            room_for(folder, "the model", total, "choose another folder")
             temporary.mkdir()
         untouched = "the model was not written, and what was there before is untouched"
         with _said(lambda error: f"{error.filename or folder}: {error.strerror}; {untouched}"):
@@ -394,14 +386,7 @@ def _stripped(name: str, prefix: str) -> str:
 def save_gathered(
     holdings: EngineState, folder: Path, filename: str, with_frozen: bool, max_shard_size: str | int
 ) -> None:
-    """Write the model in the compute dtype. A collective.
-
-    Args:
-        holdings: the model state.
-        folder: where the files go.
-        filename: of the only file; those of several are named after it.
-        with_frozen: also parameters that are not trained.
-        max_shard_size: of one file.
+    """Write the model in the compute dtype, ``with_frozen`` also what is not trained. A collective.
 
     Raises:
         CheckpointError: on every rank.

@@ -41,12 +41,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def open_checkpoint(load_dir: Path, tag: str | None, weights_for: EngineState | None = None) -> CheckpointReader:
-    """1 find. A collective: rank 0 looks, and all have its manifest.
-
-    Args:
-        load_dir: a checkpoint, or the folder of several.
-        tag: which one.
-        weights_for: the model, when nothing but its weights is wanted: plain safetensors will do then.
+    """1 find. A collective: rank 0 looks, and all have its manifest. For weights alone plain safetensors will do.
 
     Raises:
         CheckpointError: on every rank; see :func:`find`, :func:`read_manifest` and :func:`read_foreign`.
