@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (3650, 3050),
     "deepzero/runtime/zero": (6030, 4550),
     "deepzero/offload": (3710, 2500),
-    "deepzero/checkpoint": (3760, 2610),
+    "deepzero/checkpoint": (3620, 2610),
     "deepzero/launch": (730, 650),
     "deepzero/health": (725, 560),
     "deepzero/monitor": (2800, 1600),
