@@ -47,7 +47,7 @@ from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.durable import flush_parents
-from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.pinned_arena import HostArena, Region
 from deepzero.utils.threads import start_thread
 
 log = logging.getLogger(__name__)

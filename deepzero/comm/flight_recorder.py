@@ -90,7 +90,6 @@ class State:
     waiting: CollectiveRecord | None  # None: its own code is running
     recent: dict[int, CollectiveRecord] = field(default_factory=dict)
     step: int = 0
-    failure: str = ""  # what its collective has raised, if any: ``timeout`` or ``connection``
     seconds: float = 0.0  # since when it stands there, as far as its watchdog has looked; 0 when nobody has
 
     def to_json(self) -> str:

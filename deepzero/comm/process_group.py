@@ -26,7 +26,7 @@ import torch.distributed as dist
 from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import DepartedRank
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
 """Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""

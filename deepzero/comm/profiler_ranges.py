@@ -11,17 +11,13 @@
     that stands still; of everything else the first parameter of the bucket. Its own parentheses become brackets.
     ``NOTE`` are words: ``prefetch``, and of *launch*, *wait* and *in_flight* the ledger's name of the collective.
 
-A collective is under way between two of these ranges, *launch* and *wait*, and in none of them. So :class:`Recorder`
-notes for each from when to when, and ``profiling/trace.py`` writes this into the trace as a lane of its own, as
-*in_flight*. **Its end is when this rank has seen that it is complete**, at the end of the wait: gloo does not tell when
-messages have arrived that nobody has waited for. NCCL's kernels are in the trace themselves, and get no such lane.
-
-**Off, nothing is made**: :func:`span` returns one shared object that does nothing, and formats no name. It is on for
-the steps that a profiler records, and then a range is ``torch.profiler.record_function``, some microseconds each.
+A collective is under way between two of these ranges, *launch* and *wait*: :class:`Recorder` notes for each from when
+to when, and ``profiling/trace.py`` writes this into the trace as a lane of its own, as *in_flight*. **Its end is when
+this rank has seen that it is complete**, at the end of the wait: gloo does not tell when messages have arrived that
+nobody has waited for. NCCL's kernels are in the trace themselves, and get no such lane.
 
 [Note: how much communication was hidden]
-    Measured in every run, without a profiler; a collective costs about a microsecond here. Of each the training thread
-    takes three moments: when it was launched, when it began to wait, when the wait was over. From these::
+    Measured in every run, without a profiler, in about a microsecond for each collective::
 
         in_flight   length of the union of [launched, wait is over] of all collectives
         exposed     time in the launching calls and in the waits: the thread stood still
@@ -122,12 +118,10 @@ class LaneSpan:
 class Recorder:
     """What is kept of the recorded steps beside the profiler's own events.
 
-    Args:
-        held: gives the bytes held by category at a moment, for the memory timeline; None: there is none.
+    ``held`` gives the bytes held by category at a moment, for the memory timeline; None: there is none.
     """
 
-    SHARE = 20
-    """A sample of memory is taken only if all together take at most this part, one in 20, of the time."""
+    SHARE = 20  # a sample of memory is taken only if all together take at most one part in 20 of the time
 
     def __init__(self, held: Callable[[], dict[str, int]] | None = None) -> None:
         self.flights: list[LaneSpan] = []
@@ -255,9 +249,7 @@ def standing_at(place: str) -> AbstractContextManager[None]:
 class OverlapMeter:
     """The account of one rank's collectives, of the step under way and of the last one. All times are seconds.
 
-    Args:
-        device: where the tensors are; on a GPU nothing is measured.
-        ledger: says which collectives are part of a step.
+    On a GPU nothing is measured. The ledger says which collectives are part of a step.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:

@@ -19,16 +19,13 @@ A message of n elements is one ``uint8`` tensor, payload first, so that one send
     8 bits  element i is byte i, an int8
     4 bits  a block of m elements is m/2 bytes: element i in the low half, element i + m/2 in the high half of byte i
 
-(neighbours in one byte would have to be pulled apart element by element; halves of a block are two straight runs).
-The last block of a message may be shorter. Volume: ``bits/8 + 4/block`` bytes an element, 1.002 and 0.502 for blocks of
-2048, where bf16 sends 2.
+(halves of a block are two straight runs). The last block of a message may be shorter. Volume: ``bits/8 + 4/block``
+bytes an element, 1.002 and 0.502 for blocks of 2048, where bf16 sends 2.
 
 Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel`, which needs no compiler, and
-:class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**, those of the lines above:
-each operation rounds once, in one order, and what has no rounding (whole numbers below 2**24, powers of two) may take
-any way. On a GPU the decoded bits must be equal too, as all ranks decode; a code may differ by one where a compiler's
-division rounds otherwise, which the rank that encodes decides alone. The codes of a block with NaN or infinity mean
-nothing and may differ.
+:class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**: each operation rounds
+once, in one order. On a GPU the decoded bits must be equal too, as all ranks decode; a code may differ by one where a
+compiler's division rounds otherwise. The codes of a block with NaN or infinity mean nothing and may differ.
 
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/quantization``.
 """
@@ -97,9 +94,8 @@ class Format:
     def open(self, message: torch.Tensor, numel: int) -> Packed:
         """Views of a message.
 
-        Args:
-            message: 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes.
-            numel: elements, a multiple of ``ALIGN``.
+        ``message`` is 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes; ``numel`` is a multiple
+        of ``ALIGN``.
 
         Raises:
             ValueError: another number of elements, or a tensor that cannot be such a message.
@@ -193,10 +189,7 @@ class Quantizer:
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
         """Decide on the kernel, and compile both directions, before training.
 
-        Args:
-            numel: elements packed and unpacked in a step, together.
-            dtypes: of the values that will come.
-            device: where they lie.
+        ``numel`` elements will be packed and unpacked in a step, together, of these dtypes, on this device.
 
         Raises:
             RuntimeError: ``compiled`` was asked for and cannot be had.

@@ -11,26 +11,19 @@ belongs to rank q = (j, l) = j * R + l. One bucket::
 
 With one node 3 and 4 are left out, with one rank to a node 1 and 2.
 
-*The reordering.* Parts lie in the bucket by rank: (0,0) (0,1) (1,0) (1,1) for 2 x 2. Cut into R runs, what a local rank
-would get are the parts of one node, and after step 3 sums would lie with the wrong owner. DeepSpeed swaps the parts in
-a pass of its own. Here each part is quantised from where it lies to its place in a message, and nothing else moves it::
-
-    bucket of (0,0)   | (0,0) | (0,1) | (1,0) | (1,1) |
-                                  |               |
-    message to (0,1)              +---> | (0,1) | (1,1) |
-
-Each part is a message of its own within that message, so that no block of one scale reaches into another part. What a
-rank has for itself, or sums for itself, is never quantised: it does not travel, and one error less is made.
+*The reordering.* Parts lie in the bucket by rank: (0,0) (0,1) (1,0) (1,1) for 2 x 2; cut into R runs, sums would lie
+with the wrong owner after step 3. DeepSpeed swaps the parts in a pass of its own. Here each part is quantised from
+where it lies to its place in a message, a message of its own within that. What a rank has for itself, or sums for
+itself, is never quantised: it does not travel, and one error less is made.
 
 *Volume* per rank, Ψ elements: inside the node ``(R-1)/R Ψ`` and between nodes ``(N-1)/W Ψ`` elements, of
 ``bits/8 + 4/block`` bytes each; the exact way sends ``(W-R)/W Ψ`` elements of 2 bytes between nodes.
 
 *Error feedback* (``zero.quantization.error_feedback``). What an element has lost, ``x - decoded``, is kept in the wire
-dtype and added to the next gradient of the same element before that is quantised: nothing is lost in the long run, also
-where every single gradient is below half a step. It is kept where it arose, for what is sent in 1 and in 3; ``(R-1)/R +
-(N-1)/W`` elements for each of the layout. Residuals that are not finite become 0, so that an overflow does not linger.
-**Checkpoints do not hold them**: after a resume they start at 0, and the next few steps differ from those of a run that
-was not stopped by at most one rounding of a gradient.
+dtype where it arose, in 1 and in 3, ``(R-1)/R + (N-1)/W`` elements for each of the layout, and added to the next
+gradient of the same element before that is quantised: nothing is lost in the long run. Residuals that are not finite
+become 0, so that an overflow does not linger. **Checkpoints do not hold them**: after a resume they start at 0, and the
+next few steps differ from those of a run that was not stopped by at most one rounding of a gradient.
 
 Source: ZeRO++ (Wang et al. 2023), section 3.3; DeepSpeed's ``runtime/comm/coalesced_collectives.py``; error feedback:
 1-bit SGD (Seide et al. 2014).

@@ -1,18 +1,11 @@
 """Where ranks meet: a store of keys and values, and who can reach it and them.
 
-*Started by our launcher* they share a file that only their user can open: on Linux one in memory, to which a name in
-the launch's folder leads, elsewhere one in that folder. No socket listens for it, so no stranger can write what a rank
-would act on; and it is faster than torch's ``TCPStore`` on the loopback address (26 µs to read a key, 118 µs there). It
-keeps all that was ever written, so nothing large is posted again and again.
-
-*On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there are) rank 0 has a
-``TCPStore``. That listens on all addresses unless it is handed a socket that listens already: it gets one that is bound
-to the loopback address. *Over several machines* the store is torch's, open to whoever reaches its port.
-
-**torchrun** has one store for all attempts (torch 2.13; ``dynamic_rendezvous.py`` makes it once). So ranks that are
-started again find what the dead ones have written: gloo's addresses of listeners that are gone ("Connection refused",
-in about every second restart), and our watchdog's word that a rank has left. The number of the restart does not tell
-attempts apart, because each node counts for itself. So the ranks agree on a new name first (:func:`fresh`).
+*Started by our launcher* they share a file that only their user can open, on Linux in memory: no socket listens for it,
+so no stranger can write what a rank would act on, and a key is read in 26 µs (torch's ``TCPStore``: 118). It keeps
+all that was ever written. *On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there
+are) rank 0 has a ``TCPStore`` on the loopback address. *Over several machines* the store is torch's, open to whoever
+reaches its port. **torchrun** has one store for all attempts (torch 2.13), with what dead ranks have left: see
+:func:`fresh`.
 
 Nothing here imports torch before ranks meet: the launcher prepares their environment without it.
 """
@@ -31,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -126,7 +119,7 @@ def host_store(port: int, timeout: timedelta) -> dist.TCPStore:
 
     with socket.create_server((LOOPBACK, port), backlog=1024) as listener:
         port = listener.getsockname()[1]
-        # The store closes the socket that it is handed, so it must not belong to Python any more.
+        # A store listens on all addresses unless it is handed a socket that listens already; it closes that itself.
         return dist.TCPStore(
             LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -140,7 +133,9 @@ def shared_by_attempts() -> bool:
 def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """A part of ``store`` that is the same for these ranks and that nobody has ever written to.
 
-    All ``world_size`` ranks call this; what earlier ranks have left in ``store`` does not disturb it. Each but rank 0
+    Ranks that torchrun starts again find gloo's addresses of listeners that are gone ("Connection refused", in about
+    every second restart), and the watchdog's word that a rank has left. The number of the restart does not tell
+    attempts apart, as each node counts for itself. So all ``world_size`` ranks agree on a new name: each but rank 0
     puts a question that nobody has put before under ``question/<rank>``. Rank 0, which has made up the name, answers
     every question it finds, old ones too, under the question itself, until each has signed in under the new name.
 

@@ -23,10 +23,9 @@ Volume. A rank sends W-1 chunks of N/W elements in each phase, so N·(W-1)/W for
 step that reduce-scatters gradients and all-gathers parameters costs what the plain all-reduce did. When N does not
 divide, the first N mod W chunks have one element more (the rule of ``get_data_parallel_partitions``).
 
-What the real collectives (:mod:`deepzero.comm.collectives`) do otherwise. A sum that travels is rounded at every hop to
-the dtype it travels in, and begins at another rank for every chunk: its bits depend on how the tensor was cut, and in
-fp16 the undivided sum can overflow. ``reduce=exact`` sends the parts directly and adds them in fp32 in rank order
-instead. NCCL splits chunks further, so that a hop's sending overlaps its adding.
+What the real collectives do otherwise. A sum that travels is rounded at every hop to the dtype it travels in, and
+begins at another rank for every chunk: its bits depend on how the tensor was cut. ``reduce=exact`` sends the parts
+directly and adds them in fp32 in rank order instead. NCCL splits chunks further: a hop's sending overlaps its adding.
 
 ``python examples/ring.py`` runs the four-rank example of the sources on four gloo processes and prints every number.
 

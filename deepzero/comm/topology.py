@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from deepzero.comm import flight_recorder
 from deepzero.comm.rendezvous import behind_closed_doors
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from deepzero.config.engine import EngineConfig

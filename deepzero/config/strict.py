@@ -18,11 +18,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from deepzero.utils.errors import ConfigError
+
 T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message says which key, which value, and what to write instead."""
 
 
 def require(ok: bool, path: str, value: object, rule: str) -> None:

@@ -3,10 +3,9 @@
 A collective ends when all ranks have launched it. When rank 0 goes through one module and rank 1 through another, each
 waits for a collective that the other never launches, and nothing happens until ``comm.timeout_seconds`` have passed.
 
-**The watchdog.** Each rank keeps a :class:`~deepzero.comm.flight_recorder.FlightRecorder` of its collectives, and a
-thread looks twice a second at what this rank waits for. Only when one wait has lasted for :data:`DIVERGENCE_SECONDS`
-does it talk to the others, by the store at which the ranks have met (a side channel: the process group itself is what
-hangs). It posts its rank's state and reads the states of the others who wait too.
+**The watchdog.** A thread of each rank looks twice a second at what its rank waits for (``FlightRecorder.waiting``).
+Only when one wait has lasted for :data:`DIVERGENCE_SECONDS` does it talk to the others, by the store at which the ranks
+have met (the process group itself is what hangs): it posts its rank's state and reads those of the others who wait.
 
 **The proof.** A rank is slow because it validates, writes a checkpoint or sits in a debugger; that is no divergence,
 however long it takes. So time proves nothing here. A rank *may go on* when it is not waiting, or when every rank whose
@@ -16,11 +15,9 @@ them were in it at the one moment between.
 
 **The end.** The verdict, a text that names each rank's place, goes to the store. Then each watchdog breaks its rank's
 wait: gloo lets a receive that timed out fail every operation of the group (``ProcessGroup.abort`` does nothing in gloo,
-tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict.
-
-**Other ends.** While nothing is proved, :mod:`deepzero.health.absence` says who waits for whom, from the same thread.
-A rank that leaves says so, and who misses it raises :class:`RankLeftError` with its reason. Where a collective fails
-and nobody has said why, :mod:`deepzero.health.hang_report` calls the roll; the thread answers for its rank.
+tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict; who misses a
+rank that has left raises :class:`RankLeftError` with its reason. For other failures, and while nothing is proved, see
+:mod:`deepzero.health.hang_report`.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ import torch.distributed as dist
 from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, DesyncError, GroupObserver, State, user_line
 from deepzero.comm.process_group import StoreMailbox
-from deepzero.health.absence import Absence
 from deepzero.health.hang_report import (
     ASKING_SECONDS,
     CONNECTION,
@@ -48,7 +44,7 @@ from deepzero.health.hang_report import (
     TIMEOUT,
     CollectiveTimeoutError,
     Diagnosis,
-    StateCollector,
+    RollCall,
     failure_of,
     within,
 )
@@ -139,8 +135,7 @@ class Watchdog(GroupObserver):
         self._heard: dict[int, tuple[int, int]] = {}
         self._trainer = threading.get_ident()
         self._stop = threading.Event()
-        self._roll_call = StateCollector(board, self.trail, self._trainer)
-        self._absence = Absence(board, self.trail, self._trainer, host_waits=True)
+        self._roll_call = RollCall(board, self.trail, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 
     def explain(self, error: RuntimeError) -> None:
@@ -228,8 +223,7 @@ class Watchdog(GroupObserver):
                     return
                 looks += 1
                 if looks % ROLL_CALL_TICKS == 0:
-                    self._roll_call.answer()
-                    self._absence.look(time.monotonic())
+                    self._roll_call.look(time.monotonic())
 
     def _look(self, waiting: CollectiveRecord) -> bool:
         """Post this rank's state, read the others'; True when there is a verdict."""
@@ -274,45 +268,22 @@ class Watchdog(GroupObserver):
         return True
 
 
-class NcclStallReporter:
-    """Notices that nothing has been launched for long: all that a watchdog can see where NCCL does the waiting.
-
-    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
-    group. A little earlier (nine tenths of ``timeout_seconds``) each rank prints where it is. A rank that has nothing
-    to launch for so long prints that too; it is one line. Tried with a made-up clock; it has not run on GPUs.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.seconds = 0.9 * timeout_seconds
-        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
-        self._since, self._said = 0.0, False
-
-    def look(self, trail: flight_recorder.FlightRecorder, now: float) -> bool:
-        """Whether it is time to print, at second ``now`` of any clock that does not jump; once for each standstill."""
-        seen = (trail.sequence, trail.waiting)
-        if seen != self._seen:
-            self._seen, self._since, self._said = seen, now, False
-        due = trail.sequence > 0 and not self._said and now - self._since >= self.seconds
-        self._said |= due
-        return due
-
-    def text(self, trail: flight_recorder.FlightRecorder, rank: int, line: str) -> str:
-        """What is printed."""
-        return f"where rank {rank} is, nothing launched for {self.seconds:.0f} s: {trail.state(0, line).text()}"
-
-
 class NcclWatchdog(GroupObserver):
     """The flight recorder and a thread that prints, where NCCL does the waiting: it breaks nothing off.
 
+    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
+    group. A little earlier (nine tenths of it) each rank prints where it is, also one that has nothing to launch for so
+    long; it is one line. Tried with a made-up clock; it has not run on GPUs.
+
     Args:
         board: of this group, to ask who is absent.
-        standstill: prints where this rank is before the backend ends it.
+        timeout_seconds: of the process group.
     """
 
-    def __init__(self, board: StoreMailbox, standstill: NcclStallReporter) -> None:
+    def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:
         super().__init__()
-        self._rank, self._standstill, self._trainer = board.rank, standstill, threading.get_ident()
-        self._absence: Absence | None = Absence(board, self.trail, self._trainer, host_waits=False)
+        self._seconds = 0.9 * timeout_seconds
+        self._roll_call = RollCall(board, self.trail, threading.get_ident(), host_waits=False)
         self._stop = threading.Event()
         self._thread = start_thread(self._run, "deepzero-divergence")
 
@@ -322,17 +293,14 @@ class NcclWatchdog(GroupObserver):
         self._thread.join(2 * TICK_SECONDS)
 
     def _run(self) -> None:
-        looks = 0
+        looks, answers = 0, True
         while not self._stop.wait(TICK_SECONDS) and self.of_current_group:
-            if self._standstill.look(self.trail, time.monotonic()):
-                text = self._standstill.text(self.trail, self._rank, user_line(self._trainer))
+            if text := self._roll_call.standstill(time.monotonic(), self._seconds):
                 print(text, file=sys.stderr, flush=True)
             looks += 1
-            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
-                look = partial(self._absence.look, time.monotonic())
+            if answers and looks % ROLL_CALL_TICKS == 0:
                 # A store that is gone, or hangs, must not keep this thread from what it says by itself.
-                if within(ASKING_SECONDS, look) is None:
-                    self._absence = None
+                answers = within(ASKING_SECONDS, partial(self._roll_call.look, time.monotonic())) is not None
 
 
 def watch_group() -> GroupObserver:
@@ -349,7 +317,7 @@ def watch_group() -> GroupObserver:
         return Watchdog(StoreMailbox(name, store, rank, world_size))
     # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
     beside = StoreMailbox(name, store.clone(), rank, world_size)  # type: ignore[attr-defined]
-    return NcclWatchdog(beside, NcclStallReporter(_timeout_seconds()))
+    return NcclWatchdog(beside, _timeout_seconds())
 
 
 def _program_ends() -> None:

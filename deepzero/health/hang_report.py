@@ -1,14 +1,14 @@
-"""After a collective has failed: the roll is called, and what the ranks answer says whose fault it was.
+"""Where the ranks are, and who waits for whom: asked and told when a rank is absent, and when a collective has failed.
 
-Two failures say nothing by themselves. A collective *timed out* (``comm.timeout_seconds``): some rank has not come, but
-which, and what does it do instead? And a *connection was lost*, without a word from the rank at its other end: which
-one was killed? In both cases the rank that has noticed calls the roll on the ``StoreMailbox``. Every rank answers with
-its ``State``: a rank that waits or sleeps in its own code by the thread of its watchdog, which looks for a call once a
-second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be gone. The first rank that has found out
-writes the verdict, and all raise that: ``timeout``, :class:`CollectiveTimeoutError`, with who waits for whom and where
-each rank is (each also prints its own place, for logs that are kept rank by rank); or ``missing``, ``RankLeftError``,
-with the ranks that gave no sign of life. When the store is gone too, nobody can be asked, and the error stays what it
-was; :func:`within` sees to it that asking ends.
+**A rank that is alive but absent** (in its data loader, in a debugger) makes the others wait up to
+``comm.timeout_seconds``. Nothing is broken off; but when a wait has lasted :data:`NOTICE_SECONDS`, the rank that waits
+asks all ranks where they are, over the ``StoreMailbox``, and the threads of their watchdogs answer. Whoever waits with
+the lowest number prints the answer, and again every :data:`AGAIN_SECONDS`.
+
+**A collective that failed** says little by itself. It *timed out*: which rank has not come, and what does it do
+instead? A *connection was lost*: which rank was killed? Whoever has noticed asks too; who has not answered after
+:data:`ROLL_CALL_SECONDS` is taken to be gone. The first rank that has found out posts a :class:`Diagnosis`, and all
+raise that. When the store is gone too, nobody can be asked, and the error stays what it was (:func:`within`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, Desync
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.utils.threads import start_thread
 
+NOTICE_SECONDS, AGAIN_SECONDS = 30.0, 60.0  # a wait that has lasted so long is told, and told again so often
 ROLL_CALL_SECONDS = 3.0  # who has not answered by then is taken to be gone
 ASKING_SECONDS = 5.0  # a store that has not answered by then is gone too
 POLL_SECONDS = 0.1
@@ -70,77 +71,127 @@ class Diagnosis(NamedTuple):
         return None if text is None else Diagnosis(*json.loads(text))
 
 
-class StateCollector:
-    """One rank's part in calling the roll: it answers, and it calls.
+class RollCall:
+    """One rank's part: it asks where the ranks are, it answers, and it says what it has heard.
+
+    **Who waits.** On gloo a rank waits when its host does (``FlightRecorder.waiting``). NCCL's waits hold up the GPU
+    and not the host. But a rank that is waited for has launched less: there the ranks that have launched most, and
+    nothing since, wait for those that have launched less; where all have launched the same there is nothing to say.
 
     Args:
-        board: where the calls and the answers are.
+        board: where questions and answers are.
         trail: of this rank.
         trainer: number of the thread that trains.
+        host_waits: False where waits do not hold up the host.
     """
 
-    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int) -> None:
-        self._board, self._trail, self._trainer = board, trail, trainer
-        self._failure = ""
-        self._heard: str | None = None
-        self._lock, self._said = threading.Lock(), False
+    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool = True) -> None:
+        self._board, self._trail, self._trainer, self._host_waits = board, trail, trainer, host_waits
+        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
+        self._since: float | None = None
+        self._due = NOTICE_SECONDS
+        self._answered = 0
+        # The number of the question that this rank has asked last while it waits, and when; None: it has its answer.
+        self._asked: tuple[int, float] | None = None
+        self._lock, self._said, self._told = threading.Lock(), False, False
 
-    def answer(self) -> None:
-        """Answer a call, if there is one that has not been answered. For the watchdog's thread."""
-        call = self._board.get("call")
-        if call is not None and call != self._heard:
-            self._heard = call
-            self._post()
-            if call != CONNECTION:
+    def stands(self, now: float) -> float:
+        """How long this rank has stood where it is, at second ``now`` of any clock that does not jump."""
+        seen = (self._trail.sequence, self._trail.waiting)
+        if self._since is None or seen != self._seen:
+            self._seen, self._since, self._due, self._asked, self._told = seen, now, NOTICE_SECONDS, None, False
+        return now - self._since
+
+    def standstill(self, now: float, seconds: float) -> str:
+        """What is to be printed, once, when nothing was launched for so long; empty: nothing. Without the store."""
+        if self.stands(now) < seconds or self._told or self._trail.sequence == 0:
+            return ""
+        self._told, where = True, self._state(0, 0.0).text()
+        return f"where rank {self._board.rank} is, nothing launched for {seconds:.0f} s: {where}"
+
+    def look(self, now: float) -> bool:
+        """Answer, ask or say, whatever it is time for, and return True. For the watchdog's thread, once a second."""
+        board, stands = self._board, self.stands(now)
+        asked = int(board.get("ask") or 0)
+        if asked > self._answered:
+            self._answered = asked
+            self._post(asked, stands)
+            if board.get("call") not in (None, CONNECTION):
                 self.say()
+        waits = self._trail.waiting is not None if self._host_waits else self._trail.sequence > 0
+        if waits and stands >= self._due:
+            if self._asked is None:
+                self._asked = board.add("ask", 1), now
+            else:  # a later look
+                text = self._heard(self._asked[0], stands, now - self._asked[1] >= ROLL_CALL_SECONDS)
+                if text is not None:
+                    self._asked, self._due = None, stands + AGAIN_SECONDS
+                    print(text, end="", file=sys.stderr, flush=True)
+        return True
 
     def hold(self, failure: str, timeout_seconds: float = 0.0) -> None:
         """Call the roll, and post a verdict if the answers give one. For the rank whose collective has failed.
 
         ``failure`` is :data:`TIMEOUT`, after ``timeout_seconds``, or :data:`CONNECTION`.
         """
-        self._failure = failure
-        self._post()
+        board, end = self._board, time.monotonic() + ROLL_CALL_SECONDS
         if failure == TIMEOUT:
             # Over an earlier call for a lost connection: on gloo one rank's time-out closes the others' connections.
-            self._board.set("call", f"{timeout_seconds:g}")
+            board.set("call", f"{timeout_seconds:g}")
             self.say()
         else:
-            self._board.set_first("call", CONNECTION)
-        if (found := self._listen()) is not None:
-            found.write(self._board)
+            board.set_first("call", CONNECTION)
+        question = board.add("ask", 1)
+        self._post(question, 0.0)
+        while True:
+            over = time.monotonic() >= end
+            states, gone, call = self._answers(question), board.gone(), board.get("call")
+            timed_out = call not in (None, CONNECTION)
+            if Diagnosis.read(board) is not None or (gone and not timed_out):
+                return
+            silent = [rank for rank in range(board.world_size) if rank not in states and rank not in gone]
+            if timed_out and (over or not silent):
+                text = summary(states, gone, board.world_size, float(call or 0))
+                return Diagnosis(TIMEOUT, board.rank, text).write(board)
+            if over:
+                return Diagnosis(MISSING, board.rank, _missing_text(silent)).write(board) if silent else None
+            time.sleep(POLL_SECONDS)
 
     def say(self) -> None:
         """Print where this rank is, once."""
         with self._lock:
             said, self._said = self._said, True
         if not said:
-            print(f"where rank {self._board.rank} is: {self._state().text()}", file=sys.stderr, flush=True)
+            print(f"where rank {self._board.rank} is: {self._state(0, 0.0).text()}", file=sys.stderr, flush=True)
 
-    def _listen(self) -> Diagnosis | None:
-        board, end = self._board, time.monotonic() + ROLL_CALL_SECONDS
-        states = {board.rank: self._state()}
-        while True:
-            over = time.monotonic() >= end
-            for rank in range(board.world_size):
-                if rank not in states and (text := board.get(f"answer/{rank}")) is not None:
-                    states[rank] = State.from_json(text)
-            gone, call = board.gone(), board.get("call")
-            timed_out = call not in (None, CONNECTION)
-            if Diagnosis.read(board) is not None or (gone and not timed_out):
-                return None
-            silent = [rank for rank in range(board.world_size) if rank not in states and rank not in gone]
-            if timed_out and (over or not silent):
-                return Diagnosis(TIMEOUT, board.rank, summary(states, gone, board.world_size, float(call or 0)))
-            if over:
-                return Diagnosis(MISSING, board.rank, _missing_text(silent)) if silent else None
-            time.sleep(POLL_SECONDS)
+    def _state(self, question: int, stands: float) -> State:
+        return replace(self._trail.state(question, user_line(self._trainer)), seconds=stands)
 
-    def _post(self) -> None:
-        self._board.set(f"answer/{self._board.rank}", self._state().to_json())
+    def _post(self, question: int, stands: float) -> None:
+        self._board.set(f"here/{self._board.rank}", self._state(question, stands).to_json())
 
-    def _state(self) -> State:
-        return replace(self._trail.state(0, user_line(self._trainer)), failure=self._failure)
+    def _answers(self, question: int) -> dict[int, State]:
+        """Of the ranks that have answered this question or a later one."""
+        texts = [self._board.get(f"here/{rank}") for rank in range(self._board.world_size)]
+        states = {rank: State.from_json(text) for rank, text in enumerate(texts) if text is not None}
+        return {rank: state for rank, state in states.items() if state.beat >= question}
+
+    def _heard(self, question: int, stands: float, over: bool) -> str | None:
+        """What is to be said; empty: nothing, or not by this rank; None: not yet, answers are missing."""
+        board, mine = self._board, self._state(question, stands)
+        states, gone = {**self._answers(question), board.rank: mine}, board.gone()
+        for peer in range(board.rank):
+            state = states.get(peer)
+            # It will say so itself; and who has launched more on NCCL waits for this rank, not this rank for it.
+            if state and (state.waiting if self._host_waits else state.sequence >= mine.sequence):
+                return ""
+        if not over and len(states.keys() | gone.keys()) < board.world_size:
+            return None
+        if not self._host_waits:  # who has launched most waits for that, unless nobody has launched less
+            most = max(state.sequence for state in states.values())
+            less = any(state.sequence < most for state in states.values())
+            states = {q: replace(s, waiting=s.recent.get(most) if less else None) for q, s in states.items()}
+        return notice(states, gone, board)
 
 
 def failure_of(error: BaseException) -> tuple[str, float]:
@@ -159,13 +210,24 @@ def failure_of(error: BaseException) -> tuple[str, float]:
     return (CONNECTION if _LOST.search(str(error)) else ""), 0.0
 
 
+def within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """What ``ask()`` returns; None when it raises or takes longer: the store may be gone, or its machine stopped."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(ask())
+
+    start_thread(run, "deepzero-autopsy").join(seconds)
+    return answers[0] if answers else None
+
+
 # ---- in words --------------------------------------------------------------------------------------------------------
 #
 # `states` are those of the ranks that have answered, `gone` the ranks that have left; of the others nothing is known.
 
 
 def _shorten(words: list[str]) -> list[str]:
-    """The first of many, and how many more there are."""
     return words if len(words) <= SHOWN else [*words[: SHOWN - 1], f"{len(words) - SHOWN + 1} more"]
 
 
@@ -197,6 +259,17 @@ def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world
     return "\n".join([*lines, _ADVICE])
 
 
+def notice(states: Mapping[int, State], gone: Mapping[int, DepartedRank], board: StoreMailbox) -> str:
+    """Who waits for whom, since when and in what; then a line for each rank that is waited for. Empty: nobody waits."""
+    waits, me = wait_texts(states, gone, board.world_size), states[board.rank]
+    if not waits or me.waiting is None:
+        return ""
+    absent = [rank for rank, state in sorted(states.items()) if state.waiting is None]
+    lines = [f"waiting for {me.seconds:.0f} s{f' ({me.place()})' if me.place() else ''}: {'; '.join(waits)}"]
+    lines += [f"  rank {rank}, for {states[rank].seconds:.0f} s: {states[rank].text()}" for rank in absent[:SHOWN]]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> list[str]:
     """A sentence for each collective that is waited for: who waits for whom, and why in vain."""
     waits: dict[CollectiveRecord, list[int]] = {}
@@ -225,15 +298,3 @@ def _culprit(rank: int, state: State, launch: CollectiveRecord) -> str:
     own = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
     now = own if state.waiting is None else f"rank {rank} is {state.doing()}"
     return f"rank {rank}, which {did} {launch.text()}: {now}"
-
-
-def within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What ``ask()`` returns; None when it raises or takes longer: the store may be gone, or its machine stopped."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(ask())
-
-    start_thread(run, "deepzero-autopsy").join(seconds)
-    return answers[0] if answers else None

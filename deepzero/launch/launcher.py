@@ -5,18 +5,13 @@ Under ``torchrun`` (or anything else that sets ``RANK`` and friends) the ranks e
 when one fails.
 
 - *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.rendezvous`), and listen for
-  each other on the loopback address. This process listens nowhere.
+  each other on the loopback address. This process listens nowhere. (torch's elastic agent listens on every address of
+  the machine, and unpickles what it finds in its store.)
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.launch.rank_process`), the launcher picks
   the cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
   comes as it is: ranks that have asked for time (``rank_process.on_stop_request``) get it, and are killed after
-  :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
-  ignored (``nohup``, a shell's ``&``).
-- *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
-- *Quiet.* The C++ warnings of c10d stay away unless ``TORCH_CPP_LOG_LEVEL`` asks for them.
-
-torch's elastic agent is not used: its stores listen on every address of the machine, and its rendezvous unpickles what
-it finds there.
+  :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again.
 """
 
 from __future__ import annotations
@@ -38,8 +33,8 @@ from types import FrameType
 from typing import Any
 
 from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
-from deepzero.config.strict import ConfigError
 from deepzero.launch.rank_process import RESTART_VARIABLE, RankReport, read_reports, root_cause
+from deepzero.utils.errors import ConfigError
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
@@ -144,10 +139,18 @@ def launch(
 
     job = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
     joined = False
-    with _folder() as root, _signals() as signals:
+    try:
+        # Among temporary files, not in /dev/shm: systemd empties that when the user logs out, a container's has 64 MB.
+        whole = tempfile.TemporaryDirectory(prefix="deepzero-launch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RankFailed(
+            f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
+            full=traceback.format_exc(),
+        ) from None
+    with whole as root, _Signals() as signals:
         for attempt in range(max_restarts + 1):
             # A folder each: stores and reports of different attempts must not mix.
-            folder = root / str(attempt)
+            folder = Path(root, str(attempt))
             variables = {**environment, RESTART_VARIABLE: str(attempt), LAUNCH_FOLDER_VARIABLE: str(folder)}
             try:
                 _attempt(folder, job, nproc, variables, signals)
@@ -261,32 +264,28 @@ def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[s
     return {**defaults, **inherited, **loopback_variables(), **extra, **own}
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder of this user's alone for one launch, among temporary files.
-
-    Not in ``/dev/shm``: systemd empties it when the user logs out, and a container's has 64 MB.
-    """
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="deepzero-launch-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise RankFailed(
-            f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
-            full=traceback.format_exc(),
-        ) from None
-    with folder as name:
-        yield Path(name)
-
-
 class _Signals:
-    """The signals that have asked this process to end: noted for the loop that waits for ranks."""
+    """The signals that have asked this process to end: noted, during a launch, for the loop that waits for ranks."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._raises = False
+        self._before: dict[int, Any] = {}
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
+            handlers = {number: signal.getsignal(number) for number in _ENDING}
+            self._before = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+        for number in self._before:
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():  # a sweep's next job finds the handlers as they were
+            signal.signal(number, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received.append(signum)
         if self._raises:
             raise Interrupted(signum)
@@ -301,23 +300,6 @@ class _Signals:
             yield
         finally:
             self._raises = False
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Note signals during a launch; a sweep's next job finds the handlers as they were."""
-    signals, before = _Signals(), {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in _ENDING}
-    # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
-    ours = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in ours:
-        signal.signal(number, signals.note)
-    try:
-        yield signals
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
 
 
 def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Exception:

@@ -1,23 +1,15 @@
 """One rank's process, around its program: what it says when it fails, and how it ends when it is told to.
 
-Both ways of starting ranks come through here. ``python train.py`` starts ``python -c "… main(JOB)"`` once per rank
-(:mod:`deepzero.launch.launcher` wrote JOB and reads the reports); under ``torchrun`` the process exists already and
-calls :func:`run_here`.
+``python train.py`` starts ``python -c "… main(JOB)"`` once per rank (:mod:`deepzero.launch.launcher` wrote JOB and
+reads the reports); under ``torchrun`` the process exists already and calls :func:`run_here`.
 
 **Telling causes from consequences.** When one rank fails, its neighbours fail a moment later, because a collective
 lost its peer. A user wants the first error, not the three that follow from it. So every failure becomes a
 :class:`RankReport` with its time and a flag for "my peer is gone", and :func:`root_cause` picks.
 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
-does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
-rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
-SIGTERM and Ctrl-C says so with :func:`on_stop_request`.
-
-**Restarts.** Two can start ranks anew after a failure: :func:`deepzero.launch.launcher.launch` with ``max_restarts``,
-and ``torchrun --max-restarts``. The launcher's process outlives its ranks and can hand them what it likes. Under
-torchrun nothing of ours is alive between two attempts; but its agent gives every rank a file for its error, in a folder
-that is the same for all attempts of that agent: ``<folder>/attempt_<n>/<local rank>/error.json``
-(``DefaultLogsSpecs.reify`` in torch). :func:`remember` leaves notes in ``<folder>``; each node has its own.
+does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process, also when the launcher
+has vanished. A program that wants to leave in order says so with :func:`on_stop_request`.
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.comm import flight_recorder
-from deepzero.config.strict import ConfigError
+from deepzero.utils.errors import ConfigError
 from deepzero.utils.exit_hooks import finish, finish_within
 from deepzero.utils.threads import start_thread
 
@@ -304,7 +296,9 @@ def restart_count() -> int:
 def remember(name: str, value: str) -> None:
     """Leave a note for this node's ranks in later attempts. Local rank 0 writes it; elsewhere this does nothing.
 
-    ``name`` has letters, digits and ``_ . -``; :func:`recall` will return ``value``, over what it returned before.
+    Under torchrun nothing of ours is alive between two attempts; but its agent gives every rank a file for its error,
+    ``<folder>/attempt_<n>/<local rank>/error.json``, in a folder that is the same for all attempts (torch's
+    ``DefaultLogsSpecs.reify``): notes lie there. ``name`` has letters, digits and ``_ . -``.
     """
     path = _note(name)
     if path is not None and os.environ.get("LOCAL_RANK") == "0":

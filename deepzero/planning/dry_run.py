@@ -277,7 +277,7 @@ def _result(
         events=ledger.events,
         recording=recording,
         work=meter.work,
-        plan=stage3.training.step_plan() if stage3 is not None else None,
+        plan=stage3.training.plan if stage3 is not None else None,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
         # The host's memory is one arena, on the meta device too, there all the time.

@@ -48,11 +48,10 @@ from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE, TO_HOST
-from deepzero.offload.offload_plan import MOMENTS
-from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
+from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
@@ -158,13 +157,7 @@ def offloaded_memory(
 ) -> dict[str, int]:
     """Bytes of one rank by category where a part is in host memory; for the device :func:`predicted_memory`'s forms.
 
-    Args:
-        whole: elements of parameters that every rank keeps whole.
-        trained: elements of all trained parameters.
-        elements: on each side.
-        world_size: W.
-        sizes: bytes per element.
-        copies: of the reduced gradients on the host.
+    ``whole`` parameters are kept by every rank, and the host has ``copies`` of the reduced gradients.
     """
     forms = {
         "parameters": whole * sizes.compute * world_size + elements.device_parameters * sizes.compute,
@@ -219,11 +212,7 @@ def predicted_traffic(
 ) -> dict[str, Traffic]:
     """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart.
 
-    Args:
-        layouts: of all trained groups.
-        nodes: the ranks, and which of them share one.
-        sizes: bytes per element, and how the run is cut.
-        persistent: stage 3: of those of ``layouts`` that stay whole. What is partitioned is in :func:`expected`.
+    ``persistent`` are, in stage 3, those of ``layouts`` that stay whole. What is partitioned is in :func:`expected`.
     """
     times, world_size = sizes.reductions, nodes.world_size
     forms: dict[str, Traffic] = {}
@@ -274,13 +263,8 @@ def reduction_traffic(
     With R ranks on each of N nodes and parts of p elements, a rank sends (R-1) N parts inside its node, and N-1 to
     other nodes; of true elements of a bucket the (R-1)/R-th and the (N-1)/W-th part, in the mean over ranks.
 
-    Args:
-        layouts: of all groups.
-        nodes: W, R and N; more than one rank.
-        form: of the messages.
-        wire: bytes per element of what goes the exact way.
-        goes_exact: of a group's number and a bucket's within it.
-        times: how often a step reduces.
+    ``goes_exact``, of a group's number and a bucket's within it: the bucket is not quantised, and ``wire`` bytes an
+    element travel.
 
     Example:
         >>> from deepzero.layout import plan_layout
@@ -348,9 +332,7 @@ def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[s
     return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)} if buckets else {}
 
 
-def planned(
-    buckets: Sequence[PartitionedBucket], uses: Sequence[ModuleUse], plan: Sequence[FetchAction]
-) -> tuple[dict[str, Traffic], int]:
+def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict[str, Traffic], int]:
     """What every later step will send by its plan, and the most that buffers for quantised messages will take."""
     forms, fetched = {FORWARD: Traffic(), BACKWARD: Traffic()}, Traffic()
     # hpZ: what has been gathered over all ranks since the last step is kept inside the node.
@@ -358,12 +340,11 @@ def planned(
     flying: set[int] = set()
     # A publication to replicas has at most two buffers for quantised messages under way.
     most_flying = min(2, sum(bucket.gather.quantizes and bucket.gather.mics for bucket in buckets))
-    for use, action in zip(uses, plan, strict=True):
-        launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-        flying |= {key for key, _ in launched}
+    for use in plan.uses:
+        flying |= {key for key, _ in use.launches}
         most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
-        for key, backward in launched:
+        for key, backward in use.launches:
             bucket, gather = buckets[key], buckets[key].gather
             kept = gather.group is not None and (key in seen or gather.always_inside)
             seen.add(key)
@@ -378,10 +359,9 @@ def planned(
 
 def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> None:
     """Put into the ledger what later steps will send and hold by their plans, which contain all savings."""
-    buckets, training = coordinator.buckets, coordinator.training
-    plans = [(trace.uses, trace.plan) for trace in (training, coordinator.evaluation) if trace.plan is not None]
-    forecasts = [planned(buckets, *plan) for plan in plans]
-    if training.plan is not None:
+    buckets = coordinator.buckets
+    forecasts = [planned(buckets, plan) for plan in coordinator.plans()]
+    if coordinator.training.plan is not None:
         ledger.predicted_traffic.update(forecasts[0][0])
     itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
     messages = max(message_bytes for _, message_bytes in forecasts)

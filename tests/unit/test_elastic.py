@@ -153,7 +153,7 @@ def case(before, inside, leaves, signals, said, status, marks=EXHAUSTIVE):
     ("", "", True, ["ignored HUP", "ignored INT", "TERM"], ["stopped by SIGTERM"], 143),
     (REQUEST, "", True, ["TERM"], ["asked", "left"], 0),
     (REQUEST, "", False, ["TERM"], ["asked", "stopped by SIGTERM; it had not left 1 s later"], 143),
-    case(REQUEST, "", True, ["INT"], ["stopped by SIGINT"], 130),
+    case(REQUEST, "", True, ["INT"], ["asked", "left"], 0),
     case(REQUEST, "", True, ["HUP"], ["stopped by SIGHUP"], 129),
     case(LONG, "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
     case(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),  # by Slurm, and passed on by the launcher
