@@ -81,7 +81,8 @@ def fake_process_group(who: FakeRank) -> Iterator[None]:
 
 def real_device_type(device: torch.device) -> str:
     """``cpu`` or ``cuda``: the kind of a device, of the meta device in a dry run what it stands for."""
-    return _fake_rank.device_type if device.type == "meta" and _fake_rank is not None else device.type
+    stands_for = {} if _fake_rank is None else {"meta": _fake_rank.device_type}
+    return stands_for.get(device.type, device.type)
 
 
 # ---- joining and leaving ---------------------------------------------------------------------------------------------
