@@ -61,13 +61,8 @@ class QuantizedMessages:
 class QuantizedReduce:
     """Steps 1 to 3, for a :class:`~deepzero.comm.reduce_scatter.BucketReducer`, whose own sum is step 4.
 
-    Args:
-        comm: the ranks, at least 2; its nodes are those of the module's text. The constructor is a collective.
-        layouts: of all groups; of error feedback's residuals.
-        wire_dtype: the bucket's, and the residuals'.
-        quantizer: packs and unpacks.
-        exact_groups: numbers of groups all of whose buckets go the exact way.
-        error_feedback: keep what is lost for the next time.
+    The constructor is a collective of the ranks, at least 2. ``layouts`` are those of all groups, of which
+    ``exact_groups`` go the exact way; with ``error_feedback`` residuals are kept, in the bucket's ``wire_dtype``.
     """
 
     def __init__(

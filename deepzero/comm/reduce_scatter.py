@@ -177,8 +177,7 @@ class BucketReducer:
 
     Args:
         comm: the ranks.
-        capacity: elements of the largest bucket that will ever be reduced.
-        wire_dtype: dtype in which gradients travel.
+        capacity: elements of the largest bucket that will ever be reduced, in ``wire_dtype``.
         method: ``exact`` or ``native``; see the module's text.
         whole: every rank gets the whole sum (an all-reduce) instead of its own shard (a reduce-scatter).
         depth: buffers; 1 waits for each reduction before the next bucket is filled.
@@ -280,10 +279,8 @@ class BucketReducer:
             bucket: what the buffer holds.
             output: this rank's shard of the sum, ``bucket.shard_numel`` elements; with ``whole``, all of it.
             accumulate: add to ``output`` instead of replacing it.
-            on_chunk: called with all of this rank's shard of ``output``, in chunks, when it is written. Not with
-                ``whole``.
-            on_reduced: called in stream order when ``output`` is written, to take it elsewhere. It is added there, so
-                with ``on_reduced`` nothing is added here.
+            on_chunk: called with this rank's shard of ``output``, in chunks, when it is written. Not with ``whole``.
+            on_reduced: called in stream order when ``output`` is written, to take it elsewhere, and add it there.
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
         """
