@@ -25,7 +25,7 @@ from deepzero.checkpoint import async_save, shard_file
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint import export as exporting
 from deepzero.comm import process_group
-from deepzero.offload.arena import ALIGN_BYTES
+from deepzero.offload.pinned_arena import ALIGN_BYTES
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
 

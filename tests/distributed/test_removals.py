@@ -60,8 +60,7 @@ ON_GPU = {
     "deepzero.runtime.zero.partitioned_bucket": ("stage 3", "stage 3 on the host", "quantized", "hybrid"),
     "deepzero.runtime.zero.stage3": ("stage 3",),
     "deepzero.runtime.zero.buffer_pool": ("stage 3", "quantized"),
-    "deepzero.offload.param_fetch": ("stage 3 on the host", "alone in stage 3"),
-    "deepzero.offload.optimizer_offload": ("offload", "offload in fp32"),
+    "deepzero.offload.optimizer_offload": ("offload", "offload in fp32", "stage 3 on the host", "alone in stage 3"),
     "deepzero.runtime.zero.gradient_reduction": ("offload",),
     "deepzero.runtime.zero.stage_0": ("stage 0",),
     "deepzero.runtime.zero.stage_1_and_2": ("stage 2", "offload", "alone"),
@@ -89,9 +88,8 @@ UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "param_fetch.HostShard.finish: self._last.finish()": AGREED,
+    "optimizer_offload.HostShard.finish: self._last.finish()": AGREED,
     "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
-    "optimizer_offload.HostParamUpload.output_fragments: self._copy.finish()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
     "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
     "offload_states.StateOffloader._come_to_rest: self.engine.zero.reducer.drain()": UNUSED,
@@ -101,6 +99,7 @@ UNNOTICED = {
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
+    "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
     "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: self.drain()": REST,
@@ -114,9 +113,9 @@ UNNOTICED = {
     "activations.HostBuffers.take: copy.finish()": "the loss is read in between; in test_null_gpu.py it is not",
     "offload_states.OffloadedStorages.__init__: copy.finish()": "states leave without blocking here",
     "offload_states.OffloadedStorages.close: copy.finish()": "to unlock pages waits for the device",
-    "copy_streams.PendingCopy.wait: self._timing.before.record(stream)": TIMES,
-    "copy_streams.PendingCopy.wait: self._timing.after.record(stream)": TIMES,
-    "copy_streams.HostDeviceCopier._launch: timing.begin.record(stream)": TIMES,
+    "copy_streams.PendingCopy.wait: self._before.record(stream)": TIMES,
+    "copy_streams.PendingCopy.wait: self._after.record(stream)": TIMES,
+    "copy_streams.HostDeviceCopier._launch: copy.begin.record(stream)": TIMES,
 }
 """Statements that nothing here misses, and why they stay."""
 

@@ -225,7 +225,7 @@ class Bench:
 
     def largest(self) -> None:
         """Down the ladder until a model trains."""
-        from deepzero.offload.arena import available_host_bytes
+        from deepzero.offload.pinned_arena import available_host_bytes
 
         available = available_host_bytes() or 0
         host = int(self.options.host_gib * GIB) if self.options.host_gib is not None else available

@@ -125,7 +125,7 @@ def worker_environment(work: Workload, port: int) -> dict[str, str]:
 
 
 def _free() -> int:
-    from deepzero.offload.arena import available_host_bytes
+    from deepzero.offload.pinned_arena import available_host_bytes
 
     return available_host_bytes() or 0
 

@@ -55,7 +55,7 @@ class HostMemory:
     """How much of the host's memory this process has taken, as the system's own account says; pinned pages too."""
 
     def __init__(self) -> None:
-        from deepzero.offload.arena import available_host_bytes
+        from deepzero.offload.pinned_arena import available_host_bytes
 
         self._read = available_host_bytes
         self.before = available_host_bytes() or 0
