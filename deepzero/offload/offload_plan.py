@@ -35,40 +35,20 @@ log = logging.getLogger(__name__)
 
 
 def nearest_count(layout: FlatLayout, target: float) -> int:
-    """How many buckets, from the first, come nearest to ``target`` elements of the whole, padding included.
-
-    Example:
-        >>> from deepzero.layout import plan_layout
-        >>> layout = plan_layout([1000] * 8, world_size=2, bucket_limit=1000)
-        >>> [nearest_count(layout, ratio * layout.padded_numel) for ratio in (0.0, 0.3, 0.5, 1.0)]
-        [0, 2, 4, 8]
-    """
+    """How many buckets, from the first, come nearest to ``target`` elements of the whole, padding included."""
     taken = list(itertools.accumulate((bucket.numel for bucket in layout.buckets), initial=0))
     return min(range(len(taken)), key=lambda count: abs(taken[count] - target))
 
 
 def most_count(layout: FlatLayout, limit: int | None) -> int:
-    """How many buckets, from the first, keep at most ``limit`` elements on each rank; None: all.
-
-    Example:
-        >>> from deepzero.layout import plan_layout
-        >>> layout = plan_layout([1000] * 4, world_size=2, bucket_limit=1000)
-        >>> [most_count(layout, limit) for limit in (None, 0, 1100, 10_000)]
-        [4, 0, 2, 4]
-    """
+    """How many buckets, from the first, keep at most ``limit`` elements on each rank; None: all."""
     if limit is None:
         return len(layout.buckets)
     return bisect_right(list(itertools.accumulate(bucket.shard_numel for bucket in layout.buckets)), limit)
 
 
 def plan_offload(planned: Sequence[GroupLayout], config: ZeroConfig, dtype: torch.dtype) -> list[OffloadPlan]:
-    """Where each group's tensors live.
-
-    Args:
-        planned: all groups, in the order in which they will be built.
-        config: ``offload_optimizer`` and ``offload_param``.
-        dtype: compute dtype.
-    """
+    """Where each group's tensors live, in the order of building; ``dtype`` is the compute dtype."""
     optimizer, param = config.offload_optimizer, config.offload_param
     left = param.max_in_cpu
     placements = []

@@ -107,20 +107,15 @@ class Offload:
                         state[key] = columns[key][fragment.shard_start :][: fragment.numel].copy_(value)
 
     def build_shard(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[ParamGroup],
-        grad_dtype: torch.dtype,
-        rank: int,
-        **more: Any,
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup], *given: Any, **more: Any
     ) -> OptimizerShard:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
             if group.before_write is None:  # partitioned groups have it since they were built
                 group.before_write = self.finish_reads
         if self.sums is None:  # only parameters are on the host
-            return OptimizerShard(optimizer, groups, grad_dtype, rank, **more)
-        self.shard = self.shard_class(self, optimizer, groups, grad_dtype, rank, **more)
+            return OptimizerShard(optimizer, groups, *given, **more)
+        self.shard = self.shard_class(self, optimizer, groups, *given, **more)
         return self.shard
 
     @property
@@ -161,7 +156,6 @@ class HostShard(DeviceShard):
         self._copier, self._comm, self._where = copier, comm, where
         self._padding = bucket.padding_of(comm.rank)
         self._copy: PendingCopy | None = None
-        self._last: PendingCopy | None = None
         comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
@@ -172,7 +166,7 @@ class HostShard(DeviceShard):
         does while others send.
         """
         counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
-        self._copy = self._last = self._copier.to_device(counted, place, shard, self._padding, self._where)
+        self._copy = self._copier.to_device(counted, place, shard, self._padding, self._where)
         with self._copy.afterwards(alone=self._comm.world_size == 1):
             yield place
 
@@ -180,13 +174,12 @@ class HostShard(DeviceShard):
         """Let the current stream wait for the copy."""
         if self._copy is not None:
             self._copy.wait()
-            self._copy = None
 
     def finish(self) -> None:
         """Block until the last copy has read the shard: the CPU will overwrite it."""
-        if self._last is not None:
-            self._last.finish()
-            self._last = None
+        if self._copy is not None:
+            self._copy.finish()
+            self._copy = None
 
 
 # ---- 3 gradient ready: down to the host ------------------------------------------------------------------------------
@@ -198,7 +191,7 @@ class StagingSlot:
 
     ::
 
-        acquire             leave                   settle (before the slot is used again, or at the boundary)
+        output              leave                   settle (before the slot is used again, or at the boundary)
         reduce into it      copy down, own stream   the copy is there; add it to the sum, take its norm
         ---- free ----> taken -------- in flight -------> arrived ------> free
     """
@@ -272,42 +265,32 @@ class HostGradients:
         """Let the next step's sums go to the other copy: this one's are in use."""
         self._current = (self._current + 1) % self.plan.copies
 
-    def acquire(self, bucket: Bucket, accumulate: bool) -> tuple[StagingSlot, torch.Tensor]:
-        """The oldest slot, free, and where in it the bucket's sum is to be written.
+    def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
+        """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
 
         Args:
+            group: the bucket's.
             bucket: what will be reduced.
             accumulate: it will be added to a sum that is on the host; then it travels in fp32.
+            padding: elements of the shard that belong to no parameter.
+            measure: sees the finished sum, on the host when something was added to it.
         """
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
         slot.settle()
-        slot.taken = True
-        dtype = torch.float32 if accumulate else self.plan.dtype
-        return slot, slot.device.view(dtype)[: bucket.shard_numel]
-
-    def leave(
-        self, slot: StagingSlot, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None
-    ) -> None:
-        """Launch the copy of a slot's sum. Called where the sum was written, in stream order.
-
-        Args:
-            slot: from :meth:`acquire`.
-            group: the bucket's.
-            bucket: what was reduced.
-            accumulate: as for :meth:`acquire`.
-            padding: elements of the shard that belong to no parameter.
-            measure: sees the sum on the host when something was added to it.
-        """
-        target, where = self.sum_of(group, bucket), f"bucket {bucket.index}"
+        slot.taken, target = True, self.sum_of(group, bucket)
         arrived = slot.host[: bucket.shard_numel] if accumulate else target
         source = slot.device.view(arrived.dtype)[: bucket.shard_numel]
-        slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, where)
-        if accumulate:
-            slot.on_arrival = lambda: _add(target, arrived, measure)
-        slot.taken = False
+
+        def leave() -> None:
+            slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, f"bucket {bucket.index}")
+            if accumulate:
+                slot.on_arrival = partial(_add, target, arrived, measure)
+            slot.taken = False
+
+        return GradOutput(source, None if accumulate else measure, leave)
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -351,12 +334,7 @@ class StagingBuffer:
 class HostParamUpload:
     """One bucket's new parameters, from the CPU's step to where the model reads them.
 
-    Args:
-        shard: whose groups these are.
-        number: of the group to which the bucket belongs.
-        bucket: which the CPU steps on.
-        inside: what the optimizer has of it.
-        staging: where the CPU writes what travels.
+    ``inside`` is what the optimizer has of the bucket, ``staging`` where the CPU writes what travels.
     """
 
     def __init__(
@@ -364,7 +342,7 @@ class HostParamUpload:
         shard: HostOptimizerShard,
         number: int,
         bucket: Bucket,
-        inside: Sequence[MasterFragment],
+        inside: list[MasterFragment],
         staging: StagingBuffer,
     ) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
@@ -451,22 +429,11 @@ class HostOptimizerShard(OptimizerShard):
 
     Args:
         host: what the shard is carved of.
-        optimizer: as for :class:`OptimizerShard`, and what follows.
-        groups: all trained groups.
-        grad_dtype: accumulation dtype.
-        rank: this rank.
-        more: ``sub_group_size`` and ``one_pass``.
+        given: as for :class:`OptimizerShard`.
+        more: the same.
     """
 
-    def __init__(
-        self,
-        host: Offload,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[ParamGroup],
-        grad_dtype: torch.dtype,
-        rank: int,
-        **more: Any,
-    ) -> None:
+    def __init__(self, host: Offload, *given: Any, **more: Any) -> None:
         if host.sums is None:
             raise RuntimeError("no bucket is on the host")
         self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
@@ -474,7 +441,7 @@ class HostOptimizerShard(OptimizerShard):
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, PendingCopy | None], None] | None = None
         """The stage's: new parameters of (group, bucket) are in place, or will be when the copy has arrived."""
-        super().__init__(optimizer, groups, grad_dtype, rank, **more)
+        super().__init__(*given, **more)
         # In turn. A delayed update keeps what it wrote until the next boundary, and has a buffer for every bucket.
         turns = itertools.cycle(staging)
         self.uploads: list[HostParamUpload] = []
@@ -501,11 +468,7 @@ class HostOptimizerShard(OptimizerShard):
         """Where the reducer writes a bucket's sum: ``grad_S``, or a slot that leaves for the host at once."""
         if not self.groups[group].placement.steps_on_host(bucket):
             return super().grad_output(group, bucket, accumulate, measure)
-        slot, output = self.gradients.acquire(bucket, accumulate)
-        # What is added on the host is measured there.
-        there, here = (measure, None) if accumulate else (None, measure)
-        leave = partial(self.gradients.leave, slot, group, bucket, accumulate, bucket.padding_of(self.rank), there)
-        return GradOutput(output, here, leave)
+        return self.gradients.output(group, bucket, accumulate, bucket.padding_of(self.rank), measure)
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients, on either side."""

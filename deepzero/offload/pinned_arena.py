@@ -60,12 +60,7 @@ class PageLockError(HostMemoryError):
 
 
 def required_bytes(regions: Iterable[Region]) -> int:
-    """The exact size of an arena.
-
-    Example:
-        >>> required_bytes([Region("host_masters", 100, torch.float32), Region("host_moments", 1, torch.float32)])
-        768
-    """
+    """The exact size of an arena."""
     return sum(region.stride_bytes for region in regions)
 
 
@@ -79,15 +74,9 @@ def describe_bytes(regions: Iterable[Region]) -> str:
 
 
 def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
-    """Whether this host can hold the arenas of all of its ranks, each of these ``regions``.
+    """Raise a :class:`HostMemoryError` where this host cannot hold one arena of ``regions`` for each of its ranks.
 
-    Args:
-        regions: of one rank.
-        ranks_of_host: ranks that share the host's memory.
-        available: bytes; None asks the system.
-
-    Raises:
-        HostMemoryError: it cannot. Says what is needed, by part, and what there is.
+    ``available`` is in bytes; None asks the system.
     """
     available = available_host_bytes() if available is None else available
     needed = required_bytes(regions) * ranks_of_host
@@ -117,12 +106,7 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = P
 
 
 class HostArena:
-    """One allocation, carved in order.
-
-    Args:
-        regions: all that will ever be carved, in order.
-        device: whose copies the memory is locked for; a CPU needs no locking.
-        pin: lock the pages.
+    """One allocation for ``regions``, carved in order; locked with ``pin``, where ``device`` is a GPU.
 
     Raises:
         HostMemoryError: the system refuses the memory.
@@ -147,11 +131,7 @@ class HostArena:
             self._lock(device)
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next region, zero: a 1-D tensor of ``numel`` elements with a storage of its own.
-
-        Raises:
-            RuntimeError: the plan has something else here.
-        """
+        """The next region of the plan, zero: a 1-D tensor of ``numel`` elements with a storage of its own."""
         wanted = Region(category, numel, dtype)
         planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
         if planned != wanted:

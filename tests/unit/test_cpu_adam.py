@@ -56,8 +56,8 @@ def threads():
 
 def forget_compiled(monkeypatch):
     """Nothing is compiled yet."""
-    fresh = functools.cache(adam_kernels._compile_and_check.__wrapped__)
-    monkeypatch.setattr(adam_kernels, "_compile_and_check", fresh)
+    fresh = functools.cache(adam_kernels.compiled.__wrapped__)
+    monkeypatch.setattr(adam_kernels, "compiled", fresh)
 
 
 def randn(*shape, seed=0):
