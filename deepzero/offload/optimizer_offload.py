@@ -62,16 +62,13 @@ class Offload:
 
     arena: HostArena
     wire: HostDeviceCopier
-    threads: int
-    """Of the CPU's step."""
+    threads: int  # of the CPU's step
     settings: OffloadOptimizerConfig
-    rooms: list[Region]
-    """Of each trained group: what its optimizer state takes."""
+    rooms: list[Region]  # of each trained group: what its optimizer state takes
     sums: HostGradLayout | None
     staging: list[Region]
     shard_class: type[HostOptimizerShard]
-    shard: HostOptimizerShard | None = None
-    """Made by :meth:`build_shard`, where the CPU steps on anything."""
+    shard: HostOptimizerShard | None = None  # made by build_shard, where the CPU steps on anything
 
     @property
     def meter(self) -> OffloadStats:
@@ -199,10 +196,8 @@ class StagingSlot:
     device: torch.Tensor
     host: torch.Tensor
     copy: PendingCopy | None = None
-    on_arrival: Callable[[], None] | None = None
-    """What the host does with it when it has arrived."""
-    taken: bool = False
-    """A reduction writes into it."""
+    on_arrival: Callable[[], None] | None = None  # what the host does with it when it has arrived
+    taken: bool = False  # a reduction writes into it
 
     def settle(self) -> None:
         """Wait for the slot's copy, and bring what it brought to where it belongs."""
@@ -218,11 +213,9 @@ class HostGradLayout:
     """What the arena holds for the reduced gradients of the trained groups."""
 
     placements: Sequence[OffloadPlan]
-    copies: int
-    """2 while the step of the last gradients may still run when the next ones come (delayed update), else 1."""
+    copies: int  # 2 while the last gradients' step may still run when the next ones come (delayed update), else 1
     dtype: torch.dtype
-    slots: int
-    """One more than the reducer has buckets, so that no reduction waits for the copy of the one before it."""
+    slots: int  # one more than the reducer has buckets, so that no reduction waits for the copy of the one before it
 
     @property
     def largest_shard(self) -> int:
@@ -268,12 +261,8 @@ class HostGradients:
     def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
         """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
 
-        Args:
-            group: the bucket's.
-            bucket: what will be reduced.
-            accumulate: it will be added to a sum that is on the host; then it travels in fp32.
-            padding: elements of the shard that belong to no parameter.
-            measure: sees the finished sum, on the host when something was added to it.
+        With ``accumulate`` it is added to a sum that is on the host, and travels in fp32; ``padding`` elements of it
+        belong to no parameter; ``measure`` sees the finished sum, on the host when something was added to it.
         """
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
@@ -338,17 +327,11 @@ class HostParamUpload:
     """
 
     def __init__(
-        self,
-        shard: HostOptimizerShard,
-        number: int,
-        bucket: Bucket,
-        inside: list[MasterFragment],
-        staging: StagingBuffer,
+        self, shard: HostOptimizerShard, number: int, bucket: Bucket, inside: SubGroup, staging: StagingBuffer
     ) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
         self.group = shard.groups[number]
-        self.sub_group = SubGroup(inside)
-        self.masters = self.sub_group.masters
+        self.sub_group, self.masters = inside, inside.masters
         first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
         self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
         self._on_host = self.group.placement.keeps_on_host(bucket)
@@ -450,7 +433,7 @@ class HostOptimizerShard(OptimizerShard):
             mine = [(fragment.shard_start, next(parts)) for fragment in group.fragments]
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
                 first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-                inside = [part for start, part in mine if first <= start < last]
+                inside = SubGroup([part for start, part in mine if first <= start < last])
                 travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
                 self.uploads.append(HostParamUpload(self, number, bucket, inside, buffer))
