@@ -65,7 +65,7 @@ class Offload:
     threads: int  # of the CPU's step
     settings: OffloadOptimizerConfig
     rooms: list[Region]  # of each trained group: what its optimizer state takes
-    sums: HostGradLayout | None
+    sums: HostGradients | None
     staging: list[Region]
     shard_class: type[HostOptimizerShard]
     shard: HostOptimizerShard | None = None  # made by build_shard, where the CPU steps on anything
@@ -208,55 +208,50 @@ class StagingSlot:
         self.copy = self.on_arrival = None
 
 
-@dataclass(frozen=True)
-class HostGradLayout:
-    """What the arena holds for the reduced gradients of the trained groups."""
-
-    placements: Sequence[OffloadPlan]
-    copies: int  # 2 while the last gradients' step may still run when the next ones come (delayed update), else 1
-    dtype: torch.dtype
-    slots: int  # one more than the reducer has buckets, so that no reduction waits for the copy of the one before it
-
-    @property
-    def largest_shard(self) -> int:
-        """Elements of the largest shard of a bucket on the host."""
-        return max(b.shard_numel for p in self.placements for b in p.layout.buckets if p.steps_on_host(b))
-
-    def regions(self) -> list[Region]:
-        """The plan of the arena's part."""
-        sums = [Region(GRADIENTS, p.optimizer_numel, self.dtype) for p in self.placements for _ in range(self.copies)]
-        return sums + [Region(STAGING, self.largest_shard, torch.float32)] * self.slots
-
-
 class HostGradients:
-    """``grad_S`` of the buckets that live on the host, carved out of the arena as ``plan.regions`` says.
+    """``grad_S`` of the trained groups' buckets that live on the host: planned first, then carved out of the arena.
 
     The first micro-batch of a step arrives where the optimizer will read it. Later ones arrive in the slot's host half
     and are added by the CPU, in the accumulation dtype and in the order of the micro-batches, which gives the bits that
     adding on the device gives.
+
+    Args:
+        placements: of the groups, some of whose buckets are on the host.
+        copies: 2 while the last gradients' step may still run when the next ones come (delayed update), else 1.
+        dtype: accumulation dtype.
+        slots: one more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
     """
 
-    def __init__(self, plan: HostGradLayout, arena: HostArena, wire: HostDeviceCopier) -> None:
-        self.plan, self.wire = plan, wire
-        self._sums = [
-            [arena.allocate(GRADIENTS, placement.optimizer_numel, plan.dtype) for _ in range(plan.copies)]
-            for placement in plan.placements
-        ]
-        self._current = self._next = 0
+    wire: HostDeviceCopier
+
+    def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
+        self.copies, self._current, self._next = copies, 0, 0
+        largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
+        sums = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
         # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
-        extent = plan.largest_shard
-        self.slots = [
-            StagingSlot(torch.zeros(extent, dtype=torch.float32, device=wire.device), host)
-            for host in [arena.allocate(STAGING, extent, torch.float32) for _ in range(plan.slots)]
-        ]
+        self.regions = sums + [Region(STAGING, largest, torch.float32)] * slots
+        self._sums: list[torch.Tensor] = []
+        self.slots: list[StagingSlot] = []
+
+    def carve(self, arena: HostArena, wire: HostDeviceCopier) -> None:
+        """Take the planned regions, and as much on the device for the slots."""
+        self.wire = wire
+        for region in self.regions:
+            memory = arena.allocate(*region)
+            if region.category == GRADIENTS:
+                self._sums.append(memory)
+            else:
+                self.slots.append(
+                    StagingSlot(torch.zeros(region.numel, dtype=region.dtype, device=wire.device), memory)
+                )
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
-        return bucket.shard_of(self._sums[group][self._current])
+        return bucket.shard_of(self._sums[group * self.copies + self._current])
 
     def swap(self) -> None:
         """Let the next step's sums go to the other copy: this one's are in use."""
-        self._current = (self._current + 1) % self.plan.copies
+        self._current = (self._current + 1) % self.copies
 
     def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
         """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
@@ -420,7 +415,8 @@ class HostOptimizerShard(OptimizerShard):
         if host.sums is None:
             raise RuntimeError("no bucket is on the host")
         self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
-        self.gradients = HostGradients(host.sums, host.arena, host.wire)
+        self.gradients = host.sums
+        self.gradients.carve(host.arena, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, PendingCopy | None], None] | None = None
         """The stage's: new parameters of (group, bucket) are in place, or will be when the copy has arrived."""

@@ -113,13 +113,19 @@ class HostArena:
         PageLockError: or refuses to lock it.
     """
 
+    check_host = staticmethod(check_host_memory)
+
+    def __new__(cls, regions: Sequence[Region], device: torch.device, pin: bool) -> HostArena:
+        """The kind of arena that belongs to ``device``."""
+        return super().__new__(arena_class(device))
+
     def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
         self.regions, self.nbytes, self.pinned = list(regions), required_bytes(regions), False
-        self._pretends = device.type == "meta"  # a rehearsal: host memory that is not there either
         self._carved: list[tuple[str, torch.Tensor]] = []
         self._next = self._offset = 0
-        if self._pretends:
-            return
+        self._reserve(device, pin)
+
+    def _reserve(self, device: torch.device, pin: bool) -> None:
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
@@ -140,17 +146,14 @@ class HostArena:
         start, self._offset = self._offset, self._offset + wanted.stride_bytes
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        if self._pretends:
-            made = torch.empty(numel, dtype=dtype, device="meta")
-        else:
-            made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-        self._carved.append((category, made))
-        return made
+        self._carved.append((category, self._carve(wanted, start)))
+        return self._carved[-1][1]
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=region.dtype, count=region.numel, offset=start)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the arena's."""
-        if self._pretends:
-            return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
         return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._address < max(self.nbytes, 1)
 
     def tensors(self, category: str) -> list[torch.Tensor]:
@@ -177,6 +180,29 @@ class HostArena:
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
         self._unlock = weakref.finalize(self, _unlock, self._address, device)
         self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
+
+
+class DryRunArena(HostArena):
+    """Host memory that is not there: a dry run is about another host, and carves tensors without values."""
+
+    @staticmethod
+    def check_host(*_: object) -> None:
+        """Nothing is asked of this host."""
+
+    def _reserve(self, device: torch.device, pin: bool) -> None:
+        self._device = device
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.empty(region.numel, dtype=region.dtype, device=self._device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of one that was carved."""
+        return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
+
+
+def arena_class(device: torch.device) -> type[HostArena]:
+    """What the memory of the host of ``device`` is carved from."""
+    return {"meta": DryRunArena}.get(device.type, HostArena)
 
 
 def _unlock(address: int, device: torch.device) -> None:
