@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5660, 4550),
     "deepzero/offload": (3180, 2500),
-    "deepzero/checkpoint": (3620, 2610),
+    "deepzero/checkpoint": (3610, 2610),
     "deepzero/launch": (694, 650),
     "deepzero/health": (634, 560),
     "deepzero/monitor": (2702, 1600),
