@@ -37,7 +37,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/models": (550, 540),
     "deepzero/data": (490, 400),
     "deepzero/training": (960, 380),
-    "deepzero/compat": (1200, 1200),
+    "deepzero/compat": (450, 1200),
     "deepzero": (36_400, 23_500),
     "tools": (5930, 2700),
     "tests": (27_400, 17_000),
