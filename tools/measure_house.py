@@ -24,16 +24,16 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3497, 2720),
+    "deepzero/comm": (3447, 2720),
     "deepzero/runtime": (3520, 3050),
-    "deepzero/runtime/zero": (5730, 4550),
+    "deepzero/runtime/zero": (5660, 4550),
     "deepzero/offload": (3180, 2500),
-    "deepzero/checkpoint": (3760, 2610),
-    "deepzero/launch": (700, 650),
-    "deepzero/health": (643, 560),
-    "deepzero/monitor": (2800, 1600),
+    "deepzero/checkpoint": (3610, 2610),
+    "deepzero/launch": (694, 650),
+    "deepzero/health": (634, 560),
+    "deepzero/monitor": (2702, 1600),
     "deepzero/planning": (2250, 1650),
-    "deepzero/profiling": (1300, 800),
+    "deepzero/profiling": (1230, 800),
     "deepzero/models": (550, 540),
     "deepzero/data": (490, 400),
     "deepzero/training": (960, 380),
@@ -251,11 +251,11 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         if path
         else (0, 0)
     )
-    yield Row("lines of the reading path", sum(source.lines for source in path), 6520, 5500, f"{len(path)} files")
+    yield Row("lines of the reading path", sum(source.lines for source in path), 6120, 5500, f"{len(path)} files")
     yield Row("comments per 100 lines of code on it", round(100 * comments / max(code, 1), 1), 7, 12, least=True)
 
     zero = [source for source in package(house) if source.path.startswith("deepzero/runtime/zero/")]
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 60, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.classes()), 46, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [
@@ -270,7 +270,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         for source in package(house)
         for name in sorted(source.mutable_state())
     ]
-    yield Row("module-level mutable state", len(state), 18, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 11, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package(house) if source.path != "deepzero/utils/threads.py")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,6 @@ COMPARE_ELEMENTS = 1 << 20
 Found = tuple[Path, StoredTensor]
 """A tensor's file, and where in it."""
 
-_NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("id", "tag", "written", "precision"), ""),
-    **{key: {} for key in ("versions", "batch", "counters", "optimizer", "loss_scaler", "client_state", "config")},
-    **dict.fromkeys(("world_size", "zero_stage"), 0),
-    **{key: [] for key in ("layout", "rng_numbers")},
-    "lr_scheduler": None,
-}
-"""What a manifest says of files that are weights alone. Of 0 ranks: none has buffers or generators of its own there."""
-
 
 def is_foreign(path: Path, tag: str | None) -> bool:
     """Whether these are plain safetensors: one such file, or a folder with a model and no checkpoint in it."""
@@ -60,14 +52,7 @@ def is_foreign(path: Path, tag: str | None) -> bool:
 
 
 def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
-    """A manifest of plain safetensors, in the model's names.
-
-    Args:
-        path: for which :func:`is_foreign` is true.
-        model: whose weights they are to be.
-
-    Returns:
-        The folder of the files, and the manifest; its rows hold ``parameter`` and ``buffer`` only.
+    """The folder of plain safetensors, and their manifest in the model's names: ``parameter`` and ``buffer`` only.
 
     Raises:
         CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer.
@@ -95,11 +80,7 @@ def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor → file.
-
-    Raises:
-        CheckpointError: it is damaged, or names files elsewhere.
-    """
+    """Tensor → file; a :class:`CheckpointError` where it is damaged, or names files elsewhere."""
     try:
         content = json.loads(index.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -166,7 +147,9 @@ def _manifest(files: list[str], folder: Path, stored: dict[str, Found], model: E
         elif name not in every:
             parameters[name] = _parameter(found[1], ())  # unknown here: comparing will say so
     shards = {file: ShardInfo(0, (folder / file).stat().st_size, "", 1, "", tuple(rows[file])) for file in files}
-    return Manifest(**_NOTHING, parameters=parameters, buffers=buffers, files=shards)
+    # Weights, and nothing else. Of 0 ranks: none has buffers or generators of its own there.
+    nothing: dict[str, Any] = {entry.name: {} for entry in fields(Manifest)} | {"world_size": 0, "lr_scheduler": None}
+    return Manifest(**nothing | {"parameters": parameters, "buffers": buffers, "files": shards})
 
 
 def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
@@ -175,11 +158,7 @@ def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
 
 
 def _need_same_bits(first: Found, second: Found) -> None:
-    """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself.
-
-    Raises:
-        CheckpointError: the model ties what the files do not.
-    """
+    """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself."""
     (file, a), (_, b) = first, second
     equal = (a.shape, a.dtype) == (b.shape, b.dtype)
     for start in range(0, a.numel if equal else 0, COMPARE_ELEMENTS):
