@@ -24,13 +24,12 @@ from deepzero.config.run import RunConfig
 from deepzero.data.corpus import load_corpus
 from deepzero.data.sampler import GlobalBatchSampler
 from deepzero.evaluation import sample, validate
-from deepzero.launch.preemption import on_stop_request
+from deepzero.launch.rank_process import on_stop_request
 from deepzero.profiling.trace import trace
 from deepzero.training.build_model import build_model, sequences
-from deepzero.training.command import Command
 from deepzero.training.command_line import CommandLine
-from deepzero.training.memory_timeline import StepTimeline, complete_timeline
-from deepzero.training.reporting import build_monitor, final_facts, step_record
+from deepzero.training.reporting import StepTimeline, build_monitor, complete_timeline, final_facts, step_record
+from deepzero.training.resume import Command
 from deepzero.training.run_folder import join, load_start, save_if_due, stop
 
 

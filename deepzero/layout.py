@@ -59,10 +59,8 @@ def round_up(value: int, multiple: int) -> int:
 class ParamSlot:
     """Where one parameter lies. Offsets and lengths are in elements."""
 
-    index: int
-    """Position in the list of parameters that the layout was planned for."""
-    offset: int
-    """Start in ``flat_P``; a multiple of ``ALIGN``."""
+    index: int  # in the list of parameters that the layout was planned for
+    offset: int  # start in flat_P; a multiple of ALIGN
     numel: int
 
     @property
@@ -76,12 +74,9 @@ class Bucket:
     """The unit in which gradients are reduced and parameters published; in stage 3, fetched and released."""
 
     index: int
-    offset: int
-    """Start in ``flat_P``."""
-    numel: int
-    """Extent with padding; a multiple of ``W * ALIGN``."""
-    shard_offset: int
-    """Start of this bucket's part in every rank's ``master_S`` and ``grad_S``."""
+    offset: int  # start in flat_P
+    numel: int  # with padding; a multiple of W * ALIGN
+    shard_offset: int  # start of this bucket's part in every rank's master_S and grad_S
     slots: tuple[ParamSlot, ...]
     world_size: int
 
@@ -95,17 +90,8 @@ class Bucket:
         return flat[self.offset : self.offset + self.numel]
 
     def shard_of(self, shard: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """This bucket's elements of a rank's ``master_S`` or ``grad_S``, as a view.
-
-        Args:
-            shard: 1-D, the rank's shard.
-            start: the element of the whole shard with which ``shard`` begins, where it is the end of one.
-        """
+        """This bucket's elements of a rank's ``master_S`` or ``grad_S``, as a view; ``shard`` begins at ``start``."""
         return shard[self.shard_offset - start :][: self.shard_numel]
-
-    def padding_of(self, rank: int) -> int:
-        """Elements of ``rank``'s part that belong to no parameter."""
-        return self.shard_numel - self.true_numel_of(rank)
 
     def part_start(self, rank: int) -> int:
         """Start of ``rank``'s part in ``flat_P``."""
@@ -115,19 +101,6 @@ class Bucket:
         """Elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Ranges that belong to no parameter, relative to the bucket's start, in elements."""
-        ranges, cursor = [], self.offset
-        # Between two slots: up to ALIGN - 1 elements, because the next parameter starts aligned.
-        for slot in self.slots:
-            if slot.offset > cursor:
-                ranges.append((cursor - self.offset, slot.offset - self.offset))
-            cursor = slot.end
-        # After the last slot: what fills the bucket up to a multiple of W * ALIGN, so that its W shards are equal.
-        if cursor < self.offset + self.numel:
-            ranges.append((cursor - self.offset, self.numel))
-        return ranges
-
     def true_numel_of(self, rank: int) -> int:
         """Elements of ``rank``'s part that belong to parameters; the rest is padding."""
         # The shard is the interval [lo, hi) of flat_P. It may cover the end of one parameter, whole ones, and the
@@ -136,16 +109,26 @@ class Bucket:
         hi = lo + self.shard_numel
         return sum(max(0, min(hi, slot.end) - max(lo, slot.offset)) for slot in self.slots)
 
+    def padding_of(self, rank: int) -> int:
+        """Elements of ``rank``'s part that belong to no parameter."""
+        return self.shard_numel - self.true_numel_of(rank)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges that belong to no parameter, relative to the bucket's start, in elements."""
+        # Behind each slot: up to ALIGN - 1 elements, because the next parameter starts aligned. Behind the last one:
+        # what fills the bucket up to a multiple of W * ALIGN, so that its W shards are equal.
+        ends = [self.offset, *(slot.end for slot in self.slots)]
+        starts = [*(slot.offset for slot in self.slots), self.offset + self.numel]
+        return [(a - self.offset, b - self.offset) for a, b in zip(ends, starts, strict=True) if a < b]
+
 
 @dataclass(frozen=True)
 class Fragment:
     """A run of one parameter's elements that one rank owns: what the optimizer sees as one tensor."""
 
     slot: ParamSlot
-    start: int
-    """First element, counted within the parameter; a multiple of ``ALIGN``."""
-    shard_start: int
-    """Where it lies in the rank's ``master_S`` and ``grad_S``."""
+    start: int  # first element, counted within the parameter; a multiple of ALIGN
+    shard_start: int  # where it lies in the rank's master_S and grad_S
     numel: int
 
 
@@ -182,10 +165,8 @@ class FlatLayout:
 
         Example:
             >>> plan = plan_layout([100, 60], world_size=2, bucket_limit=1 << 20)
-            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.fragments(rank=0)]
-            [(0, 0, 0, 100)]
-            >>> [(p.slot.index, p.start, p.shard_start, p.numel) for p in plan.fragments(rank=1)]
-            [(1, 0, 0, 60)]
+            >>> [[(f.slot.index, f.start, f.shard_start, f.numel) for f in plan.fragments(rank)] for rank in (0, 1)]
+            [[(0, 0, 0, 100)], [(1, 0, 0, 60)]]
         """
         fragments = []
         for bucket in self.buckets:
@@ -209,18 +190,12 @@ def bucket_limit(numel: int, reduce_bucket_size: int, allgather_bucket_size: int
 
     DeepSpeed's bucket sizes are upper limits, and stay so. Their default, 5e8, is larger than most models, and one
     bucket as large as the model cannot overlap with the backward pass that fills it; so a small model is cut into
-    about ``TARGET_BUCKETS`` buckets of at least ``MIN_BUCKET_NUMEL`` elements.
-
-    Args:
-        numel: elements of all groups together.
-        reduce_bucket_size: ``zero.reduce_bucket_size``, elements.
-        allgather_bucket_size: ``zero.allgather_bucket_size``, elements.
+    about ``TARGET_BUCKETS`` buckets of at least ``MIN_BUCKET_NUMEL`` elements. All numbers are elements, ``numel`` of
+    all groups together.
 
     Example:
-        >>> bucket_limit(100_000_000, 500_000_000, 500_000_000)
-        6250000
-        >>> bucket_limit(100_000_000, 1_000_000, 500_000_000)
-        1000000
+        >>> bucket_limit(100_000_000, 500_000_000, 500_000_000), bucket_limit(100_000_000, 1_000_000, 500_000_000)
+        (6250000, 1000000)
     """
     return min(reduce_bucket_size, allgather_bucket_size, max(-(-numel // TARGET_BUCKETS), MIN_BUCKET_NUMEL))
 
@@ -231,13 +206,11 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
     A parameter is never cut: one that is larger than ``bucket_limit`` is a bucket by itself.
 
     Args:
-        numels: elements of each parameter, in the order in which their gradients arrive.
+        numels: elements of each parameter, in the order in which their gradients arrive; ``slots[i]`` is that of
+            ``numels[i]``.
         world_size: W.
         bucket_limit: a bucket is closed before it would exceed this many elements (padding not counted).
         align: elements to which parameter starts and parts are aligned.
-
-    Returns:
-        The layout; ``slots[i]`` belongs to ``numels[i]``.
 
     Raises:
         ValueError: ``world_size`` or ``bucket_limit`` below 1, or a negative number of elements.
@@ -274,30 +247,12 @@ def plan_layout(numels: Sequence[int], world_size: int, bucket_limit: int, align
         # parameter that is larger than the limit open a bucket, in which it stays alone.
         if pending and cursor + numel - start > bucket_limit:
             close()
-        slot = ParamSlot(index, cursor, numel)
-        slots.append(slot)
-        pending.append(slot)
+        slots.append(ParamSlot(index, cursor, numel))
+        pending.append(slots[-1])
         cursor = round_up(cursor + numel, align)
     if pending:
         close()
     return FlatLayout(world_size, tuple(slots), tuple(buckets))
-
-
-@dataclass(frozen=True)
-class BucketRange:
-    """A run of elements of a rank's share."""
-
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.stop - self.start
-
-    def holds(self, place: int) -> bool:
-        """Whether the element is inside."""
-        return self.start <= place < self.stop
 
 
 @dataclass(frozen=True)
@@ -310,46 +265,39 @@ class OffloadPlan:
     """
 
     layout: FlatLayout
-    optimizer_buckets: int
-    """Masters, moments and reduced gradients of so many buckets are in host memory."""
-    parameter_buckets: int
-    """This rank's part of the parameters of so many."""
-    own_masters: bool
-    """The parameters are fp32: their own masters, where both are on one side."""
-    trained: bool = True
-    """False: no optimizer, no masters."""
+    optimizer_buckets: int  # masters, moments and reduced gradients of so many are in host memory
+    parameter_buckets: int  # this rank's part of the parameters of so many
+    own_masters: bool  # the parameters are fp32: their own masters, where both are on one side
+    trained: bool = True  # False: no optimizer, no masters
 
     @classmethod
     def on_device(cls, layout: FlatLayout, own_masters: bool, trained: bool = True) -> OffloadPlan:
         """Nothing is offloaded."""
         return cls(layout, 0, 0, own_masters, trained)
 
-    def _numel(self, count: int) -> int:
-        return sum(bucket.shard_numel for bucket in self.layout.buckets[:count])
-
     @property
     def optimizer_numel(self) -> int:
-        """Elements of the share, padding included, that the CPU steps on."""
-        return self._numel(self.optimizer_buckets)
+        """Elements of the shard, padding included, that the CPU steps on."""
+        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.optimizer_buckets])
 
     @property
     def parameter_numel(self) -> int:
-        """Elements of the share, padding included, whose parameters are in host memory."""
-        return self._numel(self.parameter_buckets)
+        """Elements of the shard, padding included, whose parameters are in host memory."""
+        return sum(bucket.shard_numel for bucket in self.layout.buckets[: self.parameter_buckets])
 
     @property
-    def host_masters(self) -> BucketRange:
-        """Separate masters in host memory."""
+    def host_masters(self) -> range:
+        """Elements of the shard with a separate master in host memory."""
         stop = self.optimizer_numel if self.trained else 0
-        return BucketRange(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
+        return range(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
 
     @property
-    def device_masters(self) -> BucketRange:
-        """Separate masters on the device."""
+    def device_masters(self) -> range:
+        """Elements of the shard with a separate master on the device."""
         start = self.optimizer_numel
         if not self.trained:
-            return BucketRange(0, 0)
-        return BucketRange(start, max(self.parameter_numel, start) if self.own_masters else self.layout.shard_numel)
+            return range(0)
+        return range(start, max(self.parameter_numel, start) if self.own_masters else self.layout.shard_numel)
 
     def own_masters_at(self, bucket: Bucket) -> bool:
         """Whether this bucket's parameters are their own masters."""

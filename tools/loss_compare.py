@@ -30,10 +30,12 @@ def read(folder: Path) -> tuple[dict[int, float], dict[int, float]]:
             entries.append(json.loads(line))
         except json.JSONDecodeError:
             print(f"{path}, line {number} is not whole (a run under way, or one that was killed) and is left out")
-    training = {entry["step"]: entry["loss"] for entry in entries if entry.get("loss") is not None}
+    training, validation = (
+        {entry["step"]: entry[key] for entry in entries if entry.get(key) is not None} for key in ("loss", "val_loss")
+    )
     if not training:
         raise SystemExit(f"{path} holds no loss")
-    return training, {entry["step"]: entry["val_loss"] for entry in entries if entry.get("val_loss") is not None}
+    return training, validation
 
 
 def running_mean(values: list[float], length: int) -> list[float]:
@@ -65,8 +67,7 @@ def draw(runs: dict[str, tuple[dict[int, float], dict[int, float]]], out: Path, 
             filled = colour if style == "-" else "none"
             points = list(validation), list(validation.values())
             axes.plot(*points, "o", color=colour, ms=5, mfc=filled, label=f"{name}: validation")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+    axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -90,18 +91,17 @@ def main() -> None:
     if len(names) != len(given.runs) or len(set(names)) != len(names):
         parser.error(f"{len(given.runs)} runs need as many different names, not {names}; give them with --names")
     runs = {name: read(folder) for name, folder in zip(names, given.runs, strict=True)}
-    reference = next(iter(runs.values()))[1]
+    curves = [validation for _, validation in runs.values()]
     print("| step | " + " | ".join(names) + " |\n| --- |" + " --- |" * len(names))
-    for step in sorted({step for _, validation in runs.values() for step in validation}):
-        expected, cells = reference.get(step), []
-        for _, validation in runs.values():
-            value = validation.get(step)
-            apart = (
-                "" if value is None or not expected or validation is reference else f" ({value / expected - 1:+.2%})"
-            )
+    for step in sorted({step for curve in curves for step in curve}):
+        cells, expected = [], curves[0].get(step)
+        for curve in curves:
+            value = curve.get(step)
+            compared = value is not None and expected and curve is not curves[0]
+            apart = f" ({value / expected - 1:+.2%})" if compared else ""
             cells.append("-" if value is None else f"{value:.4f}{apart}")
         print(f"| {step} | {' | '.join(cells)} |")
-    if not any(validation for _, validation in runs.values()):
+    if not any(curves):
         print("(no run has a validation loss)")
     if given.out is not None:
         draw(runs, given.out, given.mean)

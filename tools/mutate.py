@@ -52,7 +52,6 @@ PACKAGE = ROOT / "deepzero"
 ROOMS = ("comm", "runtime/zero", "offload", "checkpoint")
 COMPILED = {
     "offload/adam_numba.py",
-    "offload/adam_compiled.py",
     "offload/adam_kernels.py",
     "utils/compile.py",
 }

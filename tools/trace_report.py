@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 from deepzero.profiling.trace_events import TraceError, find_traces, load_trace
-from deepzero.profiling.trace_page import page
+from deepzero.profiling.trace_report import page, render
 from deepzero.profiling.trace_summary import summarize
-from deepzero.profiling.trace_text import render
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,16 +1,15 @@
 """Saving, second half: shards to the disk, by a thread of its own if wanted, and one commit for all ranks.
 
     1  agree      the folder can be written to and has room; no other save is under way      all ranks together
-    2  collect    which runs go where (``save_plan.py``)                                         all ranks together
+    2  collect    which runs go where (``save_plan.py``)                                     all ranks together
     3  snapshot   asynchronous saves only: a copy of this rank's share, in memory that is kept for the next save
-    4  write      this rank's shard, hashed on the way, flushed                               each rank for itself
+    4  write      this rank's shard, hashed on the way, flushed                              each rank for itself
     5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``; then what is too old goes
 
 Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
-notes (``StoreMailbox``), never through the process group, which belongs to the training thread. On Linux it
-has the lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor
-time, and that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no
-longer either.
+notes (``StoreMailbox``), never through the process group, which belongs to the training thread. On Linux it has the
+lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor time, and
+that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no longer either.
 
 **Nobody waits for a disk in a collective**, whose time-out (``comm.timeout_seconds``) is made for networks. Ranks wait
 for each other's disks by notes too, for as long as the other one's process lives and something has reached its disk
@@ -34,20 +33,21 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint.errors import CheckpointError, reason
-from deepzero.checkpoint.manifest import Manifest, Row, ShardInfo, shard_name
-from deepzero.checkpoint.save_plan import SavePlan, with_files
+from deepzero.checkpoint.manifest import Manifest, ShardInfo, shard_name
+from deepzero.checkpoint.save_plan import SavePlan
 from deepzero.checkpoint.shard_file import ShardPlan, write_shard
 from deepzero.comm import flight_recorder, process_group
 from deepzero.comm.ledger import SNAPSHOT
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.durable import flush_parents
-from deepzero.offload.arena import HostArena, Region
+from deepzero.offload.pinned_arena import HostArena, Region
 from deepzero.utils.threads import start_thread
 
 log = logging.getLogger(__name__)
@@ -58,10 +58,8 @@ GONE_SECONDS = 30.0
 """A rank whose process has given no sign for so long was killed; one whose disk hangs still gives signs."""
 LOWEST_PRIORITY = 19
 
-_UNDER_WAY: set[Path] = set()
-"""Folders that savers of this process write to: two engines may save to one folder, and none clears the other's."""
 _FOLDERS = threading.Lock()
-"""Held while one of them renames and removes: in between things have names that the other would not understand."""
+"""Held while a thread renames and removes: in between things have names that another engine would not understand."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +86,10 @@ class Saver:
         self.rank, self.world_size = process_group.rank(), process_group.world_size()
         # All ranks ask one store, and rank 0 asks it for each rank: together about as often, however many there are.
         self.poll_seconds = POLL_SECONDS * max(1.0, self.world_size / 16)
+        self.failure: str | None = None
+        """Why the last save was given up; raised once."""
         self._arena: HostArena | None = None
         self._thread: threading.Thread | None = None
-        self._failure: str | None = None
         self._locked: Path | None = None
 
     # ---- what training waits for -------------------------------------------------------------------------------------
@@ -110,24 +109,23 @@ class Saver:
         save_id = str(process_group.broadcast_object(uuid.uuid4().hex[:12]))
         job = _Job(self, target, save_id)
         try:
-            job.rank_0_first("prepared", lambda: self._prepare(target))
+            job.rank_0_first("prepared", partial(self._prepare, target))
             collected = collect(save_id)
-            job.rank_0_first("opened", lambda: self._open(target.folder, job.temporary, collected.total_bytes))
+            job.rank_0_first("opened", partial(job.open, collected.total_bytes))
         except BaseException:
-            job.end_beating()
+            job.end()
             raise
         if not asynchronous:
             job.run(collected)
-            self._raise_failure()
+            self.wait()
             return
         try:
             plan, ready = self._snapshot(collected.plan)
             copied = dataclasses.replace(collected, plan=plan)
-            thread = start_thread(job.run_behind, "deepzero-save", copied, ready)
+            self._thread = start_thread(job.run_behind, "deepzero-save", copied, ready)
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
             raise
-        self._thread = thread
 
     def wait(self) -> None:
         """Return when no save is under way.
@@ -138,7 +136,9 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._raise_failure()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise CheckpointError(failure)
 
     def held(self) -> list[torch.Tensor]:
         """Memory of snapshots."""
@@ -150,38 +150,24 @@ class Saver:
             self.wait()
         finally:
             self._release_memory()
-            if self._locked is not None:
-                folders.release(self._locked)
-                self._locked = None
-
-    def failed(self, reason: str) -> None:
-        """Remember why a save was given up, and say so at once."""
-        self._failure = reason
-        if self.rank == 0:
-            log.error("%s", reason)
-
-    def _raise_failure(self) -> None:
-        reason, self._failure = self._failure, None
-        if reason is not None:
-            raise CheckpointError(reason)
+            self._unlock()
 
     def _prepare(self, target: Target) -> None:
         folder = target.folder
         if self._locked is not None and os.path.realpath(self._locked) != os.path.realpath(folder):
-            folders.release(self._locked)
-            self._locked = None
+            self._unlock()
         if self._locked is None:
             folders.acquire(folder)
             self._locked = folder
             flush_parents(folder)
         with _FOLDERS:
-            folders.clear_remains(folder, _UNDER_WAY)
+            folders.clear_remains(folder)
         folders.check_replaceable(folder / target.tag)
 
-    def _open(self, folder: Path, temporary: Path, total_bytes: int) -> None:
-        folders.room_for(folder, total_bytes)
-        temporary.mkdir()
-        _UNDER_WAY.add(temporary)
+    def _unlock(self) -> None:
+        if self._locked is not None:
+            folders.release(self._locked)
+            self._locked = None
 
     def _snapshot(self, plan: ShardPlan) -> tuple[ShardPlan, Callable[[], None]]:
         """Copy everything into memory of our own; on a GPU the copies are queued before the next step's kernels."""
@@ -192,12 +178,11 @@ class Saver:
             self._arena.allocate(SNAPSHOT, plan.bytes, torch.uint8)
         (memory,) = self._arena.tensors(SNAPSHOT)
         copied = plan.copy_into(memory)
-        ready: Callable[[], None] = _nothing
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
-            ready = event.synchronize
-        return copied, ready
+        if self.device.type != "cuda":
+            return copied, _nothing
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))  # the program's current device may be another
+        return copied, event.synchronize
 
     def _release_memory(self) -> None:
         if self._arena is not None:
@@ -217,10 +202,29 @@ class _Job:
         self.temporary = folders.temporary_folder(target.folder, target.tag, save_id)
         self.channel = StoreMailbox(f"save/{save_id}")
         self.watchdog = flight_recorder.observer()
-        self.over = threading.Event()
-        self.heart: threading.Thread | None = None
         self.hearts = {rank: _HeartbeatTimeout(GONE_SECONDS) for rank in range(saver.world_size)}
-        self._begin_beating()
+        self._over = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._handle: int | None = None
+        if saver.world_size > 1:
+            # From the first on: a program that is about to end may start no more threads.
+            self.channel.set(f"{saver.rank}/beat", "begun")
+            self._heart = start_thread(self._beat, "deepzero-save-beat")
+
+    def _beat(self) -> None:
+        """Let the others see that this process lives, also while the system writes and says nothing."""
+        with contextlib.suppress(Exception):  # the store may be gone before this rank is
+            while not self._over.wait(BEAT_SECONDS):
+                self.channel.set(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
+
+    def end(self) -> None:
+        """There is nothing more that others wait for."""
+        self._over.set()
+        if self._heart is not None and self._heart.is_alive():
+            self._heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
     def rank_0_first(self, what: str, act: Callable[[], None]) -> None:
         """Rank 0 acts, the others wait for its word, and all raise when it could not."""
@@ -238,14 +242,19 @@ class _Job:
         if problem:
             raise CheckpointError(problem)
 
+    def open(self, total_bytes: int) -> None:
+        """Make the folder that is written to; a handle of it keeps others of this process from clearing it away."""
+        folders.room_for(self.target.folder, total_bytes)
+        self.temporary.mkdir()
+        self._handle = os.open(self.temporary, os.O_RDONLY)
+
     def give_up(self, problem: str) -> None:
         """Instead of :meth:`run`, on a rank that cannot write: the others are told."""
         self.channel.set(f"{self.saver.rank}/failed", problem)
-        self.end_beating()
         if self.saver.rank == 0:
             shutil.rmtree(self.temporary, ignore_errors=True)
-            _UNDER_WAY.discard(self.temporary)
             self.channel.set("verdict", f"rank 0: {problem}")
+        self.end()
 
     def run_behind(self, collected: SavePlan, ready: Callable[[], None]) -> None:
         """The thread: after the snapshot is complete, out of the training thread's way."""
@@ -260,54 +269,22 @@ class _Job:
         except Exception as error:
             problem = reason(error)
         finally:
-            self.end_beating()
-            _UNDER_WAY.discard(self.temporary)
-        if problem is not None:
-            self.saver.failed(
-                f"checkpoint {self.target.folder / self.target.tag} was not saved: {problem}. "
-                "What was saved before is untouched"
-            )
+            self.end()
+        if problem:
+            where = self.target.folder / self.target.tag
+            self.saver.failure = f"checkpoint {where} was not saved: {problem}. What was saved before is untouched"
+            if self.saver.rank == 0:
+                log.error("%s", self.saver.failure)
 
-    def _begin_beating(self) -> None:
-        """Let the others see that this process lives, also while the system writes and says nothing.
-
-        From the first on: a program that is about to end may start no more threads.
-        """
-
-        def beat() -> None:
-            with contextlib.suppress(Exception):  # the store may be gone before this rank is
-                while not self.over.wait(BEAT_SECONDS):
-                    self.channel.set(f"{self.saver.rank}/beat", str(time.monotonic_ns()))
-
-        if self.saver.world_size > 1:
-            self.channel.set(f"{self.saver.rank}/beat", "begun")
-            self.heart = start_thread(beat, "deepzero-save-beat")
-
-    def end_beating(self) -> None:
-        """There is nothing more that others wait for."""
-        self.over.set()
-        if self.heart is not None and self.heart.is_alive():
-            self.heart.join(BEAT_SECONDS)  # a store that hangs must not hold up more than the save
-
-    def _lost(self, rank: int) -> str | None:
-        """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
-        verdict = self.watchdog.found()
-        if verdict is not None:
-            return verdict
-        beat = self.channel.get(f"{rank}/beat")
-        if beat is not None and self.hearts[rank].over(beat):
-            return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
-        return None
-
-    def _write_and_commit(self, collected: SavePlan, ready: Callable[[], None]) -> str | None:
-        rank = self.saver.rank
-        info: ShardInfo | None = None
+    def _write_and_commit(self, collected: SavePlan, ready: Callable[[], None]) -> str:
+        """What went wrong; "" if nothing did."""
+        rank, info = self.saver.rank, None
         try:
             ready()
             path = self.temporary / shard_name(rank, self.saver.world_size)
             info = write_shard(path, collected.plan, rank, self._alive)
             if rank != 0:
-                self.channel.set(f"{rank}/written", _shard_text(info))
+                self.channel.set(f"{rank}/written", json.dumps(dataclasses.asdict(info)))
         except Exception as error:
             self.channel.set(f"{rank}/failed", reason(error))
         return self._commit(collected.manifest, info) if rank == 0 else self._verdict()
@@ -315,37 +292,34 @@ class _Job:
     def _alive(self, written: int) -> None:
         self.channel.set(f"{self.saver.rank}/progress", str(written))
 
-    def _commit(self, manifest: Manifest, mine: ShardInfo | None) -> str | None:
-        """Rank 0: when all shards are there, make them a checkpoint; tell the others."""
-        problem, files = self._gather(mine)
-        if problem is None:
+    # ---- rank 0 ------------------------------------------------------------------------------------------------------
+
+    def _commit(self, manifest: Manifest, mine: ShardInfo | None) -> str:
+        """When all shards are there, make them a checkpoint; tell the others."""
+        problem, target = "", self.target
+        try:
+            manifest = dataclasses.replace(manifest, files=self._gather(mine))
             with _FOLDERS:
-                problem = self._install(with_files(manifest, files))
-        if problem is not None:
+                folders.commit(target.folder, self.temporary, manifest, target.save_latest)
+        except Exception as error:
+            problem = reason(error)
             shutil.rmtree(self.temporary, ignore_errors=True)
-        self.channel.set("verdict", problem or "")
-        if problem is None:
-            with _FOLDERS:
-                self._prune()
+        self.channel.set("verdict", problem)
+        if not problem and target.keep_last is not None:
+            try:
+                with _FOLDERS:
+                    folders.prune(target.folder, target.tag, target.keep_last)
+            except (OSError, CheckpointError) as error:  # ``latest`` may be damaged
+                log.warning("%s: old checkpoints could not be removed (%s)", target.folder, reason(error))
         self.channel.set("pruned", "")
         return problem
 
-    def _install(self, manifest: Manifest) -> str | None:
-        try:
-            folders.commit(self.target.folder, self.temporary, manifest, self.target.save_latest)
-        except Exception as error:
-            return reason(error)
-        return None
+    def _gather(self, mine: ShardInfo | None) -> dict[str, ShardInfo]:
+        """Every rank's shard, when it is written.
 
-    def _prune(self) -> None:
-        """Remove old checkpoints but for ``keep_last`` with the new one; a failure is only said."""
-        if self.target.keep_last is not None:
-            try:
-                folders.prune(self.target.folder, self.target.tag, self.target.keep_last)
-            except (OSError, CheckpointError) as error:  # ``latest`` may be damaged
-                log.warning("%s: old checkpoints could not be removed (%s)", self.target.folder, reason(error))
-
-    def _gather(self, mine: ShardInfo | None) -> tuple[str | None, dict[str, ShardInfo]]:
+        Raises:
+            CheckpointError: one will not be.
+        """
         size = self.saver.world_size
         files = {} if mine is None else {shard_name(0, size): mine}
         patience = {rank: _HeartbeatTimeout(self.saver.silence_seconds) for rank in range(size)}
@@ -353,26 +327,24 @@ class _Job:
         told = -math.inf
         while True:
             for rank in range(size):
-                reason = self.channel.get(f"{rank}/failed")
-                if reason is not None:
-                    return f"rank {rank}: {reason}", {}
-                text = None if shard_name(rank, size) in files else self.channel.get(f"{rank}/written")
-                if text is not None:
-                    files[shard_name(rank, size)] = _shard_from(text)
-                if shard_name(rank, size) in files:
+                if (problem := self.channel.get(f"{rank}/failed")) is not None:
+                    raise CheckpointError(f"rank {rank}: {problem}")
+                if (name := shard_name(rank, size)) in files:
                     continue
-                if rank != 0 and (lost := self._lost(rank)) is not None:
-                    return lost, {}
-                if patience[rank].over(self.channel.get(f"{rank}/progress")):
-                    return self._silent(rank), {}
+                if (text := self.channel.get(f"{rank}/written")) is not None:
+                    files[name] = ShardInfo.from_dict(json.loads(text))
+                elif (lost := self._lost(rank, patience[rank])) is not None:
+                    raise CheckpointError(lost)
             if len(files) == size:
-                return None, files
+                return files
             if (now := time.monotonic()) >= told + often:
                 self._alive(int(1e9 * now))
                 told = now
             time.sleep(self.saver.poll_seconds)
 
-    def _verdict(self) -> str | None:
+    # ---- who waits for whom ------------------------------------------------------------------------------------------
+
+    def _verdict(self) -> str:
         """The other ranks wait for rank 0's word: the checkpoint is complete for all, or for none."""
         text = self._word("verdict")
         if not text:
@@ -382,23 +354,30 @@ class _Job:
         if text:
             # Rank 0 has removed it, and this rank may have written since; whoever comes last leaves nothing.
             shutil.rmtree(self.temporary, ignore_errors=True)
-        return text or None
+        return text
 
     def _word(self, what: str) -> str:
         """Rank 0's, "" if all is well; or why it will not come."""
         patience, pause = _HeartbeatTimeout(self.saver.silence_seconds), FIRST_POLL_SECONDS
         while (text := self.channel.get(what)) is None:
-            if patience.over(self.channel.get("0/progress")):
-                return self._silent(0)
-            if (lost := self._lost(0)) is not None:
+            if (lost := self._lost(0, patience)) is not None:
                 return lost
             time.sleep(pause)
             pause = min(2 * pause, self.saver.poll_seconds)
         return text
 
-    def _silent(self, rank: int) -> str:
-        seconds = self.saver.silence_seconds
-        return f"rank {rank}'s disk has taken nothing for {seconds:g} s (comm.save_timeout_seconds)"
+    def _lost(self, rank: int, patience: _HeartbeatTimeout) -> str | None:
+        """Why nothing more will come from ``rank``; None: it may be slow, but it is there."""
+        verdict = self.watchdog.found()
+        if verdict is not None:
+            return verdict
+        beat = self.channel.get(f"{rank}/beat")
+        if beat is not None and self.hearts[rank].over(beat):
+            return f"rank {rank} gave no sign of life for {GONE_SECONDS:.0f} s: it was killed or its machine is gone"
+        if patience.over(self.channel.get(f"{rank}/progress")):
+            seconds = self.saver.silence_seconds
+            return f"rank {rank}'s disk has taken nothing for {seconds:g} s (comm.save_timeout_seconds)"
+        return None
 
 
 class _HeartbeatTimeout:
@@ -411,12 +390,3 @@ class _HeartbeatTimeout:
         if (note or "") != self._last:
             self._since, self._last = time.monotonic(), note or ""
         return time.monotonic() - self._since > self._seconds
-
-
-def _shard_text(info: ShardInfo) -> str:
-    return json.dumps(dataclasses.asdict(info))
-
-
-def _shard_from(text: str) -> ShardInfo:
-    content = json.loads(text)
-    return ShardInfo(**{**content, "rows": tuple(Row(**row) for row in content["rows"])})

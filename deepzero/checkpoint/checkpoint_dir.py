@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Container
+import stat
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
@@ -25,10 +25,9 @@ from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, che
 from deepzero.durable import flush_folder, write_whole
 
 LOCK = ".lock"
-SAVING = ".saving-"
-REPLACED = ".replaced-"
-DELETING = ".deleting-"
+SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
 MAX_TAG_BYTES = 200
+"""Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow."""
 RUN_CHECKPOINTS = "checkpoints"
 """Inside the folder of a run of ``train.py``."""
 
@@ -47,7 +46,6 @@ def check_tag(tag: str) -> None:
 
 
 def _is_tag(tag: str) -> bool:
-    # Folders that are not complete yet have the tag in their names, and a little more; 255 bytes is what systems allow.
     fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES
     return fits and tag == tag.strip() != LATEST and re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is not None
 
@@ -62,9 +60,8 @@ def is_complete(path: Path) -> bool:
 
 def complete_tags(folder: Path) -> list[str]:
     """Tags of the complete checkpoints in ``folder``, oldest first (by the time of their commit)."""
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if not path.name.startswith(".") and is_complete(path)]
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = [path for path in paths if not path.name.startswith(".") and is_complete(path)]
     return [path.name for path in sorted(found, key=lambda path: ((path / COMMIT).stat().st_mtime_ns, path.name))]
 
 
@@ -89,12 +86,11 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
     Raises:
         CheckpointError: there is none, or it is not complete.
     """
-    folder = Path(load_dir).expanduser()
+    folder, named = Path(load_dir).expanduser(), ""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that checkpoints were saved to")
     if (folder / RUN_CHECKPOINTS / LATEST).is_file() and not (folder / LATEST).exists() and not is_complete(folder):
         folder /= RUN_CHECKPOINTS
-    named = ""
     if tag is None:
         if (folder / MANIFEST).exists() or is_complete(folder):
             return _complete(folder)
@@ -104,17 +100,17 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         if not _is_tag(tag):
             raise CheckpointError(f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
         named = f"{folder / LATEST} names {tag}, and "
-    check_tag(str(tag))
-    path = folder / str(tag)
-    if not os.path.lexists(path):
+    check_tag(tag)
+    path = folder / tag
+    if os.path.lexists(path):
+        return _complete(path)
+    for left in sorted(folder.glob(f"{REPLACED}*")):
         # A kill between the two renames that replace a checkpoint of the same tag.
-        for left in sorted(folder.glob(f"{REPLACED}*")):
-            if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(str(tag))}", left.name):
-                return left
-        known = complete_tags(folder)
-        there = f"there are: {', '.join(known)}" if known else "there is no complete checkpoint in this folder"
-        raise CheckpointError(f"{named}{path} does not exist; {there}")
-    return _complete(path)
+        if is_complete(left) and re.fullmatch(rf"{re.escape(REPLACED)}[0-9a-f]+-{re.escape(tag)}", left.name):
+            return left
+    known = complete_tags(folder)
+    there = f"there are: {', '.join(known)}" if known else "there is no complete checkpoint in this folder"
+    raise CheckpointError(f"{named}{path} does not exist; {there}")
 
 
 def _complete(path: Path) -> Path:
@@ -129,8 +125,7 @@ def _complete(path: Path) -> Path:
 
 
 def _no_latest(folder: Path) -> str:
-    known = complete_tags(folder)
-    if known:
+    if known := complete_tags(folder):
         return f"{folder / LATEST} is missing; name the checkpoint with tag=: there are {', '.join(known)}"
     if any(folder.glob(f"{SAVING}*")):
         return f"{folder} holds no complete checkpoint: its only save was interrupted"
@@ -146,10 +141,9 @@ def others(load_dir: str | Path, tag: str | None) -> list[Path]:
         folder /= RUN_CHECKPOINTS
     if tag is not None and not os.path.lexists(folder / tag):
         return []
-    try:
+    damaged = tag
+    with contextlib.suppress(CheckpointError):
         damaged = tag or latest_tag(folder)
-    except CheckpointError:
-        damaged = None
     return [folder / known for known in reversed(complete_tags(folder)) if known != damaged]
 
 
@@ -188,8 +182,7 @@ def read_manifest(path: Path) -> Manifest:
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing; the checkpoint is damaged")
-        size = file.stat().st_size
-        if size != info.bytes:
+        if (size := file.stat().st_size) != info.bytes:
             raise CheckpointError(f"{file} has {size} bytes and should have {info.bytes}; the checkpoint is damaged")
     return manifest
 
@@ -197,7 +190,12 @@ def read_manifest(path: Path) -> Manifest:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> Path:
+def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
+    """Where a save writes until it is complete."""
+    return folder / f"{SAVING}{save_id}-{tag}"
+
+
+def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> None:
     """Make a written checkpoint the one of its tag.
 
     Args:
@@ -205,16 +203,12 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
         temporary: a folder in there that has all the shards.
         manifest: of them.
         save_latest: let ``latest`` name it.
-
-    Returns:
-        Its path.
     """
     raw = manifest.to_json().encode()
     write_whole(temporary / MANIFEST, raw)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
     flush_folder(temporary)  # what is in it, before it has a name that somebody reads
-    final = folder / manifest.tag
-    aside = folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
+    final, aside = folder / manifest.tag, folder / f"{REPLACED}{manifest.id}-{manifest.tag}"
     if final.exists():
         final.replace(aside)
     temporary.replace(final)
@@ -222,7 +216,6 @@ def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool)
     shutil.rmtree(aside, ignore_errors=True)
     if save_latest:
         point_latest(final)
-    return final
 
 
 def point_latest(path: Path) -> None:
@@ -231,13 +224,10 @@ def point_latest(path: Path) -> None:
     flush_folder(path.parent)
 
 
-def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
+def prune(folder: Path, tag: str, keep_last: int) -> None:
     """Remove old checkpoints: of those whose tags differ from ``tag`` by digits only, the newest stay.
 
     The one that ``latest`` names stays, too: a run may save without touching ``latest``.
-
-    Returns:
-        The tags that are gone.
     """
     form = re.compile("".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", tag)))
     alike = [known for known in complete_tags(folder) if form.fullmatch(known) and known != tag]
@@ -249,7 +239,6 @@ def prune(folder: Path, tag: str, keep_last: int) -> list[str]:
         flush_folder(folder)  # first out of sight: half of a checkpoint must not be found
     for old in gone:
         shutil.rmtree(folder / f"{DELETING}{old}", ignore_errors=True)
-    return gone
 
 
 def check_replaceable(path: Path) -> None:
@@ -259,23 +248,20 @@ def check_replaceable(path: Path) -> None:
         CheckpointError: ``path`` is a file, or a folder with something else in it.
     """
     if path.is_dir() and not path.is_symlink():
-        if is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir()):
-            return
-    elif not os.path.lexists(path):
-        return
-    raise CheckpointError(
-        f"{path} is there and is no checkpoint of deepzero, so it is not replaced; save under another tag, or remove it"
-    )
+        free = is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir())
+    else:
+        free = not os.path.lexists(path)
+    if not free:
+        raise CheckpointError(
+            f"{path} is there and is no checkpoint of deepzero, so it is not replaced; save under another tag, or "
+            "remove it"
+        )
 
 
-def clear_remains(folder: Path, under_way: Container[Path] = ()) -> None:
-    """Remove what interrupted saves have left. Only who holds the lock may.
-
-    Args:
-        folder: where checkpoints lie.
-        under_way: folders in there that this process is writing.
-    """
-    remains = [p for p in folder.iterdir() if p.name.startswith((SAVING, DELETING, REPLACED)) and p not in under_way]
+def clear_remains(folder: Path) -> None:
+    """Remove what interrupted saves have left, but for what this process writes to. Only who holds the lock may."""
+    remains = [path for path in folder.iterdir() if path.name.startswith((SAVING, DELETING, REPLACED))]
+    remains = [path for path in remains if not open_handles(path)]
     if remains:
         flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
     for path in remains:
@@ -300,28 +286,54 @@ def room_for(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
-    """Where a save writes until it is complete."""
-    return folder / f"{SAVING}{save_id}-{tag}"
-
-
 # ---- the lock --------------------------------------------------------------------------------------------------------
+#
+# What this process writes to is read from the system's table of open files, which all engines of a program share. A
+# lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the lock.
 
-_HELD: dict[str, tuple[int, int]] = {}
-"""Of this process: real path → (file, how many hold it)."""
+
+def open_handles(path: Path | None = None, words: str = "") -> list[int]:
+    """This process's handles of a file or folder; of any for None. With ``words``: only of locks that say this."""
+    found = []
+    for handle in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
+            status = os.fstat(handle)
+            if path is not None and not os.path.samestat(status, path.stat()):
+                continue
+            # Who only looks into a lock does not hold it.
+            ours = stat.S_ISREG(status.st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR
+            if not words or (ours and re.fullmatch(words, _read(handle))):
+                found.append(handle)
+    return found
+
+
+def _read(handle: int) -> str:
+    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
+
+
+def _words(process: int | str) -> str:
+    return f"process {process} on {socket.gethostname()}"
+
+
+def _handles(folder: Path) -> list[int]:
+    return open_handles(folder / LOCK, re.escape(_words(os.getpid())))
+
+
+def holds(folder: Path) -> bool:
+    """Whether this process has the right to write in ``folder``."""
+    return bool(_handles(folder))
 
 
 def acquire(folder: Path) -> None:
-    """Make the folder, and take the right to write in it.
+    """Make the folder, and take the right to write in it, as often as somebody of this process wants it.
 
     Raises:
         CheckpointError: another process has it, or the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        key = os.path.realpath(folder)
-        if key in _HELD:
-            _HELD[key] = (_HELD[key][0], _HELD[key][1] + 1)
+        if held := _handles(folder):
+            os.dup(held[0])
             return
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -329,42 +341,32 @@ def acquire(folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.read(handle, 200).decode("utf-8", "replace").strip()
+        holder = _read(handle) or "unknown"
         os.close(handle)
         raise CheckpointError(
-            f"another run writes to {folder} ({holder or 'unknown'}); stop it, or let this one save to another folder"
+            f"another run writes to {folder} ({holder}); stop it, or let this one save to another folder"
         ) from None
     except OSError:
-        # A file system without locks: writing goes on as it would without this check.
-        pass
-    _HELD[key] = (
-        handle,
-        1,
-    )  # also where there is no room for the words below: then the folder is this process's to remove
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        pass  # a file system without locks: writing goes on as it would without this check
+    try:
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, _words(os.getpid()).encode(), 0)
+    except OSError:  # no room for the words: nothing of us stays
+        (folder / LOCK).unlink(missing_ok=True)
+        os.close(handle)
+        raise
 
 
 def release(folder: Path) -> None:
-    """Give the right back."""
-    key = os.path.realpath(folder)
-    handle, count = _HELD.pop(key, (-1, 0))
-    if count > 1:
-        _HELD[key] = (handle, count - 1)
-    elif count == 1:
+    """Give the right back, once for each :func:`acquire`."""
+    for handle in _handles(folder)[:1]:
         os.close(handle)
 
 
-def holds(folder: Path) -> bool:
-    """Whether this process has the right to write in ``folder``."""
-    return os.path.realpath(folder) in _HELD
-
-
-def _forget() -> None:
-    """In a forked child: the lock is the open file's, so that the child would keep it when this process is gone."""
-    for handle, _ in _HELD.values():
+def _close_the_parents_locks() -> None:
+    """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
+    for handle in open_handles(words=_words(r"\d+")):
         os.close(handle)
-    _HELD.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_the_parents_locks)

@@ -18,20 +18,18 @@ import torch
 
 from deepzero.checkpoint.async_save import Saver, Target
 from deepzero.checkpoint.checkpoint_dir import check_tag
-from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, reason
+from deepzero.checkpoint.engine_state import EngineState, class_name
+from deepzero.checkpoint.errors import CheckpointError, reason, together
 from deepzero.checkpoint.export import MODEL_FILE, save_gathered
 from deepzero.checkpoint.json_codec import decode
-from deepzero.checkpoint.load import Loader, LoadOptions, naming_another, open_checkpoint
+from deepzero.checkpoint.load import Loader, naming_another, open_checkpoint
 from deepzero.checkpoint.manifest import BATCH, COUNTERS
-from deepzero.checkpoint.save_plan import SavePlan, TrainingState, class_name, collect
+from deepzero.checkpoint.save_plan import SavePlan, collect
 from deepzero.comm import process_group
 from deepzero.comm.ledger import SNAPSHOT
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.runtime.engine import Engine
 from deepzero.runtime.zero.parameter_all_gather import send_to_replicas
 from deepzero.utils.exit_hooks import before_the_end
-from deepzero.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +37,19 @@ log = logging.getLogger(__name__)
 def _agree_on(call: str, arguments: dict[str, Any]) -> None:
     """Raise on every rank when one calls with other arguments than rank 0. A collective."""
     first = process_group.broadcast_object(arguments)
-    other = [
-        f"{name}={value!r}, but rank 0 {first[name]!r}" for name, value in arguments.items() if value != first[name]
-    ]
-    raise_on_all_ranks(
-        f"{call}: this rank passes {other[0]}; pass the same on all ranks" if other else None, CheckpointError
-    )
+    with together():
+        for name, value in arguments.items():
+            if value != first[name]:
+                other = f"{name}={value!r}, but rank 0 {first[name]!r}"
+                raise CheckpointError(f"{call}: this rank passes {other}; pass the same on all ranks")
 
 
-def _check_named(call: str, folder: str | Path) -> None:
+def _folder(call: str, folder: str | Path) -> Path:
     """Raise on every rank when one names no folder: an empty setting would mean the current one. A collective."""
-    raise_on_all_ranks(
-        None if str(folder).strip() else f'{call}({folder!r}): no folder is named; "." is the current one',
-        CheckpointError,
-    )
+    with together():
+        if not str(folder).strip():
+            raise CheckpointError(f'{call}({folder!r}): no folder is named; "." is the current one')
+    return Path(folder).expanduser()
 
 
 def _finish(reference: weakref.ref[Saver]) -> None:
@@ -80,6 +77,7 @@ class Checkpointer:
         # A program that ends just after an asynchronous save has its checkpoint. Weakly: what is left to be done at
         # the program's end must not keep an engine in memory until then.
         before_the_end(partial(_finish, weakref.ref(self.saver)))
+        self.wait, self.close = self.saver.wait, self.saver.close
 
     def check_loaded(self, call: str) -> None:
         """Raise when a load broke off half-way, unless ``call`` loads another state."""
@@ -87,6 +85,14 @@ class Checkpointer:
             raise CheckpointError(
                 f"{self.half_loaded}: the engine holds a mixture of two states. Load another one, or start again"
             )
+
+    def holdings(self) -> EngineState:
+        """The engine's model state, as a checkpoint stores it."""
+        engine, zero = self.engine, self.engine.zero
+        if engine.state.destroyed:
+            raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
+        frozen = zero.partitioning.frozen if zero.partitioning is not None else []
+        return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, zero.dtypes.compute)
 
     # ---- save --------------------------------------------------------------------------------------------------------
 
@@ -102,14 +108,19 @@ class Checkpointer:
     ) -> None:
         """``engine.save_checkpoint``. A collective."""
         engine = self.engine
-        _check_named("save_checkpoint", save_dir)
+        folder = _folder("save_checkpoint", save_dir).absolute()  # the program may move on while a thread writes
         engine.finish_delayed_update()
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        save_dir = Path(save_dir).expanduser().absolute()  # the program may change its folder while a thread writes
         holdings = self.holdings()
-        self._agree_to_save(tag, keep_last)
+        with together(str):
+            engine.check("save_checkpoint")
+            check_tag(tag)
+            if keep_last is not None and keep_last < 1:
+                raise CheckpointError(f"keep_last={keep_last} must be at least 1")
+            for group in engine.zero.groups:
+                group.sync_masters_from_params()
         _agree_on("save_checkpoint", {
-            "save_dir": str(save_dir), "tag": tag, "save_latest": save_latest,
+            "save_dir": str(folder), "tag": tag, "save_latest": save_latest,
             "exclude_frozen_parameters": not with_frozen, "asynchronous": asynchronous, "keep_last": keep_last,
         })  # fmt: skip
         if engine.passes.count and engine.comm.rank == 0:
@@ -120,73 +131,32 @@ class Checkpointer:
             )
 
         def gather(save_id: str) -> SavePlan:
-            return collect(holdings, self._facts(), client_state or {}, save_id, tag, with_frozen)
+            facts = {
+                "id": save_id,
+                "tag": tag,
+                "zero_stage": engine.config.zero.stage,
+                "precision": engine.config.precision.dtype,
+                "batch": {name: getattr(engine.batch, name) for name in BATCH},
+                "counters": {name: getattr(engine, name) for name in COUNTERS},
+                "loss_scaler": engine.scaler.state_dict(),
+                "config": dataclasses.asdict(engine.config),
+            }
+            return collect(holdings, facts, engine.lr_scheduler, client_state or {}, with_frozen)
 
         engine.comm.ledger.watch(SNAPSHOT, self.saver.held)
-        self.saver.save(Target(save_dir, tag, save_latest, keep_last), gather, asynchronous)
-
-    def _agree_to_save(self, tag: str, keep_last: int | None) -> None:
-        """Raise on every rank what speaks against a save on one."""
-        problem = None
-        try:
-            self.engine.check("save_checkpoint")
-            check_tag(tag)
-            if keep_last is not None and keep_last < 1:
-                raise CheckpointError(f"keep_last={keep_last} must be at least 1")
-            for group in self.engine.zero.groups:
-                group.sync_masters_from_params()
-        except RuntimeError as error:
-            problem = str(error)
-        raise_on_all_ranks(problem, CheckpointError)
-
-    def wait(self) -> None:
-        """Return when the last asynchronous save is on the disk.
-
-        Raises:
-            CheckpointError: it failed.
-        """
-        self.saver.wait()
-
-    def close(self) -> None:
-        """Wait for the last save, and let others write to its folder."""
-        self.saver.close()
+        self.saver.save(Target(folder, tag, save_latest, keep_last), gather, asynchronous)
 
     def save_16bit_model(
         self, save_dir: str | Path, filename: str | None, with_frozen: bool, max_shard_size: str | int
     ) -> None:
         """``engine.save_16bit_model``. A collective."""
-        engine, problem = self.engine, None
-        _check_named("save_16bit_model", save_dir)
-        engine.finish_delayed_update()
-        try:
-            engine.check("save_16bit_model")
-        except RuntimeError as error:
-            problem = str(error)
-        raise_on_all_ranks(problem, CheckpointError)
-        folder, name = Path(save_dir).expanduser(), MODEL_FILE if filename is None else filename
-        with engine.comm.ledger.aside(), torch.no_grad():
+        folder = _folder("save_16bit_model", save_dir)
+        self.engine.finish_delayed_update()
+        with together(str):
+            self.engine.check("save_16bit_model")
+        with self.engine.comm.ledger.aside(), torch.no_grad():
+            name = MODEL_FILE if filename is None else filename
             save_gathered(self.holdings(), folder, name, with_frozen, max_shard_size)
-
-    def holdings(self) -> EngineState:
-        """The engine's model state, as a checkpoint stores it."""
-        engine, zero = self.engine, self.engine.zero
-        if engine.state.destroyed:
-            raise CheckpointError("the engine was destroyed; give the model to deepzero.initialize again")
-        frozen = zero.partitioning.frozen if zero.partitioning is not None else []
-        return EngineState(engine.module, engine.optimizer, zero.groups, frozen, engine.comm, zero.dtypes.compute)
-
-    def _facts(self) -> TrainingState:
-        engine = self.engine
-        return TrainingState(
-            zero_stage=engine.config.zero.stage,
-            precision=engine.config.precision.dtype,
-            batch={name: getattr(engine.batch, name) for name in BATCH},
-            counters={name: getattr(engine, name) for name in COUNTERS},
-            loss_scaler=engine.scaler.state_dict(),
-            lr_scheduler=engine.lr_scheduler,
-            config=dataclasses.asdict(engine.config),
-            deepzero_version=__version__,
-        )
 
     # ---- load --------------------------------------------------------------------------------------------------------
 
@@ -200,28 +170,37 @@ class Checkpointer:
         module_only: bool,
     ) -> tuple[str, dict[str, Any]]:
         """``engine.load_checkpoint``. A collective."""
-        _check_named("load_checkpoint", load_dir)
+        folder = _folder("load_checkpoint", load_dir)
         self.engine.check("load_checkpoint")
         self.wait()
-        load_dir = Path(load_dir).expanduser()
         _agree_on("load_checkpoint", {
-            "load_dir": str(load_dir), "tag": tag, "load_module_strict": strict,
+            "load_dir": str(folder), "tag": tag, "load_module_strict": strict,
             "load_optimizer_states": optimizer_states, "load_lr_scheduler_states": lr_scheduler_states,
             "load_module_only": module_only,
         })  # fmt: skip
         holdings = self.holdings()
         tag = None if tag is None else str(tag)
-        with naming_another(load_dir, tag):
-            reader = open_checkpoint(load_dir, tag, holdings if module_only else None)
+        with naming_another(folder, tag):
+            reader = open_checkpoint(folder, tag, holdings if module_only else None)
         optimizer = optimizer_states and not module_only
-        loader = Loader(holdings, reader, LoadOptions(optimizer, strict, buffers=reader.checked))
+        loader = Loader(holdings, reader, optimizer, strict)
         loader.compare()  # from here to _fill nothing has changed, and the engine may go on as it was
         saved = self._saved_schedule(loader) if lr_scheduler_states and not module_only else None
-        with naming_another(load_dir, tag):
+        with naming_another(folder, tag):
             schedule = loader.values(saved)
             client_state = loader.values(reader.manifest.client_state)
             self._fill(loader)
-        self._take_over(loader, schedule, optimizer, module_only)
+        what = f"{reader.path}: what it says of optimizer, schedule or generators does not fit"
+        with together(lambda error: f"{what}: {reason(error)}"):  # a schedule of the caller's may raise anything
+            if optimizer:
+                loader.apply_optimizer()
+            if schedule is not None:
+                self.engine.lr_scheduler.load_state_dict(schedule)
+            if not module_only:
+                self._take_counters(loader, optimizer)
+        self.half_loaded = None
+        if optimizer:
+            self._say_other_rates(loader)
         return str(reader.path), client_state
 
     def _saved_schedule(self, loader: Loader) -> Any:
@@ -241,7 +220,7 @@ class Checkpointer:
         return saved["state"]
 
     def _fill(self, loader: Loader) -> None:
-        """Values into tensors, and from masters into the parameters. :meth:`_take_over` says when all is loaded."""
+        """Values into tensors, and from masters into the parameters. The engine holds a mixture until all is loaded."""
         engine, zero = self.engine, self.engine.zero
         # Everything of the state before goes first: an update on its way, what is gathered, gradients, what error
         # feedback has kept. What comes of them later would land on the loaded values.
@@ -255,29 +234,10 @@ class Checkpointer:
             if zero.offload is not None:
                 zero.offload.upload_masters()
             zero.stage.publish()
-        for group in loader.holdings.frozen:
-            for bucket in group.buckets:
-                bucket.generation += 1
-            with engine.comm.ledger.aside():
+            for group in loader.holdings.frozen:
+                for bucket in group.buckets:
+                    bucket.generation += 1
                 send_to_replicas(group.buckets)
-
-    def _take_over(self, loader: Loader, schedule: Any, optimizer: bool, module_only: bool) -> None:
-        """What is no tensor: hyper-parameters, schedule, counters, generators. Then the load is complete."""
-        problem = None
-        try:
-            if optimizer:
-                loader.apply_optimizer()
-            if schedule is not None:
-                self.engine.lr_scheduler.load_state_dict(schedule)
-            if not module_only:
-                self._take_counters(loader, optimizer)
-        except Exception as error:  # a schedule of the caller's may raise anything
-            what = "what it says of optimizer, schedule or generators does not fit"
-            problem = f"{loader.reader.path}: {what}: {reason(error)}"
-        raise_on_all_ranks(problem, CheckpointError)
-        self.half_loaded = None
-        if optimizer:
-            self._say_other_rates(loader)
 
     def _take_counters(self, loader: Loader, optimizer: bool) -> None:
         engine, manifest = self.engine, loader.manifest

@@ -1,7 +1,7 @@
 """What an engine holds, parameter by parameter: the runs of elements that a checkpoint stores and that loading fills.
 
-The one place that knows both the layout of ZeRO's tensors and the rows of a manifest. Saving takes the runs as they
-are; loading fills the same runs with what rows of any layout hold.
+The one place that relates the layout of ZeRO's tensors to the rows of a manifest. Saving takes the runs as they are;
+loading fills the same runs with what rows of any layout hold.
 """
 
 from __future__ import annotations
@@ -19,13 +19,20 @@ from deepzero.layout import Fragment
 from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
-COMPILED = "_orig_mod."
-"""What ``torch.compile`` puts into the names of a module that it wraps."""
-
 
 def plain_name(name: str) -> str:
-    """A parameter's name whether or not modules are compiled."""
-    return name.replace(COMPILED, "")
+    """A parameter's name without what ``torch.compile`` puts into the names of modules that it wraps."""
+    return name.replace("_orig_mod.", "")
+
+
+def class_name(thing: Any) -> str:
+    """Module and name of an object's class."""
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, 1-D."""
+    return tensor.detach().view(-1)
 
 
 @dataclass(frozen=True)
@@ -58,13 +65,18 @@ class EngineState:
     comm: Communicator
     compute_dtype: torch.dtype
 
-    def runs(self, group: ParamGroup) -> Iterator[StateRun]:
-        """This rank's runs of one group, in the order of its share. In stage 0, too, each rank has its part."""
-        masters = dict(zip((fragment.slot.index for fragment in group.fragments), group.masters, strict=True))
-        for fragment in group.layout.fragments(self.comm.rank):
-            first = fragment.start if group.whole else 0
-            name = plain_name(group.names[fragment.slot.index])
-            yield StateRun(name, fragment.start, fragment.numel, masters[fragment.slot.index], first)
+    def masters(self, group: ParamGroup) -> dict[int, torch.Tensor]:
+        """The masters that this rank holds of one group, by the parameter's index in it."""
+        return {fragment.slot.index: m for fragment, m in zip(group.fragments, group.masters, strict=True)}
+
+    def runs(self) -> Iterator[StateRun]:
+        """This rank's runs, in the order of its shares. In stage 0, too, each rank has its part."""
+        for group in self.groups:
+            masters = self.masters(group)
+            for fragment in group.layout.fragments(self.comm.rank):
+                first, master = fragment.start if group.whole else 0, masters[fragment.slot.index]
+                name = plain_name(group.names[fragment.slot.index])
+                yield StateRun(name, fragment.start, fragment.numel, master, first)
 
     def frozen_runs(self) -> Iterator[tuple[str, Fragment, torch.Tensor]]:
         """(name, piece, this rank's elements) of partitioned parameters that are not trained."""
@@ -72,26 +84,25 @@ class EngineState:
             for fragment in group.fragments:
                 yield plain_name(group.names[fragment.slot.index]), fragment, group.param_fragment(fragment)
 
-    def moments(self, run: StateRun) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for each element, of the master's extent."""
-        state = self.optimizer.state.get(run.master, {})
-        return {key: value for key, value in state.items() if _is_elementwise(value, run.master)}
-
-    def scalars(self, run: StateRun) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter as a whole.
+    def optimizer_state(self, run: StateRun) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What the optimizer keeps for each element, of the master's extent; and for a parameter as a whole.
 
         Raises:
             CheckpointError: it keeps a tensor that is neither.
         """
-        state = self.optimizer.state.get(run.master, {})
-        rest = {key: value for key, value in state.items() if not _is_elementwise(value, run.master)}
-        for key, value in rest.items():
-            if torch.is_tensor(value) and value.numel() != 1:
+        moments: dict[str, torch.Tensor] = {}
+        scalars: dict[str, Any] = {}
+        for key, value in self.optimizer.state.get(run.master, {}).items():
+            if torch.is_tensor(value) and value.dim() > 0 and value.shape == run.master.shape:
+                moments[key] = value
+            elif torch.is_tensor(value) and value.numel() != 1:
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {tuple(value.shape)} for parameter {run.name!r}, which is "
                     "neither one value for each element nor a number; such state cannot be saved"
                 )
-        return rest
+            else:
+                scalars[key] = value
+        return moments, scalars
 
     # ---- what all ranks hold alike -----------------------------------------------------------------------------------
 
@@ -126,20 +137,14 @@ class EngineState:
                     found[plain_name(f"{prefix}.{key}" if prefix else key)] = buffer
         return found
 
-    def trained(self) -> dict[str, tuple[ParamGroup, int]]:
-        """Every trained parameter's group, and where in it."""
-        return {plain_name(name): (group, place) for group in self.groups for place, name in enumerate(group.names)}
+    def trained(self) -> dict[str, ParamGroup]:
+        """Every trained parameter's group."""
+        return {plain_name(name): group for group in self.groups for name in group.names}
 
     def shares(self, sizes: dict[str, int]) -> dict[str, int]:
         """Who stores or reads what all hold alike: name → rank, so that ranks have about the same number of bytes."""
-        load = [0] * self.comm.world_size
-        owner = {}
+        load, owner = [0] * self.comm.world_size, {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            rank = load.index(min(load))
-            owner[name] = rank
-            load[rank] += sizes[name]
+            owner[name] = load.index(min(load))
+            load[owner[name]] += sizes[name]
         return owner
-
-
-def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.dim() > 0 and value.shape == master.shape

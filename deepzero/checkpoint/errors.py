@@ -1,8 +1,12 @@
-"""What goes wrong with checkpoints: one error, and its words for other ranks."""
+"""What goes wrong with checkpoints: one error, its words for other ranks, and how all ranks raise together."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from deepzero.comm.process_group import raise_on_all_ranks
 
 
 class CheckpointError(RuntimeError):
@@ -38,3 +42,25 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def together(
+    words: Callable[[Exception], str] = reason, error: Callable[[str], Exception] = CheckpointError
+) -> Iterator[None]:
+    """What one rank raises inside, all raise as an ``error`` of these words: none waits for it. A collective."""
+    problem = None
+    try:
+        yield
+    except Exception as raised:  # whatever it is: the others wait for this rank's word
+        problem = words(raised)
+    raise_on_all_ranks(problem, error)
+
+
+@contextlib.contextmanager
+def naming(beside: Callable[[], Path | None]) -> Iterator[None]:
+    """Damage that is found inside is raised with another checkpoint, which ``beside`` looks for."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(error.text, beside()) from None

@@ -20,30 +20,28 @@ the whole model.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
 
 import torch
 
 from deepzero.checkpoint import shard_file
 from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
 from deepzero.checkpoint.engine_state import EngineState
-from deepzero.checkpoint.errors import CheckpointError, reason
+from deepzero.checkpoint.errors import CheckpointError, naming, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
-from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST, MASTER, PARAMETER, Manifest
+from deepzero.checkpoint.manifest import BUFFER, COMMIT, LATEST, MANIFEST
 from deepzero.checkpoint.reader import CheckpointReader, ReadRequest
-from deepzero.checkpoint.shard_file import make_header
 from deepzero.comm import process_group
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.durable import Flushes, flush_folder, flush_parents, write_whole
 from deepzero.runtime.zero.partition_parameters import GatheredParameters
 
@@ -70,20 +68,14 @@ class TensorPlan:
     """Further names, of tied weights."""
 
     @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return self.numel * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
-    def fragments(self) -> Iterator[tuple[int, int]]:
+    def pieces(self) -> Iterator[tuple[int, int]]:
         """(first, one past the last) element of each piece, at most :data:`PIECE_BYTES` of fp32 values."""
-        step = max(1, PIECE_BYTES // max(4, ITEMSIZE[self.dtype]))
-        for start in range(0, self.numel, step):
-            yield start, min(start + step, self.numel)
+        step, numel = max(1, PIECE_BYTES // max(4, ITEMSIZE[self.dtype])), math.prod(self.shape)
+        return ((start, min(start + step, numel)) for start in range(0, numel, step))
 
 
 def parse_size(text: str | int) -> int:
@@ -97,7 +89,7 @@ def parse_size(text: str | int) -> int:
         (5000000000, 1572864, 700)
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match and match[2].upper() in _UNITS else 0
+    size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
     if size < 1:
         raise CheckpointError(f"maximum shard size {text!r} is not a size; write 5GB, 500MB or 2GiB")
     return size
@@ -118,7 +110,7 @@ def check_filename(filename: str) -> None:
         raise CheckpointError(f"{filename!r} should be a plain file name that ends in .safetensors, like {MODEL_FILE}")
 
 
-def divide(plans: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
+def divide(plans: Iterable[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
     """Tensors by file, in their order; a file is closed before it would be too large. One tensor is never divided.
 
     Within a file the largest elements come first, so that each tensor begins at a multiple of its element's size.
@@ -139,214 +131,164 @@ def divide(plans: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]
     return [sorted(file, key=lambda plan: -ITEMSIZE[plan.dtype]) for file in files]
 
 
-class ModelWriter:
-    """Writes one model. A context: leaving it by an exception leaves nothing behind.
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_model(
+    folder: Path,
+    files: Sequence[Sequence[TensorPlan]],
+    values: Iterator[torch.Tensor],
+    filename: str = MODEL_FILE,
+    replace: bool = False,
+    extra: dict[str, bytes] | None = None,
+) -> tuple[str, ...]:
+    """Write one model, and make it the model of the folder; whatever fails leaves nothing behind.
 
     Args:
         folder: where the files go; made if it is not there.
-        plans: all tensors.
-        max_shard_bytes: of one file's tensors.
+        files: all tensors, as :func:`divide` gives them.
+        values: of each of them, in this order, 1-D pieces of its dtype on the CPU.
         filename: of the only file; the others' names are made from it.
         replace: an older model of this name may be replaced.
         extra: further small files by name, such as ``config.json``.
 
+    Returns:
+        The names of the files that hold tensors.
+
     Raises:
-        CheckpointError: when it is entered: a model is there already, the disk is too small, the folder is unfit.
+        CheckpointError: a model is there already, the disk is too small or fails, the folder is unfit.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        plans: Sequence[TensorPlan],
-        max_shard_bytes: int,
-        filename: str = MODEL_FILE,
-        replace: bool = False,
-        extra: dict[str, bytes] | None = None,
-    ) -> None:
-        check_filename(filename)
-        self.folder, self.replace, self.extra = folder, replace, extra or {}
-        self.files = divide(plans, max_shard_bytes)
-        self.total_bytes = sum(plan.nbytes for plan in plans)
-        self._stem = filename.removesuffix(".safetensors")
-        many = len(self.files) > 1
-        self.entry = filename + (INDEX_SUFFIX if many else "")
-        """What a reader opens first."""
-        self.names = [
-            f"{self._stem}-{number:05d}-of-{len(self.files):05d}.safetensors" if many else filename
-            for number in range(1, len(self.files) + 1)
-        ]
-        self._temporary = folder / f"{EXPORTING}{uuid.uuid4().hex[:12]}"
-        self._made: list[Path] = []
-        self._file: BinaryIO | None = None
-
-    @property
-    def order(self) -> list[TensorPlan]:
-        """The tensors in the order in which their values have to come."""
-        return [plan for file in self.files for plan in file]
-
-    # ---- open --------------------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> ModelWriter:
-        try:
-            self._open_folder()
-        except BaseException as error:
-            self._clean()
-            if isinstance(error, OSError):
-                raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from None
-            raise
-        return self
-
-    def _open_folder(self) -> None:
-        if any((self.folder / name).exists() for name in (MANIFEST, COMMIT, LATEST)):
-            raise CheckpointError(f"{self.folder} holds checkpoints; choose another folder for the model")
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder} is a file; name the folder that the model's files go to")
-        there = self._older()
-        if there and not self.replace:
-            raise CheckpointError(
-                f"{self.folder} holds {there[0].name} already, and nothing is overwritten unasked: choose another "
-                "folder, or replace it with --force (force=True)"
-            )
-        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            self._made.append(path)
-        free = shutil.disk_usage(self.folder).free
-        if self.total_bytes > free:
-            raise CheckpointError(
-                f"{self.folder}: the model needs {self.total_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB "
-                "left; make room, or choose another folder"
-            )
-        self._temporary.mkdir()
-
-    def _older(self) -> list[Path]:
-        """Files of a model of this name that is there already; what readers open first comes first."""
-        first = [f"{self._stem}.safetensors", f"{self._stem}.safetensors{INDEX_SUFFIX}"]
-        parts = sorted(self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
-        pattern = re.compile(rf"{re.escape(self._stem)}-\d{{5,}}-of-\d{{5,}}\.safetensors")
-        names = [*first, *(path.name for path in parts if pattern.fullmatch(path.name)), *self.extra]
-        return [self.folder / name for name in names if (self.folder / name).exists()]
-
-    # ---- write -------------------------------------------------------------------------------------------------------
-
-    def write(self, values: Iterator[tuple[TensorPlan, int, torch.Tensor]]) -> None:
-        """Write everything, and make it the model of the folder.
-
-        Args:
-            values: for each of :attr:`order`, and in it, (tensor, first element, 1-D values of its dtype).
-
-        Raises:
-            CheckpointError: the disk fails, or the values are not those that were planned.
-        """
-        try:
-            for name, plans in zip(self.names, self.files, strict=True):
-                self._write_file(self._temporary / name, plans, values)
-            for name, content in self.extra.items():
-                write_whole(self._temporary / name, content)
-            if len(self.files) > 1:
-                write_whole(self._temporary / self.entry, self._index())
-            self._install()
-        except OSError as error:
-            raise CheckpointError(
-                f"{error.filename or self.folder}: {error.strerror}; the model was not written, and what was there "
-                "before is untouched"
-            ) from None
-
-    def _write_file(
-        self, path: Path, plans: Sequence[TensorPlan], values: Iterator[tuple[TensorPlan, int, torch.Tensor]]
-    ) -> None:
-        metadata = {"format": "pt"} | {alias: plan.name for plan in plans for alias in plan.aliases}
-        with open(path, "xb", buffering=shard_file.WRITE_BYTES) as file:
-            flushes = Flushes(file)
-            header = make_header(((plan.name, plan.dtype, plan.shape) for plan in plans), metadata)
-            shard_file.put(file, memoryview(header))
-            for plan in plans:
-                done = 0
-                while done < plan.numel:
-                    given, start, fragment = next(values)
-                    if (given.name, start, fragment.dtype) != (plan.name, done, TORCH_DTYPES[plan.dtype]):
-                        raise CheckpointError(f"{path}: {given.name!r} from {start} came, {plan.name!r} was planned")
-                    shard_file.put(file, shard_file.bytes_of(fragment.contiguous()))
-                    flushes.wrote(fragment.nbytes)
-                    done += fragment.numel()
-            flushes.flush()
-
-    def _index(self) -> bytes:
-        where = {plan.name: name for name, plans in zip(self.names, self.files, strict=True) for plan in plans}
-        content = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(where.items()))}
-        return json.dumps(content, indent=2).encode() + b"\n"
-
-    # ---- install -----------------------------------------------------------------------------------------------------
-
-    def _install(self) -> None:
-        """Out with the old model, in with the new one, entry file last; back again when that fails."""
-        aside = self._temporary / "older"
-        aside.mkdir()
-        moved: list[list[tuple[Path, Path]]] = []
-        parts = [name for name in (*self.names, *self.extra) if name != self.entry]
-        older = self._older()
-        if older == [self.folder / self.entry] and not parts:
-            older = []  # one file instead of one file: a single rename, and at any instant one of them is there
-        entries = (f"{self._stem}.safetensors", f"{self._stem}.safetensors{INDEX_SUFFIX}")
-        stages = [
-            [(old, aside / old.name) for old in older if old.name in entries],
-            [(old, aside / old.name) for old in older if old.name not in entries]
-            + [(self._temporary / name, self.folder / name) for name in parts],
-            [(self._temporary / self.entry, self.folder / self.entry)],
-        ]
-        try:
-            for stage in filter(None, stages):
-                moved.append([])
-                for source, target in stage:
-                    source.replace(target)
-                    moved[-1].append((source, target))
-                flush_folder(self.folder)  # a power cut must not take an earlier stage and leave a later one
-            flush_parents(self.folder)
-        except BaseException:
-            for back in reversed(moved):
-                for source, target in reversed(back):
-                    target.replace(source)
-                flush_folder(self.folder)
-            raise
-        self._made.clear()
-        shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        self._clean()
-
-    def _clean(self) -> None:
-        """Whatever is not the finished model."""
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        while self._made:
+    stem, entry, names = filename.removesuffix(".safetensors"), filename, [filename]
+    small, total = dict(extra or {}), sum(plan.nbytes for plans in files for plan in plans)
+    if len(files) > 1:
+        entry = filename + INDEX_SUFFIX
+        names = [f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        where = {plan.name: name for name, plans in zip(names, files, strict=True) for plan in plans}
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        small[entry] = json.dumps(content, indent=2).encode() + b"\n"
+    temporary = folder / f"{EXPORTING}{uuid.uuid4().hex[:12]}"
+    made: list[Path] = []
+    try:
+        with _said(lambda error: f"cannot write to {folder}: {error.strerror}"):
+            older = _older(folder, stem, extra or {})
+            _check_folder(folder, older, replace)
+            for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+                path.mkdir(exist_ok=True)
+                made.append(path)
+            if total > (free := shutil.disk_usage(folder).free):
+                raise CheckpointError(
+                    f"{folder}: the model needs {total / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
+                    "room, or choose another folder"
+                )
+            temporary.mkdir()
+        untouched = "the model was not written, and what was there before is untouched"
+        with _said(lambda error: f"{error.filename or folder}: {error.strerror}; {untouched}"):
+            for name, plans in zip(names, files, strict=True):
+                _write_file(temporary / name, plans, values)
+            for name, raw in small.items():
+                write_whole(temporary / name, raw)
+            _install(temporary, older, entry, [name for name in (*names, *small) if name != entry])
+        made.clear()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for path in reversed(made):
             with contextlib.suppress(OSError):  # somebody has put something there
-                self._made.pop().rmdir()
+                path.rmdir()
+    return tuple(names)
 
 
-def convert(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Values in another floating dtype.
+@contextlib.contextmanager
+def _said(words: Callable[[OSError], str]) -> Iterator[None]:
+    """What the system says inside is raised as a :class:`CheckpointError` of these words."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(words(error)) from None
 
-    Args:
-        values: 1-D.
-        dtype: wanted.
-        name: of the parameter, for the message.
+
+def _entries(stem: str) -> list[str]:
+    """What readers open first, of a model in one file or in several."""
+    return [f"{stem}.safetensors", f"{stem}.safetensors{INDEX_SUFFIX}"]
+
+
+def _older(folder: Path, stem: str, extra: Iterable[str]) -> list[Path]:
+    """Files of a model of this name that is there already; what readers open first comes first."""
+    pattern = re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+    parts = sorted(path.name for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))
+    return [folder / name for name in (*_entries(stem), *parts, *extra) if (folder / name).exists()]
+
+
+def _check_folder(folder: Path, older: list[Path], replace: bool) -> None:
+    if any((folder / name).exists() for name in (MANIFEST, COMMIT, LATEST)):
+        raise CheckpointError(f"{folder} holds checkpoints; choose another folder for the model")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; name the folder that the model's files go to")
+    if older and not replace:
+        raise CheckpointError(
+            f"{folder} holds {older[0].name} already, and nothing is overwritten unasked: choose another folder, or "
+            "replace it with --force (force=True)"
+        )
+
+
+def _write_file(path: Path, plans: Sequence[TensorPlan], values: Iterator[torch.Tensor]) -> None:
+    metadata = {"format": "pt"} | {alias: plan.name for plan in plans for alias in plan.aliases}
+    with open(path, "xb", buffering=shard_file.WRITE_BYTES) as file:
+        flushes = Flushes(file)
+        header = shard_file.make_header(((plan.name, plan.dtype, plan.shape) for plan in plans), metadata)
+        shard_file.put(file, memoryview(header))
+        for piece in itertools.islice(values, sum(1 for plan in plans for _ in plan.pieces())):
+            shard_file.put(file, shard_file.bytes_of(piece.contiguous()))
+            flushes.wrote(piece.nbytes)
+        flushes.flush()
+
+
+def _install(temporary: Path, older: list[Path], entry: str, parts: list[str]) -> None:
+    """Out with the old model, in with the new one, entry file last; back again when that fails."""
+    folder, aside = temporary.parent, temporary / "older"
+    aside.mkdir()
+    if older == [folder / entry] and not parts:
+        older = []  # one file instead of one file: a single rename, and at any instant one of them is there
+    entries = _entries(entry.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors"))
+    stages = [
+        [(old, aside / old.name) for old in older if old.name in entries],
+        [(old, aside / old.name) for old in older if old.name not in entries]
+        + [(temporary / name, folder / name) for name in parts],
+        [(temporary / entry, folder / entry)],
+    ]
+    moved: list[list[tuple[Path, Path]]] = []
+    try:
+        for stage in filter(None, stages):
+            moved.append([])
+            for source, target in stage:
+                source.replace(target)
+                moved[-1].append((source, target))
+            flush_folder(folder)  # a power cut must not take an earlier stage and leave a later one
+        flush_parents(folder)
+    except BaseException:
+        for back in reversed(moved):
+            for source, target in reversed(back):
+                target.replace(source)
+            flush_folder(folder)
+        raise
+
+
+def convert(values: torch.Tensor, plan: TensorPlan) -> torch.Tensor:
+    """1-D values in the dtype of the plan, on the CPU.
 
     Raises:
         CheckpointError: a finite value is too large for fp16.
     """
-    converted = values.to(dtype)
-    if dtype is torch.float16 and not torch.equal(torch.isinf(converted), torch.isinf(values)):
+    converted = values.to(TORCH_DTYPES[plan.dtype])
+    if plan.dtype == "F16" and not torch.equal(torch.isinf(converted), torch.isinf(values)):
         largest = values[torch.isfinite(values)].abs().max().item()
-        raise CheckpointError(f"{name!r} has a value of {largest:.6g}, which fp16 cannot hold; export bf16 or fp32")
-    return converted
+        raise CheckpointError(
+            f"{plan.name!r} has a value of {largest:.6g}, which fp16 cannot hold; export bf16 or fp32"
+        )
+    return converted.cpu()
 
 
-def wanted_dtype(stored: str, dtype: torch.dtype) -> str:
-    """In which dtype a tensor is written: floating ones in ``dtype``, others (integers, bool) as they are.
-
-    Example:
-        >>> wanted_dtype("F32", torch.bfloat16), wanted_dtype("I64", torch.bfloat16)
-        ('BF16', 'I64')
-    """
+def _wanted(stored: str, dtype: torch.dtype) -> str:
+    """In which dtype a tensor is written: floating ones in ``dtype``, others (integers, bool) as they are."""
     return DTYPES[dtype] if TORCH_DTYPES[stored].is_floating_point else stored
 
 
@@ -364,16 +306,6 @@ class Exported:
     """Of all tensors."""
     left_out: tuple[str, ...]
     """Parameters that the checkpoint does not hold."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Where the values of one tensor come from."""
-
-    key: str
-    name: str
-    """In the checkpoint."""
-    plan: TensorPlan
 
 
 def export(
@@ -408,57 +340,44 @@ def export(
     if dtype not in PRECISIONS:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(PRECISIONS)}")
     max_bytes = parse_size(max_shard_size)
-    with _naming_another(checkpoint, tag):
+    with naming(lambda: complete_beside(checkpoint, tag)):
         path = find(checkpoint, tag)
-        manifest = read_manifest(path)
-    reader = CheckpointReader(path, manifest)
-    sources, left_out = _sources(manifest, reader, PRECISIONS[dtype], strip_prefix)
+        reader = CheckpointReader(path, read_manifest(path))
+    sources: dict[TensorPlan, tuple[str, str]] = {}  # → its key and name in the checkpoint
+    left_out = []
+    for name, info in reader.manifest.parameters.items():
+        if info.numel and reader.extent(info.values_key, name) is None:
+            left_out.append(name)
+            continue
+        short, *aliases = (_stripped(known, strip_prefix) for known in (name, *info.aliases))
+        plan = TensorPlan(short, _wanted(info.dtype, PRECISIONS[dtype]), info.shape, tuple(aliases))
+        sources[plan] = info.values_key, name
+    for name, buffer in reader.manifest.buffers.items():
+        kept = _wanted(buffer["dtype"], PRECISIONS[dtype])
+        sources[TensorPlan(_stripped(name, strip_prefix), kept, tuple(buffer["shape"]))] = BUFFER, name
     if left_out and not partial:
         raise CheckpointError(
             f"{path} was saved without parameters that are not trained ({left_out[0]!r} and {len(left_out) - 1} more); "
             "--partial (partial=True) exports the others"
         )
-    by_name = {source.plan.name: source for source in sources}
-    extra = {} if hf_config is None else {"config.json": _small_file(Path(hf_config))}
-    plans = [source.plan for source in sources]
-    with ModelWriter(Path(out), plans, max_bytes, MODEL_FILE, replace=force, extra=extra) as writer:
-        writer.write(_values(reader, [by_name[plan.name] for plan in writer.order]))
-    return Exported(Path(out), tuple(writer.names), len(plans), writer.total_bytes, tuple(left_out))
+    extra = {}
+    if hf_config is not None:
+        with _said(lambda error: f"{hf_config}: {error.strerror}"):
+            extra["config.json"] = Path(hf_config).read_bytes()
+    files = divide(sources, max_bytes)
 
+    def values() -> Iterator[torch.Tensor]:
+        for plan in itertools.chain(*files):
+            key, name = sources[plan]
+            for start, stop in plan.pieces():
+                _, stored = reader.extent(key, name) or (0, None)
+                piece = torch.empty(stop - start, dtype=stored)
+                with naming(lambda: complete_beside(path.parent, path.name)):
+                    reader.read([ReadRequest(key, name, start, piece)])
+                yield convert(piece, plan)
 
-@contextlib.contextmanager
-def _naming_another(checkpoint: str | Path, tag: str | None) -> Iterator[None]:
-    """Damage that is found inside is raised with the newest complete checkpoint beside it."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(error.text, complete_beside(checkpoint, tag)) from None
-
-
-def _small_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-
-
-def _sources(
-    manifest: Manifest, reader: CheckpointReader, dtype: torch.dtype, prefix: str
-) -> tuple[list[_Source], list[str]]:
-    """Every tensor of the model, parameters first, each in the model's order; and what is not stored."""
-    sources, left_out = [], []
-    for name, info in manifest.parameters.items():
-        key = MASTER if MASTER in info.tensors else PARAMETER
-        if info.numel and not reader.has(key, name):
-            left_out.append(name)
-            continue
-        aliases = tuple(_stripped(alias, prefix) for alias in info.aliases)
-        plan = TensorPlan(_stripped(name, prefix), wanted_dtype(info.dtype, dtype), info.shape, aliases)
-        sources.append(_Source(key, name, plan))
-    for name, buffer in manifest.buffers.items():
-        plan = TensorPlan(_stripped(name, prefix), wanted_dtype(buffer["dtype"], dtype), tuple(buffer["shape"]))
-        sources.append(_Source(BUFFER, name, plan))
-    return sources, left_out
+    names = write_model(Path(out), files, values(), MODEL_FILE, force, extra)
+    return Exported(Path(out), names, len(sources), sum(plan.nbytes for plan in sources), tuple(left_out))
 
 
 def _stripped(name: str, prefix: str) -> str:
@@ -467,17 +386,6 @@ def _stripped(name: str, prefix: str) -> str:
             f"{name!r} does not begin with {prefix!r}, which --strip-prefix would take from all names"
         )
     return name.removeprefix(prefix)
-
-
-def _values(reader: CheckpointReader, sources: list[_Source]) -> Iterator[tuple[TensorPlan, int, torch.Tensor]]:
-    """The values, piece by piece; the memory of one piece is used again for the next of its size."""
-    for source in sources:
-        plan, dtype = source.plan, TORCH_DTYPES[source.plan.dtype]
-        for start, stop in plan.fragments():
-            values = torch.empty(stop - start, dtype=reader.stored_dtype(source.key, source.name))
-            with _naming_another(reader.path.parent, reader.path.name):
-                reader.read([ReadRequest(source.key, source.name, start, values)])
-            yield plan, start, convert(values, dtype, plan.name) if dtype.is_floating_point else values
 
 
 # ---- from a running engine -------------------------------------------------------------------------------------------
@@ -498,67 +406,39 @@ def save_gathered(
     Raises:
         CheckpointError: on every rank.
     """
-    problem, writer, tensors = None, None, {}
-    try:
-        tensors = _tensors(holdings, with_frozen)
-        plans = [_plan(name, *found, holdings.compute_dtype) for name, found in tensors.items()]
-        writer = ModelWriter(folder, plans, parse_size(max_shard_size), filename, replace=True)
-    except CheckpointError as error:
-        problem = str(error)
-    raise_on_all_ranks(problem, CheckpointError)
+    with together(str):
+        check_filename(filename)
+        tensors: dict[TensorPlan, torch.Tensor] = {}
+        trained = holdings.trained()
+        found = [(p, names) for p, names in holdings.names().items() if with_frozen or names[0] in trained]
+        for tensor, (name, *aliases) in (*found, *((buffer, [name]) for name, buffer in holdings.buffers().items())):
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"{name!r} is {tensor.dtype}, which cannot be saved")
+            dtype = _wanted(DTYPES[tensor.dtype], holdings.compute_dtype)
+            tensors[TensorPlan(name, dtype, tuple(tensor.shape), tuple(aliases))] = tensor
+        files = divide(tensors, parse_size(max_shard_size))
     mine = (str(folder), filename, max_shard_size, with_frozen)
     first = process_group.broadcast_object(mine)
-    other = None if mine == first else f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same"
-    raise_on_all_ranks(other, CheckpointError)
-    if writer is None:
-        raise CheckpointError("the model was not planned")
-    values = _gathered(writer.order, {name: tensor for name, (tensor, _) in tensors.items()})
-    problem = None
-    if process_group.rank() == 0:
+    with together():
+        if mine != first:
+            raise CheckpointError(f"save_16bit_model{mine}, but rank 0 calls it with {first}; pass the same")
+
+    def gathered() -> Iterator[tuple[TensorPlan, torch.Tensor]]:
+        """Piece by piece, in the tensors' own dtypes and on their device."""
+        for plan in itertools.chain(*files):
+            tensor = tensors[plan]
+            with GatheredParameters(tensor if isinstance(tensor, torch.nn.Parameter) else []):
+                flat = tensor.detach().reshape(-1)
+                for start, stop in plan.pieces():
+                    yield plan, flat[start:stop]
+
+    pieces = gathered()
+    with together():
         try:
-            with writer:
-                writer.write(_converted(values))
-        except Exception as error:  # a full disk, no memory: the others are told below
-            problem = reason(error)
-    # The other ranks gather and drop; so does rank 0 with what is left after an error. The ranks stay in step.
-    for _ in values:
-        pass
-    raise_on_all_ranks(problem, CheckpointError)
-
-
-def _tensors(holdings: EngineState, with_frozen: bool) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
-    """Parameters, then buffers: by name, the tensor and its other names."""
-    trained = holdings.trained()
-    found: dict[str, tuple[torch.Tensor, tuple[str, ...]]] = {
-        name: (param, tuple(aliases))
-        for param, (name, *aliases) in holdings.names().items()
-        if with_frozen or name in trained
-    }
-    return found | {name: (buffer, ()) for name, buffer in holdings.buffers().items()}
-
-
-def _plan(name: str, tensor: torch.Tensor, aliases: tuple[str, ...], dtype: torch.dtype) -> TensorPlan:
-    if tensor.dtype not in DTYPES:
-        raise CheckpointError(f"{name!r} is {tensor.dtype}, which cannot be saved")
-    return TensorPlan(name, wanted_dtype(DTYPES[tensor.dtype], dtype), tuple(tensor.shape), aliases)
-
-
-def _gathered(
-    plans: list[TensorPlan], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[TensorPlan, int, torch.Tensor]]:
-    """Piece by piece, in the tensors' own dtypes and on their device."""
-    for plan in plans:
-        tensor = tensors[plan.name]
-        with GatheredParameters(tensor if isinstance(tensor, torch.nn.Parameter) else []):
-            flat = tensor.detach().reshape(-1)
-            for start, stop in plan.fragments():
-                yield plan, start, flat[start:stop]
-
-
-def _converted(
-    values: Iterator[tuple[TensorPlan, int, torch.Tensor]],
-) -> Iterator[tuple[TensorPlan, int, torch.Tensor]]:
-    """On rank 0 only: what it cannot convert must not stop the others' gathering."""
-    for plan, start, fragment in values:
-        dtype = TORCH_DTYPES[plan.dtype]
-        yield plan, start, convert(fragment, dtype, plan.name).cpu() if dtype.is_floating_point else fragment.cpu()
+            if process_group.rank() == 0:  # what it cannot convert must not stop the others' gathering
+                write_model(folder, files, (convert(piece, plan) for plan, piece in pieces), filename, replace=True)
+        except Exception:
+            deque(pieces, maxlen=0)
+            raise
+        # The other ranks gather and drop; so does rank 0 with what is left after an error. The ranks stay in step.
+        deque(pieces, maxlen=0)

@@ -11,16 +11,16 @@ bits. Buffers may be absent. Buffers that a state dict of today leaves out (mask
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from deepzero.checkpoint.engine_state import EngineState, plain_name
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import INDEX_SUFFIX, MODEL_FILE
-from deepzero.checkpoint.json_codec import DTYPES, TORCH_DTYPES
+from deepzero.checkpoint.json_codec import TORCH_DTYPES
 from deepzero.checkpoint.manifest import (
     BUFFER,
     COMMIT,
@@ -32,41 +32,26 @@ from deepzero.checkpoint.manifest import (
     Row,
     ShardInfo,
 )
-from deepzero.checkpoint.reader import FileRange, ShardReader, StoredTensor, read_header
+from deepzero.checkpoint.reader import StoredTensor, read_header, read_rows
 
 SUFFIX = ".safetensors"
 COMPARE_ELEMENTS = 1 << 20
 
+Found = tuple[Path, StoredTensor]
+"""A tensor's file, and where in it."""
 
-@dataclass(frozen=True)
-class ModelNames:
-    """What the model calls its tensors."""
-
-    parameters: dict[str, tuple[str, ...]]
-    """The name that ZeRO uses → all names."""
-    buffers: dict[str, torch.Tensor]
-    """Those of a state dict."""
-    others: frozenset[str]
-    """Of buffers that no state dict has."""
-    floating: dict[str, bool]
-    """Of each parameter."""
-
-    def known(self) -> set[str]:
-        """Every name that a file may use."""
-        return {known for names in self.parameters.values() for known in names} | {*self.buffers} | {*self.others}
+_NOTHING: dict[str, Any] = {
+    **dict.fromkeys(("id", "tag", "written", "precision"), ""),
+    **{key: {} for key in ("versions", "batch", "counters", "optimizer", "loss_scaler", "client_state", "config")},
+    **dict.fromkeys(("world_size", "zero_stage"), 0),
+    **{key: [] for key in ("layout", "rng_numbers")},
+    "lr_scheduler": None,
+}
+"""What a manifest says of files that are weights alone. Of 0 ranks: none has buffers or generators of its own there."""
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A tensor and its file."""
-
-    file: str
-    tensor: StoredTensor
-
-
-def is_foreign(load_dir: str | Path, tag: str | None) -> bool:
+def is_foreign(path: Path, tag: str | None) -> bool:
     """Whether these are plain safetensors: one such file, or a folder with a model and no checkpoint in it."""
-    path = Path(load_dir)
     if tag is not None or any((path / name).exists() for name in (LATEST, MANIFEST, COMMIT)):
         return False
     if path.is_dir():
@@ -74,12 +59,12 @@ def is_foreign(load_dir: str | Path, tag: str | None) -> bool:
     return path.name.endswith((SUFFIX, SUFFIX + INDEX_SUFFIX)) and path.is_file()
 
 
-def read_foreign(load_dir: str | Path, names: ModelNames) -> tuple[Path, Manifest]:
+def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
     """A manifest of plain safetensors, in the model's names.
 
     Args:
-        load_dir: for which :func:`is_foreign` is true.
-        names: of the model.
+        path: for which :func:`is_foreign` is true.
+        model: whose weights they are to be.
 
     Returns:
         The folder of the files, and the manifest; its rows hold ``parameter`` and ``buffer`` only.
@@ -87,46 +72,34 @@ def read_foreign(load_dir: str | Path, names: ModelNames) -> tuple[Path, Manifes
     Raises:
         CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer.
     """
-    folder, files = _files(Path(load_dir))
-    stored: dict[str, _Found] = {}
-    for file in files:
-        for tensor in read_header(folder / file)[1]:
-            if tensor.name in stored:
-                raise CheckpointError(f"{folder / file} and {stored[tensor.name].file} both hold {tensor.name!r}")
-            stored[tensor.name] = _Found(file, tensor)
-    for name, file in files_of_index(folder, Path(load_dir)).items():
-        if name not in stored or stored[name].file != file:
-            raise CheckpointError(f"{folder / file} does not hold {name!r}, and the index says that it does")
-    renamed = rename(stored, names.known())
-    return folder, _manifest(folder, files, renamed, names)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _files(path: Path) -> tuple[Path, list[str]]:
-    """The folder, and the names of the files in it that make the model."""
-    if path.is_file() and path.name.endswith(SUFFIX):
-        return path.parent, [path.name]
+    folder, indexed = (path, {}) if path.is_dir() else (path.parent, {})
     if path.is_dir() and (path / MODEL_FILE).is_file():
-        return path, [MODEL_FILE]
-    folder = path if path.is_dir() else path.parent
-    files = sorted(set(files_of_index(folder, path).values()))
+        files = [MODEL_FILE]
+    elif path.name.endswith(SUFFIX) and path.is_file():
+        files = [path.name]
+    else:
+        indexed = _read_index(folder / (MODEL_FILE + INDEX_SUFFIX) if path.is_dir() else path)
+        files = sorted(set(indexed.values()))
+    stored: dict[str, Found] = {}
     for file in files:
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing, and the index names it")
-    return folder, files
+        for tensor in read_header(folder / file)[1]:
+            if tensor.name in stored:
+                raise CheckpointError(f"{folder / file} and {stored[tensor.name][0].name} both hold {tensor.name!r}")
+            stored[tensor.name] = folder / file, tensor
+    for name, file in indexed.items():
+        if name not in stored or stored[name][0].name != file:
+            raise CheckpointError(f"{folder / file} does not hold {name!r}, and the index says that it does")
+    return folder, _manifest(files, folder, stored, model)
 
 
-def files_of_index(folder: Path, path: Path) -> dict[str, str]:
-    """Tensor → file, of the index that ``path`` is or whose folder it is; empty where there is none to follow.
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor → file.
 
     Raises:
         CheckpointError: it is damaged, or names files elsewhere.
     """
-    index = path if path.name.endswith(INDEX_SUFFIX) and path.is_file() else folder / (MODEL_FILE + INDEX_SUFFIX)
-    if path.name.endswith(SUFFIX) or (path.is_dir() and (path / MODEL_FILE).is_file()):
-        return {}
     try:
         content = json.loads(index.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -142,10 +115,7 @@ def files_of_index(folder: Path, path: Path) -> dict[str, str]:
     return where
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
-def rename(stored: Mapping[str, _Found], known: set[str]) -> dict[str, _Found]:
+def rename(stored: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """The files' tensors under names of the model, when one prefix makes them all fit; else as they are.
 
     Example:
@@ -154,67 +124,49 @@ def rename(stored: Mapping[str, _Found], known: set[str]) -> dict[str, _Found]:
         >>> sorted(rename({"model.h.0": 1, "model.wte": 2}, {"h.0", "wte"}))
         ['h.0', 'wte']
     """
-    if not stored or all(name in known for name in stored):
-        return dict(stored)
-    first = next(iter(stored))
-    added = {name[: -len(first)] for name in known if name.endswith(f".{first}")}
-    removed = {first[: -len(name)] for name in known if first.endswith(f".{name}")}
-    for prefix in sorted(added, key=len):
-        if all(prefix + name in known for name in stored):
-            return {prefix + name: found for name, found in stored.items()}
-    for prefix in sorted(removed, key=len):
-        if all(name.startswith(prefix) and name.removeprefix(prefix) in known for name in stored):
-            return {name.removeprefix(prefix): found for name, found in stored.items()}
+    first = next(iter(stored), "")
+    added = sorted({name[: -len(first)] for name in known if name.endswith(f".{first}")}, key=len)
+    removed = sorted({first[: -len(name)] for name in known if first.endswith(f".{name}")}, key=len)
+    for prefix, put in [("", True), *((prefix, True) for prefix in added), *((prefix, False) for prefix in removed)]:
+        if put or all(name.startswith(prefix) for name in stored):
+            renamed = {prefix + name if put else name.removeprefix(prefix): found for name, found in stored.items()}
+            if all(name in known for name in renamed):
+                return renamed
     return dict(stored)
 
 
-# ---- manifest --------------------------------------------------------------------------------------------------------
-
-
-def _manifest(folder: Path, files: list[str], stored: dict[str, _Found], names: ModelNames) -> Manifest:
-    stored = {name: found for name, found in stored.items() if name not in names.others}
+def _manifest(files: list[str], folder: Path, stored: dict[str, Found], model: EngineState) -> Manifest:
+    names, state_dict = {tuple(names): param for param, names in model.names().items()}, model.buffers()
+    every = {plain_name(name) for name, _ in model.model.named_buffers(remove_duplicate=False)}
+    stored = rename(stored, {known for aliases in names for known in aliases} | every | set(state_dict))
     rows: dict[str, list[Row]] = {file: [] for file in files}
     parameters: dict[str, ParameterInfo] = {}
     buffers: dict[str, dict[str, Any]] = {}
-    for name, known in names.parameters.items():
-        present = [stored.pop(other) for other in known if other in stored]
+
+    def take(key: str, name: str, found: Found, floating: bool) -> StoredTensor:
+        file, tensor = found
+        # Between floats values are converted; a float for an integer is a mistake.
+        if TORCH_DTYPES[tensor.dtype].is_floating_point != floating:
+            kind = "floating" if floating else "not floating"
+            raise CheckpointError(f"{file} holds {tensor.name!r} in {tensor.dtype}, and here it is {kind}")
+        rows[file.name].append(tensor.row(key, name))
+        return tensor
+
+    for (name, *aliases), param in names.items():
+        present = [stored.pop(known) for known in (name, *aliases) if known in stored]
+        for other in present[1:]:
+            _need_same_bits(present[0], other)
         if present:
-            _same_values(folder, present)
-            found, aliases = present[0], tuple(other for other in known if other != name)
-            _same_kind(folder, found, names.floating[name])
-            parameters[name] = _parameter(found.tensor, aliases)
-            rows[found.file].append(_row(PARAMETER, name, found.tensor))
+            tensor = take(PARAMETER, name, present[0], param.is_floating_point())
+            parameters[name] = _parameter(tensor, tuple(aliases))
     for name, found in stored.items():
-        if name in names.buffers:
-            _same_kind(folder, found, names.buffers[name].is_floating_point())
-            buffers[name] = {"shape": list(found.tensor.shape), "dtype": found.tensor.dtype}
-            rows[found.file].append(_row(BUFFER, name, found.tensor))
-        else:
-            parameters[name] = _parameter(found.tensor, ())  # unknown here: comparing will say so
-    shards = {
-        file: ShardInfo(0, (folder / file).stat().st_size, "", 1, "", tuple(rows_of)) for file, rows_of in rows.items()
-    }
-    return Manifest(
-        id="",
-        tag="",
-        written="",
-        versions={},
-        world_size=0,  # no rank's own buffers or generators are in it
-        zero_stage=0,
-        precision="",
-        batch={},
-        counters={},
-        parameters=parameters,
-        buffers=buffers,
-        layout=[],
-        optimizer={},
-        lr_scheduler=None,
-        loss_scaler={},
-        client_state={},
-        rng_numbers=[],
-        config={},
-        files=shards,
-    )
+        if name in state_dict:
+            tensor = take(BUFFER, name, found, state_dict[name].is_floating_point())
+            buffers[name] = {"shape": list(tensor.shape), "dtype": tensor.dtype}
+        elif name not in every:
+            parameters[name] = _parameter(found[1], ())  # unknown here: comparing will say so
+    shards = {file: ShardInfo(0, (folder / file).stat().st_size, "", 1, "", tuple(rows[file])) for file in files}
+    return Manifest(**_NOTHING, parameters=parameters, buffers=buffers, files=shards)
 
 
 def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
@@ -222,62 +174,23 @@ def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
     return ParameterInfo(tensor.shape, tensor.dtype, False, None, aliases, tensors)
 
 
-def _row(key: str, name: str, tensor: StoredTensor) -> Row:
-    return Row(key, name, tensor.dtype, 0, tensor.numel, tensor.offset)
-
-
-def _same_kind(folder: Path, found: _Found, floating: bool) -> None:
-    """Between floats values are converted; a float for an integer is a mistake."""
-    if TORCH_DTYPES[found.tensor.dtype].is_floating_point != floating:
-        kind = "floating" if floating else "not floating"
-        raise CheckpointError(
-            f"{folder / found.file} holds {found.tensor.name!r} in {found.tensor.dtype}, and here it is {kind}"
-        )
-
-
-def _same_values(folder: Path, present: list[_Found]) -> None:
-    """Tensors that are one parameter here must be one value there.
+def _need_same_bits(first: Found, second: Found) -> None:
+    """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself.
 
     Raises:
         CheckpointError: the model ties what the files do not.
     """
-    first = present[0]
-    for other in present[1:]:
-        a, b = first.tensor, other.tensor
-        equal = (a.shape, a.dtype) == (b.shape, b.dtype)
-        for start in range(0, a.numel if equal else 0, COMPARE_ELEMENTS):
-            count = min(COMPARE_ELEMENTS, a.numel - start)
-            equal = equal and torch.equal(*(_bits(folder, found, start, count) for found in (first, other)))
-        if not equal:
-            raise CheckpointError(
-                f"{folder} holds different tensors {a.name!r} and {b.name!r}, which are one parameter (tied) here: one "
-                "of them would be lost. Build the model without tying them"
-            )
-
-
-def _bits(folder: Path, found: _Found, start: int, count: int) -> torch.Tensor:
-    """Elements as bytes, so that a NaN is equal to itself."""
-    dtype = TORCH_DTYPES[found.tensor.dtype]
-    into = torch.empty(count, dtype=dtype)
-    offset = found.tensor.offset + start * dtype.itemsize
-    ShardReader(folder / found.file, None).read([FileRange(offset, count, DTYPES[dtype], into)])
-    return into.view(torch.uint8)
-
-
-def model_names(
-    parameters: Mapping[torch.nn.Parameter, Iterable[str]], buffers: dict[str, torch.Tensor], all_buffers: Iterable[str]
-) -> ModelNames:
-    """Names as an engine's holdings give them.
-
-    Args:
-        parameters: all names of each parameter, the one that ZeRO uses first.
-        buffers: those of a state dict.
-        all_buffers: the names of all buffers.
-    """
-    named = {tuple(names): param for param, names in parameters.items()}
-    return ModelNames(
-        {names[0]: names for names in named},
-        buffers,
-        frozenset(all_buffers) - {*buffers},
-        {names[0]: param.is_floating_point() for names, param in named.items()},
-    )
+    (file, a), (_, b) = first, second
+    equal = (a.shape, a.dtype) == (b.shape, b.dtype)
+    for start in range(0, a.numel if equal else 0, COMPARE_ELEMENTS):
+        pieces = []
+        for path, tensor in (first, second):
+            into = torch.empty(min(COMPARE_ELEMENTS, a.numel - start), dtype=TORCH_DTYPES[tensor.dtype])
+            read_rows(path, None, [(tensor.row(PARAMETER, tensor.name, start, into.numel()), into)])
+            pieces.append(into.view(torch.uint8))
+        equal = equal and torch.equal(*pieces)
+    if not equal:
+        raise CheckpointError(
+            f"{file.parent} holds different tensors {a.name!r} and {b.name!r}, which are one parameter (tied) here: "
+            "one of them would be lost. Build the model without tying them"
+        )

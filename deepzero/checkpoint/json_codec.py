@@ -58,8 +58,7 @@ def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
         return {"$dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [encode(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
-        kind = {tuple: "$tuple", set: "$set", frozenset: "$set"}.get(type(value))
-        return items if isinstance(value, list) else {kind or "$tuple": items}
+        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
     if type(value) is Counter:  # torch's MultiStepLR keeps its milestones in one
         return {"$counter": encode(dict(value), where, tensors)}
     if isinstance(value, Mapping):
@@ -87,11 +86,7 @@ def _encode_tensor(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> 
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of :func:`encode`.
-
-    Args:
-        value: what :func:`encode` gave.
-        tensors: by name, 1-D.
+    """The inverse of :func:`encode`; ``tensors`` are 1-D, by name.
 
     Example:
         >>> decode({'$dict': [['a', {'$tuple': [1, 2.5]}], [3, {'$float': 'inf'}]]}, {})
@@ -104,20 +99,18 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     kind = next(iter(value), "")
     if not kind.startswith("$"):
         return {key: decode(item, tensors) for key, item in value.items()}
-    content = value[kind]
-    if kind in ("$tensor", "$array"):
-        tensor = tensors[content].reshape(value["shape"])
-        return tensor if kind == "$tensor" else tensor.numpy()
     makers: dict[str, Any] = {
         "$float": float,
         "$bytes": bytes.fromhex,
         "$dtype": _dtype,
-        "$tuple": lambda items: tuple(decode(item, tensors) for item in items),
-        "$set": lambda items: {decode(item, tensors) for item in items},
+        "$tensor": lambda name: tensors[name].reshape(value["shape"]),
+        "$array": lambda name: tensors[name].reshape(value["shape"]).numpy(),
+        "$tuple": lambda items: tuple(decode(items, tensors)),
+        "$set": lambda items: set(decode(items, tensors)),
         "$counter": lambda counts: Counter(decode(counts, tensors)),
-        "$dict": lambda pairs: {decode(key, tensors): decode(item, tensors) for key, item in pairs},
+        "$dict": lambda pairs: dict(decode(pairs, tensors)),
     }
-    return makers[kind](content)
+    return makers[kind](value[kind])
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -129,11 +122,11 @@ def _dtype(name: str) -> torch.dtype:
 
 def tensor_names(value: Any) -> dict[str, list[int]]:
     """Names and shapes of the tensors that an encoded value refers to."""
-    if isinstance(value, list):
-        return {name: shape for item in value for name, shape in tensor_names(item).items()}
-    if not isinstance(value, dict):
+    if not isinstance(value, (list, dict)):
         return {}
-    for kind in ("$tensor", "$array"):
-        if kind in value:
-            return {value[kind]: value["shape"]}
-    return {name: shape for item in value.values() for name, shape in tensor_names(item).items()}
+    if isinstance(value, dict):
+        for kind in ("$tensor", "$array"):
+            if kind in value:
+                return {value[kind]: value["shape"]}
+    items = value.values() if isinstance(value, dict) else value
+    return {name: shape for item in items for name, shape in tensor_names(item).items()}

@@ -9,22 +9,21 @@
     A shard holds one-dimensional runs of elements. Each *row* of the manifest says which: ``key`` (``master``,
     ``exp_avg``, …), ``name`` of the parameter, ``start`` (of the run within the flattened parameter) and ``numel``, and
     where its bytes begin in the file. Rows of all shards together cover each parameter exactly once. So a reader goes
-    **by parameter**, never by shard: what was written by 4 ranks in stage 3 is put together by 3 ranks in stage 1, or
-    by a script with numpy, by asking which rows overlap the run that it wants.
+    **by parameter**, never by shard: what 4 ranks wrote in stage 3 is put together by 3 ranks in stage 1, or by a
+    script with numpy, by asking which rows overlap the run that it wants.
 
     ``master`` is the fp32 value. A parameter in bf16 or fp16 is the master, rounded, and is not stored again; one that
     is not trained has no master and is stored as ``parameter``. Anything that all ranks hold alike is stored once.
 
-    Every shard is cut into *blocks* of ``block_bytes``, each with a CRC-32 in the manifest. A reader needs some byte
-    ranges only, and checks exactly the blocks that it reads; ``sha256`` is of the whole file, if training waited for
-    the save. The manifest's own hash is in ``COMMIT``.
+    Every shard is cut into *blocks* of ``block_bytes``, each with a CRC-32 in the manifest. A reader checks exactly the
+    blocks that it reads; ``sha256`` is of the whole file, if training waited for the save.
 
 [Note: what is believed of a manifest]
     ``COMMIT`` shows that a manifest is what was written, and is no signature: who edits one can write a new hash. So
     nothing in it is trusted to be a number, a place in a file or the name of one before :func:`check_sound` has
     looked at it; a manifest that makes no sense is refused before anything is loaded. What makes sense and is not true
-    cannot be noticed: another learning rate or step number, the places of two rows of the same length exchanged, names
-    of two parameters of the same shape exchanged, data changed together with its CRC-32.
+    cannot be noticed: another learning rate or step number, two rows of the same length or two names of the same shape
+    exchanged, data changed together with its CRC-32.
 
 The format is described for other programs in ``docs/checkpoints.md``.
 """
@@ -34,18 +33,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, decode, tensor_names
 
-FORMAT = "deepzero-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-COMMIT = "COMMIT"
-LATEST = "latest"
+FORMAT, VERSION = "deepzero-checkpoint", 1
+MANIFEST, COMMIT, LATEST = "manifest.json", "COMMIT", "latest"
 
 MASTER = "master"
 """fp32 values of a parameter that is trained."""
@@ -57,20 +53,35 @@ CLIENT = "client"
 """Tensors of the caller's ``client_state``, of a schedule, of anything that is not a parameter's."""
 RESERVED = (MASTER, PARAMETER, BUFFER, RNG, CLIENT)
 """Keys that an optimizer's state cannot have."""
+_BUFFER_OF_RANK = f"{BUFFER}-of-rank-"
 
-MAX_BLOCKS = 4096
-MIN_BLOCK_BYTES = 128
+MAX_BLOCKS, MIN_BLOCK_BYTES = 4096, 128
 HEAD_ALIGN = 4096
 """The data of a shard begins at a multiple of this many bytes."""
 
 COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 BATCH = ("global_batch", "micro_batch", "accumulation")
-RNG_NUMBERS = ("python_version", "python_gauss", "numpy_kind", "numpy_position", "numpy_has_gauss", "numpy_gauss")
+RNG_NUMBERS = {"python_version", "python_gauss", "numpy_kind", "numpy_position", "numpy_has_gauss", "numpy_gauss"}
 
 
 def shard_name(rank: int, world_size: int) -> str:
     """The file of one rank."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def buffer_key(rank: int) -> str:
+    """The key of a buffer that is another on ``rank`` than on rank 0."""
+    return f"{_BUFFER_OF_RANK}{rank}"
+
+
+def is_own_buffer(key: Any) -> bool:
+    """Whether a key is one of :func:`buffer_key`."""
+    return str(key).startswith(_BUFFER_OF_RANK)
+
+
+def listed(names: list[str]) -> str:
+    """The first three names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,11 @@ class Row:
         return self.numel * ITEMSIZE[self.dtype]
 
     @property
+    def end(self) -> int:
+        """One past its last byte in the file."""
+        return self.offset + self.nbytes
+
+    @property
     def tensor_name(self) -> str:
         """Under which safetensors finds it."""
         return f"{self.key}/{self.name}"
@@ -110,6 +126,11 @@ class ShardInfo:
     crc32: str
     """Eight hexadecimal digits for each block, in order."""
     rows: tuple[Row, ...]
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> ShardInfo:
+        """The inverse of :func:`dataclasses.asdict`."""
+        return cls(**{**content, "rows": tuple(Row(**row) for row in content["rows"])})
 
     def block_crc(self, block: int) -> int:
         """The CRC-32 that block number ``block`` should have."""
@@ -141,6 +162,11 @@ class ParameterInfo:
     def numel(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def values_key(self) -> str:
+        """Under which its values are stored: the master where there is one."""
+        return MASTER if MASTER in self.tensors else PARAMETER
 
 
 @dataclass(frozen=True)
@@ -174,16 +200,11 @@ class Manifest:
     def to_json(self) -> str:
         """Valid JSON, with a line for each parameter, buffer, group and file."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        lines = [f"{json.dumps(key)}: {_by_lines(value)}" for key, value in content.items()]
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        return "{\n" + ",\n".join(f"{json.dumps(key)}: {_by_lines(value)}" for key, value in content.items()) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
-        """Read a manifest.
-
-        Args:
-            text: its JSON.
-            where: the file's name, for messages.
+        """Read the JSON of a manifest; ``where`` is its file's name, for messages.
 
         Raises:
             CheckpointError: not a manifest, or one of a newer version.
@@ -202,8 +223,11 @@ class Manifest:
                 f"that wrote it ({writer}) or a newer one"
             )
         try:
-            content["parameters"] = {name: _parameter(value) for name, value in content["parameters"].items()}
-            content["files"] = {name: _shard(value) for name, value in content["files"].items()}
+            content["parameters"] = {
+                name: ParameterInfo(**{**value, "shape": tuple(value["shape"]), "aliases": tuple(value["aliases"])})
+                for name, value in content["parameters"].items()
+            }
+            content["files"] = {name: ShardInfo.from_dict(value) for name, value in content["files"].items()}
             return cls(**content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where} is not a whole manifest ({type(error).__name__}: {error})") from None
@@ -211,20 +235,13 @@ class Manifest:
 
 def _by_lines(value: Any) -> str:
     """JSON of a mapping or a list with a line for each item."""
-    if isinstance(value, dict) and any(isinstance(item, (dict, list)) for item in value.values()):
-        items = [f" {json.dumps(key)}: {json.dumps(item, allow_nan=False)}" for key, item in value.items()]
-        return "{\n" + ",\n".join(items) + "\n}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
-        return "[\n" + ",\n".join(f" {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
-    return json.dumps(value, allow_nan=False)
-
-
-def _parameter(value: Mapping[str, Any]) -> ParameterInfo:
-    return ParameterInfo(**{**value, "shape": tuple(value["shape"]), "aliases": tuple(value["aliases"])})
-
-
-def _shard(value: Mapping[str, Any]) -> ShardInfo:
-    return ShardInfo(**{**value, "rows": tuple(Row(**row) for row in value["rows"])})
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or not any(isinstance(item, (dict, list)) for item in items):
+        return json.dumps(value, allow_nan=False)
+    texts = [json.dumps(item, allow_nan=False) for item in items]
+    if isinstance(value, list):
+        return "[\n " + ",\n ".join(texts) + "\n]"
+    return "{\n " + ",\n ".join(f"{json.dumps(key)}: {text}" for key, text in zip(value, texts, strict=True)) + "\n}"
 
 
 def block_bytes_for(total: int) -> int:
@@ -234,20 +251,7 @@ def block_bytes_for(total: int) -> int:
         >>> block_bytes_for(100_000), block_bytes_for(590_000_000)
         (128, 262144)
     """
-    size = MIN_BLOCK_BYTES
-    while size * MAX_BLOCKS < total:
-        size *= 2
-    return size
-
-
-def is_own_buffer(key: str) -> bool:
-    """Whether a row's key is that of a buffer that differs from rank 0's: see :func:`buffer_key`."""
-    return key.startswith(f"{BUFFER}-of-rank-")
-
-
-def buffer_key(rank: int) -> str:
-    """The key of a buffer that is another on ``rank`` than on rank 0."""
-    return f"{BUFFER}-of-rank-{rank}"
+    return max(MIN_BLOCK_BYTES, 1 << (-(-total // MAX_BLOCKS) - 1).bit_length())
 
 
 # ---- whether it makes sense ------------------------------------------------------------------------------------------
@@ -258,21 +262,19 @@ class InvalidManifest(ValueError):
 
 
 def check_sound(manifest: Manifest, where: str) -> None:
-    """Refuse a manifest that makes no sense.
-
-    Args:
-        manifest: as it was read.
-        where: the file's name, for messages.
+    """Refuse a manifest that makes no sense; ``where`` is its file's name.
 
     Raises:
         CheckpointError: with the first thing that was found.
     """
     try:
-        _check_numbers(manifest)
+        _check_fields(manifest, "it")
         for name, info in manifest.files.items():
             _check_file(name, info, manifest.world_size)
-        _need(len(manifest.files) == manifest.world_size, f"'files' has {len(manifest.files)} of its files")
-        _need(len({info.rank for info in manifest.files.values()}) == manifest.world_size, "two files of one rank")
+        ranks = {info.rank for info in manifest.files.values()}
+        _need(
+            len(ranks) == len(manifest.files) == manifest.world_size, f"'files' is not one of each rank: {len(ranks)}"
+        )
         _check_parameters(manifest)
         for place, problem in row_problems(manifest):
             raise InvalidManifest(f"{place}: {problem}")
@@ -294,64 +296,45 @@ def row_problems(manifest: Manifest) -> Iterator[tuple[str, str]]:
     for file, info in manifest.files.items():
         for row in info.rows:
             rows.setdefault((row.key, row.name), []).append((row, file))
+    expected: dict[tuple[str, str], tuple[int, str | None]] = {}  # → elements and dtype that the manifest promises
     for name, param in manifest.parameters.items():
-        values = MASTER if param.trained else PARAMETER
-        if param.numel and (param.trained or param.tensors) and values not in param.tensors:
+        numel = _numel_of(param.shape, f"parameter {name!r}")
+        if numel and (param.trained or param.tensors) and (MASTER if param.trained else PARAMETER) not in param.tensors:
             yield MANIFEST, f"parameter {name!r} has no values"
-    for (key, name), (numel, dtype) in _expected(manifest).items():
-        yield from _covered(rows.pop((key, name), []), key, name, numel, dtype)
+        expected.update({(key, name): (numel, dtype) for key, dtype in param.tensors.items()})
+    for name, buffer in manifest.buffers.items():
+        expected[BUFFER, name] = _numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
+    schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
+    for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
+        expected[CLIENT, name] = _numel_of(shape, f"{CLIENT}/{name}"), None
+    for (key, name), promised in expected.items():
+        yield from _covered(rows.pop((key, name), []), f"{key} of {name!r}", *promised)
     for (key, name), found in rows.items():
-        if is_own_buffer(key) and name in manifest.buffers:
-            buffer = manifest.buffers[name]
-            yield from _covered(found, key, name, numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"])
+        if is_own_buffer(key) and (BUFFER, name) in expected:
+            yield from _covered(found, f"{key} of {name!r}", *expected[BUFFER, name])
         elif key == RNG:
-            yield from _covered(found, key, name, sum(row.numel for row, _ in found), None)
+            yield from _covered(found, f"{key} of {name!r}", sum(row.numel for row, _ in found), None)
         else:
             yield found[0][1], f"holds {key} of {name!r}, which the manifest does not know"
 
 
-def _expected(manifest: Manifest) -> dict[tuple[str, str], tuple[int, str | None]]:
-    """(key, name) → (elements, dtype) of all that the manifest promises."""
-    expected: dict[tuple[str, str], tuple[int, str | None]] = {}
-    for name, info in manifest.parameters.items():
-        numel = numel_of(info.shape, f"parameter {name!r}")
-        expected.update({(key, name): (numel, dtype) for key, dtype in info.tensors.items()})
-    for name, buffer in manifest.buffers.items():
-        expected[BUFFER, name] = numel_of(buffer["shape"], f"buffer {name!r}"), buffer["dtype"]
-    schedule = manifest.lr_scheduler["state"] if manifest.lr_scheduler else None
-    for name, shape in {**tensor_names(manifest.client_state), **tensor_names(schedule)}.items():
-        expected[CLIENT, name] = numel_of(shape, f"{CLIENT}/{name}"), None
-    return expected
-
-
-def _covered(
-    found: list[tuple[Row, str]], key: str, name: str, numel: int, dtype: str | None
-) -> Iterator[tuple[str, str]]:
+def _covered(found: list[tuple[Row, str]], what: str, numel: int, dtype: str | None) -> Iterator[tuple[str, str]]:
     """What is wrong with the rows of one tensor; ``dtype`` None: they only have to be alike."""
-    cursor, what = 0, f"{key} of {name!r}"
+    cursor = 0
     dtype = found[0][0].dtype if dtype is None and found else dtype
     for row, file in sorted(found, key=lambda item: (item[0].start, item[0].numel)):
+        stop = row.start + row.numel
         if row.start > cursor:
             yield MANIFEST, f"no shard has elements {cursor} to {row.start} of {what}"
         elif row.start < cursor and row.numel:
-            yield file, f"elements {row.start} to {min(cursor, row.start + row.numel)} of {what} are stored twice"
-        if row.start + row.numel > numel:
-            yield file, f"{what} has elements up to {row.start + row.numel}, and should have {numel}"
+            yield file, f"elements {row.start} to {min(cursor, stop)} of {what} are stored twice"
+        if stop > numel:
+            yield file, f"{what} has elements up to {stop}, and should have {numel}"
         if row.dtype != dtype:
             yield file, f"{what} is {row.dtype}, and should be {dtype}"
-        cursor = max(cursor, row.start + row.numel)
+        cursor = max(cursor, stop)
     if cursor < numel:
         yield MANIFEST, f"no shard has elements {cursor} to {numel} of {what}"
-
-
-def numel_of(shape: Any, what: str) -> int:
-    """Elements of a shape that a manifest gives.
-
-    Raises:
-        InvalidManifest: it is no list of numbers that are not negative.
-    """
-    _need(isinstance(shape, (list, tuple)), f"the shape of {what} is {shape!r}")
-    return math.prod(_count(extent, f"an extent of {what}") for extent in shape)
 
 
 def _need(condition: bool, what: str) -> None:
@@ -359,89 +342,81 @@ def _need(condition: bool, what: str) -> None:
         raise InvalidManifest(what)
 
 
-def _count(value: Any, what: str, least: int = 0) -> int:
-    _need(type(value) is int and least <= value < 2**62, f"{what} is {value!r}")
-    return int(value)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
 
 
-def _check_numbers(manifest: Manifest) -> None:
-    _count(manifest.world_size, "'world_size'", 1)
-    _count(manifest.zero_stage, "'zero_stage'")
-    for key in ("id", "tag", "written", "precision"):
-        _need(isinstance(getattr(manifest, key), str), f"{key!r} is {getattr(manifest, key)!r}")
-    for key in COUNTERS:
-        _count(manifest.counters[key], f"'counters', {key!r}")
-    for key in BATCH:
-        _count(manifest.batch[key], f"'batch', {key!r}", 1)
-    for key in ("versions", "config", "loss_scaler"):
-        _need(isinstance(getattr(manifest, key), dict), f"{key!r} is {getattr(manifest, key)!r}")
-    _need(len(manifest.rng_numbers) == manifest.world_size, f"'rng_numbers' is of {len(manifest.rng_numbers)} ranks")
-    for rank, numbers in enumerate(manifest.rng_numbers):
-        _need(set(RNG_NUMBERS) <= set(numbers), f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
+def _numel_of(shape: Any, what: str) -> int:
+    _need(isinstance(shape, (list, tuple)) and all(map(_is_count, shape)), f"the shape of {what} is {shape!r}")
+    return math.prod(shape)
+
+
+def _check_fields(thing: Manifest | ParameterInfo | ShardInfo | Row, what: str) -> None:
+    """Every field is what its annotation says; numbers are not negative, and some are not 0."""
+    kinds = {kind.__name__: kind for kind in (bool, str, dict, list, tuple)}
+    for entry in fields(thing):
+        value, kind = getattr(thing, entry.name), str(entry.type).partition("[")[0]
+        good = _is_count(value) if kind == "int" else isinstance(value, kinds.get(kind, object))
+        good = good or (value is None and str(entry.type).endswith("None"))
+        good = good and (value != 0 or entry.name not in ("world_size", "block_bytes"))
+        _need(good, f"{entry.name!r} of {what} is {value!r}")
 
 
 def _check_file(name: str, info: ShardInfo, world_size: int) -> None:
     _need(re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None, f"{name!r} is no name of a file")
-    _need(_count(info.rank, f"the rank of {name}") < world_size, f"{name} is of rank {info.rank}")
-    _count(info.bytes, f"'bytes' of {name}")
-    _count(info.block_bytes, f"'block_bytes' of {name}", 1)
+    _check_fields(info, name)
+    _need(info.rank < world_size, f"{name} is of rank {info.rank}")
     sha256 = info.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", str(info.sha256)) is not None
     _need(sha256, f"'sha256' of {name} is {info.sha256!r}")
     crcs = re.fullmatch(r"[0-9a-f]*", info.crc32) is not None and len(info.crc32) == 8 * info.blocks
     _need(crcs, f"'crc32' of {name} is not eight hexadecimal digits for each of {info.blocks} blocks")
     for row in info.rows:
-        label = f"the row {row.key}/{row.name} of {name}"
-        _need(isinstance(row.key, str) and isinstance(row.name, str), f"{label} has no name")
-        _need(row.dtype in ITEMSIZE, f"{label} has dtype {row.dtype!r}")
-        for key in ("start", "numel", "offset"):
-            _count(getattr(row, key), f"{key!r} of {label}")
+        _check_fields(row, f"the row {row.key}/{row.name} of {name}")
+        _need(row.dtype in ITEMSIZE, f"the row {row.tensor_name} of {name} has dtype {row.dtype!r}")
     # A shard has no holes: so a row of another place or length is noticed, if only one was changed.
     rows = sorted(info.rows, key=lambda row: (row.offset, row.nbytes))
     for row, following in zip(rows, [*(row.offset for row in rows[1:]), info.bytes], strict=True):
-        end, label = row.offset + row.nbytes, f"the row {row.key}/{row.name} of {name}"
-        _need(end == following, f"{label} ends at byte {end}, and what follows begins at {following}")
+        label = f"the row {row.tensor_name} of {name}"
+        _need(row.end == following, f"{label} ends at byte {row.end}, and what follows begins at {following}")
 
 
 def _check_parameters(manifest: Manifest) -> None:
     names = [known for name, info in manifest.parameters.items() for known in (name, *info.aliases)]
     _need(len(set(names)) == len(names), "two parameters have one name")
     for name, info in manifest.parameters.items():
+        _check_fields(info, f"parameter {name!r}")
         _need(info.dtype in ITEMSIZE, f"parameter {name!r} has dtype {info.dtype!r}")
-        _need(type(info.trained) is bool, f"'trained' of parameter {name!r} is {info.trained!r}")
         for key, encoded in info.state.items():
-            _check_scalar(encoded, f"{key!r} of parameter {name!r}")
-
-
-def _check_scalar(encoded: Any, what: str) -> None:
-    """State that the optimizer keeps for a parameter as a whole."""
-    if isinstance(encoded, dict) and "dtype" in encoded:
-        _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
-        _need(numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
-        value = decode(encoded["value"], {})
-        _need(isinstance(value, (bool, int, float)), f"{what} is {value!r}")
-    else:
-        decode(encoded, {})
+            what, value = f"{key!r} of parameter {name!r}", encoded
+            if isinstance(encoded, dict) and "dtype" in encoded:
+                _need(encoded["dtype"] in ITEMSIZE, f"{what} has dtype {encoded['dtype']!r}")
+                _need(_numel_of(encoded["shape"], what) == 1, f"{what} has shape {encoded['shape']}")
+                value = encoded["value"]
+            number = decode(value, {})
+            _need(value is encoded or isinstance(number, (bool, int, float)), f"{what} is {number!r}")
 
 
 def _check_values(manifest: Manifest) -> None:
-    """Client state, schedule and the optimizer's settings are values that can be read."""
-    optimizer, schedule = manifest.optimizer, manifest.lr_scheduler
-    _need(isinstance(optimizer["class"], str), f"the optimizer's class is {optimizer['class']!r}")
-    for group in optimizer["groups"]:
-        for encoded in group.values():
-            decode(encoded, {})
-    if schedule is not None:
-        _need(isinstance(schedule["class"], str), f"the schedule's class is {schedule['class']!r}")
-    for encoded in (manifest.client_state, schedule["state"] if schedule is not None else None):
-        stand_ins: dict[str, Any] = {name: _AnyTensor() for name in tensor_names(encoded)}
+    """Counters are numbers; client state, schedule and the optimizer's settings can be read."""
+    counts = {key: manifest.counters[key] for key in COUNTERS} | {key: manifest.batch[key] for key in BATCH}
+    for key, value in counts.items():
+        _need(_is_count(value) and (value > 0 or key in COUNTERS), f"{key!r} is {value!r}")
+    _need(len(manifest.rng_numbers) == manifest.world_size, f"'rng_numbers' is of {len(manifest.rng_numbers)} ranks")
+    for rank, numbers in enumerate(manifest.rng_numbers):
+        _need(set(numbers) >= RNG_NUMBERS, f"'rng_numbers' of rank {rank} has the keys {sorted(numbers)}")
+    for what, kept in (("optimizer", manifest.optimizer), ("schedule", manifest.lr_scheduler)):
+        _need(kept is None or isinstance(kept["class"], str), f"the {what}'s class is {kept and kept['class']!r}")
+    for encoded in (encoded for group in manifest.optimizer["groups"] for encoded in group.values()):
+        decode(encoded, {})
+    for encoded in (manifest.client_state, manifest.lr_scheduler and manifest.lr_scheduler["state"]):
+        stand_ins: dict[str, Any] = dict.fromkeys(tensor_names(encoded), _AnyTensor())
         decode(encoded, stand_ins)
 
 
 class _AnyTensor:
     """Stands for a tensor in a value that is decoded for a trial: nothing is allocated by a number in a manifest."""
 
-    def reshape(self, _: Any) -> _AnyTensor:
+    def reshape(self, *_: Any) -> _AnyTensor:
         return self
 
-    def numpy(self) -> _AnyTensor:
-        return self
+    numpy = reshape

@@ -8,10 +8,12 @@ process (SIGBUS). Headers are read, and compared with the file's size, by the sa
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +23,12 @@ from safetensors import SafetensorError, safe_open
 
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE, TORCH_DTYPES, decode, tensor_names
-from deepzero.checkpoint.manifest import CLIENT, Manifest, Row, ShardInfo
+from deepzero.checkpoint.manifest import CLIENT, Manifest, Row, ShardInfo, listed
 
 READ_BYTES = 8 << 20
 
-
-# ---- a checkpoint ----------------------------------------------------------------------------------------------------
+Run = tuple[int, int]
+"""Blocks of a file: the first, and one past the last."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,6 @@ class CheckpointReader:
 
     def __init__(self, path: Path, manifest: Manifest, checked: bool = True) -> None:
         self.path, self.manifest, self.checked = path, manifest, checked
-        self.bytes_read = 0
         self._rows: dict[tuple[str, str], list[tuple[Row, str]]] = {}
         for file, info in manifest.files.items():
             for row in info.rows:
@@ -59,208 +60,150 @@ class CheckpointReader:
         for rows in self._rows.values():
             rows.sort(key=lambda item: item[0].start)
 
-    def has(self, key: str, name: str) -> bool:
-        """Whether anything is stored under these names."""
-        return (key, name) in self._rows
+    def extent(self, key: str, name: str) -> tuple[int, torch.dtype] | None:
+        """Elements and dtype of what is stored under these names; None: nothing is."""
+        rows = [row for row, _ in self._rows.get((key, name), ())]
+        return (sum(row.numel for row in rows), TORCH_DTYPES[rows[0].dtype]) if rows else None
 
-    def fragments(self, wanted: Iterable[ReadRequest]) -> dict[str, list[FileRange]]:
-        """What has to be read, by file.
+    def read(self, wanted: Iterable[ReadRequest]) -> dict[str, list[Run]]:
+        """Fill what is wanted; returns the runs of blocks that were read, by file.
 
         Raises:
-            CheckpointError: elements that no row holds.
+            CheckpointError: damage, or elements that no row holds.
         """
-        found: dict[str, list[FileRange]] = {}
+        found: dict[str, list[tuple[Row, torch.Tensor]]] = {}
         for want in wanted:
             cursor, end = want.start, want.start + want.into.numel()
             for row, file in self._rows.get((want.key, want.name), ()):
                 stop = min(end, row.start + row.numel)
                 if row.start <= cursor < stop:
                     offset = row.offset + (cursor - row.start) * ITEMSIZE[row.dtype]
-                    into = want.into[cursor - want.start : stop - want.start]
-                    found.setdefault(file, []).append(FileRange(offset, stop - cursor, row.dtype, into))
+                    part = dataclasses.replace(row, start=cursor, numel=stop - cursor, offset=offset)
+                    found.setdefault(file, []).append((part, want.into[cursor - want.start : stop - want.start]))
                     cursor = stop
             if cursor < end:
                 raise CheckpointError(
                     f"{self.path} has no element {cursor} of {want.key} of {want.name!r}; the checkpoint is not whole"
                 )
-        return found
+        infos = self.manifest.files if self.checked else {}
+        return {file: read_rows(self.path / file, infos.get(file), parts) for file, parts in sorted(found.items())}
 
-    def read(self, wanted: Iterable[ReadRequest]) -> dict[str, list[tuple[int, int]]]:
-        """Fill what is wanted; returns the runs of blocks that were read, by file."""
-        runs = {}
-        for file, fragments in sorted(self.fragments(wanted).items()):
-            reader = self._reader(file)
-            runs[file] = reader.read(fragments)
-            self.bytes_read += reader.bytes_read
-        return runs
-
-    def check(self, file: str, runs: Sequence[tuple[int, int]]) -> None:
+    def check(self, file: str, runs: Iterable[Run]) -> None:
         """Read runs of blocks only to see that they are right."""
-        reader = self._reader(file)
-        reader.check(runs)
-        self.bytes_read += reader.bytes_read
+        for _ in _portions(self.path / file, self.manifest.files[file] if self.checked else None, runs):
+            pass
 
     def value(self, encoded: Any) -> Any:
         """A value of the manifest with the tensors it refers to."""
         tensors = {}
-        wanted = []
         for name in tensor_names(encoded):
-            rows = self._rows.get((CLIENT, name), [])
-            numel = sum(row.numel for row, _ in rows)
-            dtype = TORCH_DTYPES[rows[0][0].dtype] if rows else torch.float32
+            numel, dtype = self.extent(CLIENT, name) or (0, torch.float32)
             tensors[name] = torch.empty(numel, dtype=dtype)
-            wanted.append(ReadRequest(CLIENT, name, 0, tensors[name]))
-        self.read(wanted)
+        self.read([ReadRequest(CLIENT, name, 0, tensor) for name, tensor in tensors.items()])
         return decode(encoded, tensors)
-
-    def stored_numel(self, key: str, name: str) -> int:
-        """Elements stored under these names."""
-        return sum(row.numel for row, _ in self._rows.get((key, name), ()))
-
-    def stored_dtype(self, key: str, name: str) -> torch.dtype:
-        """Dtype of what is stored under these names."""
-        return TORCH_DTYPES[self._rows[(key, name)][0][0].dtype]
-
-    def _reader(self, file: str) -> ShardReader:
-        return ShardReader(self.path / file, self.manifest.files[file] if self.checked else None)
 
 
 # ---- one file --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FileRange:
-    """Bytes of a shard, and where their elements go."""
-
-    offset: int
-    """In the file."""
-    numel: int
-    dtype: str
-    into: torch.Tensor
-    """1-D, ``numel`` elements, of any dtype and device."""
-
-    @property
-    def end(self) -> int:
-        """One past the last byte."""
-        return self.offset + self.numel * ITEMSIZE[self.dtype]
-
-
-class ShardReader:
-    """Reads one shard, whole blocks at a time, and counts what it read.
+def read_rows(path: Path, info: ShardInfo | None, parts: Iterable[tuple[Row, torch.Tensor]]) -> list[Run]:
+    """Read some of a file's rows, whole blocks at a time.
 
     Args:
         path: the file.
         info: what the manifest says of it; None for a safetensors file that is nobody's shard: nothing is checked then.
+        parts: rows, and the 1-D tensors, of any dtype and device, that their elements go into.
+
+    Returns:
+        The runs of blocks that were read and found right, ascending and apart.
     """
+    parts = sorted((part for part in parts if part[0].numel), key=lambda part: part[0].offset)
+    block = info.block_bytes if info is not None else 1
+    spans = sorted((row.offset // block, -(-row.end // block)) for row, _ in parts)
+    # Without blocks each row is read by itself, from its start: so no element lies across two portions.
+    runs = merge(spans) if info is not None else spans
+    starts = [row.offset for row, _ in parts]
+    widest = max((row.nbytes for row, _ in parts), default=0)
+    for offset, data in _portions(path, info, runs):
+        first, last = bisect.bisect_left(starts, offset - widest), bisect.bisect_left(starts, offset + len(data))
+        for row, into in parts[first:last]:
+            if row.end > offset:
+                _copy_out(row, into, offset, data)
+    return runs
 
-    def __init__(self, path: Path, info: ShardInfo | None) -> None:
-        self.path, self.info = path, info
-        self.bytes_read = 0
-        self._block = info.block_bytes if info is not None else 1
+
+def _portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterator[tuple[int, memoryview]]:
+    """(offset in the file, bytes) of runs of blocks, checked; the memory is used again for the next portion."""
+    runs, block_bytes = list(runs), info.block_bytes if info is not None else 1
+    size = info.bytes if info is not None else max((last for _, last in runs), default=0)
+    # No larger than the longest run: most parameters are small, and clearing memory takes time, too.
+    step = min(max(1, READ_BYTES // block_bytes), max((last - first for first, last in runs), default=1))
+    buffer = bytearray(step * block_bytes)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    try:
+        for first, last in runs:
+            for block in range(first, last, step):
+                offset = block * block_bytes
+                view = memoryview(buffer)[: min(min(block + step, last) * block_bytes, size) - offset]
+                fill(path, file, view, offset)
+                for number in range(-(-len(view) // block_bytes) if info is not None else 0):
+                    part = view[number * block_bytes : (number + 1) * block_bytes]
+                    if info is not None and zlib.crc32(part) != info.block_crc(block + number):
+                        raise CheckpointError(damage(path, info, block + number))
+                yield offset, view
+    finally:
+        os.close(file)
+
+
+def fill(path: Path, file: int, view: memoryview, offset: int) -> None:
+    """Every byte of every tensor that is read comes through here.
+
+    Raises:
+        CheckpointError: the disk fails, or the file is too short.
+    """
+    done = 0
+    while done < len(view):
         try:
-            self._size = path.stat().st_size
+            count = os.preadv(file, [view[done:]], offset + done)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from None
-
-    def blocks(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
-        """Runs (first, one past the last) of the blocks that hold the fragments, ascending and apart."""
-        spans = sorted((f.offset // self._block, -(-f.end // self._block)) for f in fragments if f.numel)
-        # Without blocks each fragment is read by itself, from its start: so no element lies across two portions.
-        return merge(spans) if self.info is not None else spans
-
-    def read(self, fragments: Iterable[FileRange]) -> list[tuple[int, int]]:
-        """Fill the fragments' tensors; returns the runs of blocks that were read and found right."""
-        ordered = sorted((f for f in fragments if f.numel), key=lambda fragment: fragment.offset)
-        runs = self.blocks(ordered)
-        starts = [fragment.offset for fragment in ordered]
-        widest = max((fragment.end - fragment.offset for fragment in ordered), default=0)
-        for offset, data in self._portions(runs):
-            end = offset + len(data)
-            first = bisect.bisect_left(starts, offset - widest)
-            for fragment in ordered[first : bisect.bisect_left(starts, end)]:
-                if fragment.end > offset:
-                    _copy_out(fragment, offset, data)
-        return runs
-
-    def check(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Read runs of blocks only to see that they are right."""
-        for _ in self._portions(runs):
-            pass
-
-    def _portions(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the file, bytes) of runs of blocks, checked; the memory is used again for the next portion."""
-        runs = list(runs)
-        # No larger than the longest run: most parameters are small, and clearing memory takes time, too.
-        step = min(max(1, READ_BYTES // self._block), max((last - first for first, last in runs), default=1))
-        buffer = bytearray(step * self._block)
-        try:
-            file = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from None
-        try:
-            for first, last in runs:
-                for block in range(first, last, step):
-                    offset = block * self._block
-                    wanted = min(min(block + step, last) * self._block, self._size) - offset
-                    view = memoryview(buffer)[:wanted]
-                    self._fill(file, view, offset)
-                    self._check(view, block)
-                    yield offset, view
-        finally:
-            os.close(file)
-
-    def _fill(self, file: int, view: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(file, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: {error.strerror}; the disk cannot read it") from None
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.path} ends after {offset + done} bytes, {self._size} were expected: it is truncated"
-                )
-            done += count
-        self.bytes_read += done
-
-    def _check(self, view: memoryview, first: int) -> None:
-        if self.info is None:
-            return
-        for number in range(-(-len(view) // self._block)):
-            part = view[number * self._block : (number + 1) * self._block]
-            if zlib.crc32(part) != self.info.block_crc(first + number):
-                raise CheckpointError(damage(self.path, self.info, first + number))
+            raise CheckpointError(f"{path}: {error.strerror}; the disk cannot read it") from None
+        if count == 0:
+            expected = f"{offset + len(view)} were expected"
+            raise CheckpointError(f"{path} ends after {offset + done} bytes, {expected}: it is truncated")
+        done += count
 
 
 def damage(path: Path, info: ShardInfo, block: int) -> str:
     """What is said of a block with another CRC-32."""
     start, end = block * info.block_bytes, min((block + 1) * info.block_bytes, info.bytes)
-    inside = [row.tensor_name for row in info.rows if row.offset < end and row.offset + row.nbytes > start]
-    what = ", ".join(inside[:3]) + (f" and {len(inside) - 3} more" if len(inside) > 3 else "")
-    return f"{path} is damaged: bytes {start} to {end} are not what was written ({what or 'the header'})"
+    inside = [row.tensor_name for row in info.rows if row.offset < end and row.end > start]
+    what = listed(inside) or "the header"
+    return f"{path} is damaged: bytes {start} to {end} are not what was written ({what})"
 
 
-def _copy_out(fragment: FileRange, offset: int, data: memoryview) -> None:
-    """The elements of ``fragment`` that lie in ``data``. Portions end at blocks, and no element lies across two."""
-    size = ITEMSIZE[fragment.dtype]
-    first = max(0, -(-(offset - fragment.offset) // size))
-    last = min(fragment.numel, (offset + len(data) - fragment.offset) // size)
+def _copy_out(row: Row, into: torch.Tensor, offset: int, data: memoryview) -> None:
+    """The elements of ``row`` that lie in ``data``. Portions end at blocks, and no element lies across two."""
+    size = ITEMSIZE[row.dtype]
+    first = max(0, -(-(offset - row.offset) // size))
+    last = min(row.numel, (offset + len(data) - row.offset) // size)
     if first < last:
-        begin = fragment.offset + first * size - offset
+        begin = row.offset + first * size - offset
         # Copied once more, aligned: a plain safetensors file may begin its data anywhere.
         piece = bytearray(data[begin : begin + (last - first) * size]) if begin % size else data[begin:]
-        values = torch.frombuffer(piece, dtype=TORCH_DTYPES[fragment.dtype], count=last - first)
-        fragment.into[first:last].copy_(values)
+        into[first:last].copy_(torch.frombuffer(piece, dtype=TORCH_DTYPES[row.dtype], count=last - first))
 
 
-def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge(spans: Iterable[Run]) -> list[Run]:
     """Sorted runs made disjoint.
 
     Example:
         >>> merge([(0, 2), (1, 3), (5, 6), (6, 8)])
         [(0, 3), (5, 8)]
     """
-    merged: list[tuple[int, int]] = []
+    merged: list[Run] = []
     for first, last in spans:
         if merged and first <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
@@ -269,21 +212,15 @@ def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def remaining(blocks: int, runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def remaining(blocks: int, runs: Iterable[Run]) -> list[Run]:
     """The runs of ``0 … blocks-1`` that ``runs`` leave out.
 
     Example:
         >>> remaining(8, [(0, 3), (5, 7)])
         [(3, 5), (7, 8)]
     """
-    left, cursor = [], 0
-    for first, last in merge(sorted(runs)):
-        if first > cursor:
-            left.append((cursor, first))
-        cursor = max(cursor, last)
-    if cursor < blocks:
-        left.append((cursor, blocks))
-    return left
+    taken = merge(sorted([(0, 0), *runs, (blocks, blocks)]))
+    return [(before[1], after[0]) for before, after in itertools.pairwise(taken)]
 
 
 # ---- headers ---------------------------------------------------------------------------------------------------------
@@ -305,6 +242,11 @@ class StoredTensor:
         """Elements."""
         return math.prod(self.shape)
 
+    def row(self, key: str, name: str, start: int = 0, numel: int | None = None) -> Row:
+        """Some of its elements under these names; None: all."""
+        offset = self.offset + start * ITEMSIZE[self.dtype]
+        return Row(key, name, self.dtype, start, self.numel if numel is None else numel, offset)
+
 
 def read_header(path: Path) -> tuple[dict[str, str], list[StoredTensor]]:
     """The metadata of a safetensors file, and its tensors in the order of their bytes.
@@ -323,15 +265,12 @@ def read_header(path: Path) -> tuple[dict[str, str], list[StoredTensor]]:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is damaged, truncated or no safetensors file ({error}); it has {path.stat().st_size} bytes"
+            f"{path} is damaged, truncated or no safetensors file ({error}); it has {size} bytes"
         ) from None
     for name, dtype, _ in kinds:
         if dtype not in ITEMSIZE:
             raise CheckpointError(f"{path}: tensor {name!r} has dtype {dtype}; known are {', '.join(sorted(ITEMSIZE))}")
     # Tensors lie one after the other, to the end of the file: the library has seen to that.
-    offset = size - sum(math.prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in kinds)
-    tensors = []
-    for name, dtype, shape in kinds:
-        tensors.append(StoredTensor(name, dtype, shape, offset))
-        offset += math.prod(shape) * ITEMSIZE[dtype]
-    return metadata, tensors
+    sizes = [math.prod(shape) * ITEMSIZE[dtype] for _, dtype, shape in kinds]
+    offsets = itertools.accumulate(sizes, initial=size - sum(sizes))
+    return metadata, [StoredTensor(*kind, offset) for kind, offset in zip(kinds, offsets, strict=False)]

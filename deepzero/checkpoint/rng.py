@@ -20,24 +20,20 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
     }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
-    numbers = {
-        "python_version": version,
-        "python_gauss": python_gauss,
-        "numpy_kind": str(kind),
+    numpy_numbers = {
         "numpy_position": int(position),
         "numpy_has_gauss": int(has_gauss),
         "numpy_gauss": float(numpy_gauss),
     }
-    return tensors, numbers
+    return tensors, {"python_version": version, "python_gauss": python_gauss, "numpy_kind": str(kind), **numpy_numbers}
 
 
 def restore(tensors: dict[str, torch.Tensor], numbers: dict[str, Any], device: torch.device) -> None:
     """Go on where :func:`capture` was called. A GPU's state is left out where there was or is none."""
     torch.set_rng_state(tensors["torch"])
-    words = tuple(tensors["python"].tolist())
-    random.setstate((numbers["python_version"], words, numbers["python_gauss"]))
-    keys = tensors["numpy"].numpy().astype(np.uint32)
-    position, has_gauss = numbers["numpy_position"], numbers["numpy_has_gauss"]
-    np.random.set_state((numbers["numpy_kind"], keys, position, has_gauss, numbers["numpy_gauss"]))
+    random.setstate((numbers["python_version"], tuple(tensors["python"].tolist()), numbers["python_gauss"]))
+    words = tensors["numpy"].numpy().astype(np.uint32)
+    rest = (numbers[f"numpy_{name}"] for name in ("position", "has_gauss", "gauss"))
+    np.random.set_state((numbers["numpy_kind"], words, *rest))
     if device.type == "cuda" and "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"], device)

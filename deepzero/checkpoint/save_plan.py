@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import platform
 import sys
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 
 from deepzero.checkpoint import rng
-from deepzero.checkpoint.engine_state import EngineState, plain_name
-from deepzero.checkpoint.errors import CheckpointError, reason
+from deepzero.checkpoint.engine_state import EngineState, class_name, plain_name
+from deepzero.checkpoint.errors import CheckpointError, together
 from deepzero.checkpoint.json_codec import DTYPES, encode
 from deepzero.checkpoint.manifest import (
     BUFFER,
@@ -27,36 +26,12 @@ from deepzero.checkpoint.manifest import (
     RNG,
     Manifest,
     ParameterInfo,
-    ShardInfo,
+    buffer_key,
+    is_own_buffer,
 )
 from deepzero.checkpoint.shard_file import Entry, ShardPlan, bytes_of, plan_shard
 from deepzero.comm import process_group
-
-
-@dataclass(frozen=True)
-class TrainingState:
-    """What an engine tells besides its tensors; see :class:`Manifest` for the fields of the same names."""
-
-    zero_stage: int
-    precision: str
-    batch: dict[str, int]
-    counters: dict[str, int]
-    loss_scaler: dict[str, Any]
-    lr_scheduler: Any
-    """An object with ``state_dict()``, or None."""
-    config: dict[str, Any]
-    deepzero_version: str
-
-
-@dataclass(frozen=True)
-class _RankPlan:
-    """What one rank tells the others."""
-
-    rows: list[tuple[str, str, str]]
-    """(key, name, dtype)."""
-    scalars: dict[str, Any]
-    rng_numbers: dict[str, Any]
-    bytes: int
+from deepzero.version import __version__
 
 
 @dataclass(frozen=True)
@@ -73,115 +48,89 @@ class SavePlan:
 
 def collect(
     holdings: EngineState,
-    facts: TrainingState,
+    facts: dict[str, Any],
+    lr_scheduler: Any,
     client_state: Mapping[str, Any],
-    save_id: str,
-    tag: str,
     with_frozen: bool,
 ) -> SavePlan:
     """Plan the shards. A collective; nothing is written.
 
     Args:
         holdings: the model state.
-        facts: the rest.
+        facts: what an engine tells besides, under the names of :class:`Manifest`; ``id`` and ``tag`` among them.
+        lr_scheduler: an object with ``state_dict()``, or None.
         client_state: the caller's; rank 0's counts.
-        save_id: of this save.
-        tag: its name.
         with_frozen: store parameters that are not trained.
 
     Raises:
         CheckpointError: on every rank, when one has something that a checkpoint cannot hold.
     """
-    comm = holdings.comm
-    entries = _buffers(holdings)
+    comm, entries = holdings.comm, _buffers(holdings)
     tensors: dict[str, torch.Tensor] = {}
-    encoded_client = schedule = problem = None
-    try:
+    encoded_client = schedule = None
+    with together(error=lambda text: CheckpointError(f"nothing was saved. {text}")):  # objects may raise anything
         if comm.rank == 0:
             encoded_client = encode(dict(client_state), "client_state", tensors)
-            schedule = _schedule(facts.lr_scheduler, tensors)
+            if callable(getattr(lr_scheduler, "state_dict", None)):
+                state = encode(lr_scheduler.state_dict(), "lr_scheduler", tensors)
+                schedule = {"class": class_name(lr_scheduler), "state": state}
         rng_tensors, rng_numbers = rng.capture(comm.device)
-        entries += [*_trained(holdings), *(_untrained(holdings) if with_frozen else ())]
+        trained, scalars = _trained(holdings)
+        entries += trained + (_untrained(holdings) if with_frozen else [])
         entries += [Entry(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in rng_tensors.items()]
         entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()]
-        plan = plan_shard(entries, {"format": "pt", "deepzero_id": save_id, "rank": str(comm.rank)})
-        names = [(row.key, row.name, row.dtype) for row in plan.rows]
-        mine = _RankPlan(names, _scalars(holdings), rng_numbers, plan.bytes)
-    except Exception as error:  # a caller's object may raise anything; the other ranks wait
-        problem = reason(error)
-    process_group.raise_on_all_ranks(problem, lambda text: CheckpointError(f"nothing was saved. {text}"))
-    everyone: list[_RankPlan] = process_group.all_gather_object(mine)
-    manifest = _manifest(holdings, facts, save_id, tag, everyone)
-    manifest = dataclasses.replace(manifest, client_state=encoded_client, lr_scheduler=schedule)
-    return SavePlan(plan, manifest, sum(theirs.bytes for theirs in everyone))
-
-
-def _manifest(
-    holdings: EngineState, facts: TrainingState, save_id: str, tag: str, everyone: list[_RankPlan]
-) -> Manifest:
-    stored: dict[str, dict[str, str]] = {}
-    for theirs in everyone:
-        for key, name, dtype in theirs.rows:
-            if key not in (RNG, CLIENT, BUFFER) and not key.startswith(f"{BUFFER}-of-rank-"):
-                stored.setdefault(name, {})[key] = dtype
-    merged = {name: state for theirs in reversed(everyone) for name, state in theirs.scalars.items()}
-    versions = {"deepzero": facts.deepzero_version, "torch": torch.__version__, "numpy": np.__version__}
+        plan = plan_shard(entries, {"format": "pt", "deepzero_id": facts["id"], "rank": str(comm.rank)})
+        stored = [(row.name, row.key, row.dtype) for row in plan.rows if _of_parameter(row.key)]
+    everyone = process_group.all_gather_object((stored, scalars, rng_numbers, plan.bytes))
+    dtypes: dict[str, dict[str, str]] = {}
+    for rows, *_ in everyone:
+        for name, key, dtype in rows:
+            dtypes.setdefault(name, {})[key] = dtype
+    states = {name: state for _, theirs, *_ in reversed(everyone) for name, state in theirs.items()}
+    versions = {"deepzero": __version__, "torch": torch.__version__, "numpy": np.__version__}
     groups = [
         {key: _plain(value, f"optimizer group {number}, {key!r}") for key, value in _settings(group).items()}
         for number, group in enumerate(holdings.optimizer.param_groups)
     ]
-    buffers = {
-        name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
-        for name, buffer in holdings.buffers().items()
-    }
-    return Manifest(
-        id=save_id,
-        tag=tag,
+    buffers = holdings.buffers().items()
+    manifest = Manifest(
+        **facts,
         written=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         versions={**versions, "python": platform.python_version(), "byteorder": sys.byteorder},
-        world_size=holdings.comm.world_size,
-        zero_stage=facts.zero_stage,
-        precision=facts.precision,
-        batch=facts.batch,
-        counters=facts.counters,
-        parameters=_parameters(holdings, stored, merged),
-        buffers=buffers,
+        world_size=comm.world_size,
+        parameters=_parameters(holdings, dtypes, states),
+        buffers={name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]} for name, buffer in buffers},
         layout=[_layout(group) for group in (*holdings.groups, *holdings.frozen)],
         optimizer={"class": class_name(holdings.optimizer), "groups": groups},
-        lr_scheduler=None,
-        loss_scaler=facts.loss_scaler,
-        client_state=None,
-        rng_numbers=[theirs.rng_numbers for theirs in everyone],
-        config=facts.config,
+        lr_scheduler=schedule,
+        client_state=encoded_client,
+        rng_numbers=[numbers for _, _, numbers, _ in everyone],
         files={},
     )
+    return SavePlan(plan, manifest, sum(nbytes for *_, nbytes in everyone))
 
 
-def with_files(manifest: Manifest, files: Mapping[str, ShardInfo]) -> Manifest:
-    """The manifest, complete."""
-    return dataclasses.replace(manifest, files=dict(files))
+def _of_parameter(key: str) -> bool:
+    return key not in (RNG, CLIENT, BUFFER) and not is_own_buffer(key)
 
 
-def _trained(holdings: EngineState) -> list[Entry]:
-    """Key by key, so that what a reader wants of one key lies together."""
-    by_key: dict[str, list[Entry]] = {}
-    for group in holdings.groups:
-        for run in holdings.runs(group):
-            moments = holdings.moments(run)
-            _check_keys(moments, run.name)
-            for key, tensor in {MASTER: run.master, **moments}.items():
-                by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
-    return [entry for entries in by_key.values() for entry in entries]
-
-
-def _check_keys(state: Mapping[Any, Any], name: str) -> None:
-    """The optimizer's own names stand beside ours in a row: one of ours would take the other's place."""
-    for key in state:
-        if not isinstance(key, str) or key in RESERVED or key.startswith(f"{BUFFER}-of-rank-"):
-            raise CheckpointError(
-                f"the optimizer calls what it keeps for parameter {name!r} {key!r}, a name that a checkpoint uses "
-                f"itself (or no name); let the optimizer use a string that is none of {', '.join(RESERVED)}"
-            )
+def _trained(holdings: EngineState) -> tuple[list[Entry], dict[str, Any]]:
+    """This rank's masters and moments, and by name what the optimizer keeps for a parameter as a whole."""
+    by_key: dict[str, list[Entry]] = {}  # so that what a reader wants of one key lies together
+    scalars = {}
+    for run in holdings.runs():
+        moments, rest = holdings.optimizer_state(run)
+        for key in (*moments, *rest):
+            # The optimizer's own names stand beside ours in a row: one of ours would take the other's place.
+            if not isinstance(key, str) or key in RESERVED or is_own_buffer(key):
+                raise CheckpointError(
+                    f"the optimizer calls what it keeps for parameter {run.name!r} {key!r}, a name that a checkpoint "
+                    f"uses itself (or no name); let the optimizer use a string that is none of {', '.join(RESERVED)}"
+                )
+        for key, tensor in {MASTER: run.master, **moments}.items():
+            by_key.setdefault(key, []).append(Entry(key, run.name, run.start, run.cut(tensor)))
+        scalars[run.name] = {key: _scalar(v, f"optimizer state {key!r} of {run.name}") for key, v in rest.items()}
+    return [entry for entries in by_key.values() for entry in entries], scalars
 
 
 def _untrained(holdings: EngineState) -> list[Entry]:
@@ -192,36 +141,17 @@ def _untrained(holdings: EngineState) -> list[Entry]:
     return entries + [Entry(PARAMETER, name, 0, whole[name].detach().contiguous().reshape(-1)) for name in mine]
 
 
-def buffer_key(rank: int) -> str:
-    """The key of a buffer that is another on ``rank`` than on rank 0."""
-    return f"{BUFFER}-of-rank-{rank}"
-
-
 def _buffers(holdings: EngineState) -> list[Entry]:
     """Rank 0's, and of another rank those that differ (running statistics, each rank's own). A collective."""
-    flat = {name: buffer.detach().contiguous().reshape(-1) for name, buffer in holdings.buffers().items()}
-    digests = {name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in flat.items() if tensor.numel()}
-    first = process_group.broadcast_object(digests)
-    rank = holdings.comm.rank
-    if rank == 0:
-        return [Entry(BUFFER, name, 0, flat[name].clone()) for name in digests]
-    differs = [name for name, digest in digests.items() if digest != first.get(name)]
-    return [Entry(buffer_key(rank), name, 0, flat[name].clone()) for name in differs]
-
-
-def _scalars(holdings: EngineState) -> dict[str, Any]:
-    """Of each parameter that this rank has a run of; 0-dimensional tensors become numbers with their dtype."""
-    found = {}
-    for group in holdings.groups:
-        for run in holdings.runs(group):
-            state = holdings.scalars(run)
-            _check_keys(state, run.name)
-            values = {key: _scalar(value, f"optimizer state {key!r} of {run.name}") for key, value in state.items()}
-            found[run.name] = values
-    return found
+    values = {name: buffer.detach().contiguous().reshape(-1) for name, buffer in holdings.buffers().items()}
+    digests = {name: hashlib.sha256(bytes_of(tensor)).hexdigest() for name, tensor in values.items() if tensor.numel()}
+    first, rank = process_group.broadcast_object(digests), holdings.comm.rank
+    kept = [name for name, digest in digests.items() if rank == 0 or digest != first.get(name)]
+    return [Entry(buffer_key(rank) if rank else BUFFER, name, 0, values[name].clone()) for name in kept]
 
 
 def _scalar(value: Any, where: str) -> Any:
+    """A 0-dimensional tensor becomes a number with its dtype."""
     if torch.is_tensor(value):
         return {"dtype": DTYPES[value.dtype], "shape": list(value.shape), "value": _plain(value.item(), where)}
     return _plain(value, where)
@@ -241,33 +171,21 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in group.items() if k != "params"}
 
 
-def _schedule(scheduler: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-    if scheduler is None or not callable(getattr(scheduler, "state_dict", None)):
-        return None
-    return {"class": class_name(scheduler), "state": encode(scheduler.state_dict(), "lr_scheduler", tensors)}
-
-
-def class_name(thing: Any) -> str:
-    """Module and name of an object's class."""
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
-
-
 def _parameters(
-    holdings: EngineState, stored: dict[str, dict[str, str]], scalars: dict[str, Any]
+    holdings: EngineState, dtypes: dict[str, dict[str, str]], states: dict[str, Any]
 ) -> dict[str, ParameterInfo]:
-    group_of = {name: group.optimizer_group for name, (group, _) in holdings.trained().items()}
-    found = {}
+    groups, found = holdings.trained(), {}
     for param, (name, *aliases) in holdings.names().items():
-        trained = name in group_of
-        floating = param.is_floating_point()
+        group = groups.get(name)
+        computed = group is not None and param.is_floating_point()
         found[name] = ParameterInfo(
             shape=tuple(param.shape),
-            dtype=DTYPES[holdings.compute_dtype if trained and floating else param.dtype],
-            trained=trained,
-            optimizer_group=group_of.get(name),
+            dtype=DTYPES[holdings.compute_dtype if computed else param.dtype],
+            trained=group is not None,
+            optimizer_group=group.optimizer_group if group is not None else None,
             aliases=tuple(aliases),
-            tensors=stored.get(name, {}),
-            state=scalars.get(name, {}),
+            tensors=dtypes.get(name, {}),
+            state=states.get(name, {}),
         )
     return found
 

@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -32,10 +33,11 @@ from deepzero.durable import Flushes
 
 WRITE_BYTES = 1 << 20
 PAGE_BYTES = 4096
+_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file, data aligned.
+    """The first bytes of a file, up to the data, which begin aligned.
 
     Args:
         tensors: (name, dtype, shape), in the order in which their bytes follow.
@@ -82,37 +84,29 @@ class ShardPlan:
         """The same plan with everything in ``memory``, 1-D bytes on the CPU; on a GPU the copies are only queued."""
         memory = memory[: self.bytes]
         memory[: len(self.header)].copy_(torch.frombuffer(bytearray(self.header), dtype=torch.uint8))
-        with torch.no_grad():
-            for entry, row in zip(self.entries, self.rows, strict=True):
-                copy = memory[row.offset : row.offset + row.nbytes].view(entry.tensor.dtype)
-                copy.copy_(entry.tensor.detach(), non_blocking=True)
+        for entry, row in zip(self.entries, self.rows, strict=True):
+            copy = memory[row.offset : row.end].view(entry.tensor.dtype)
+            copy.copy_(entry.tensor.detach(), non_blocking=True)
         return ShardPlan((), self.rows, self.header, memoryview(memory.numpy()))  # type: ignore[arg-type]
 
 
 def plan_shard(entries: Iterable[Entry], metadata: dict[str, str]) -> ShardPlan:
-    """Lay out a shard.
+    """Lay out a shard; ``metadata`` are strings for safetensors' ``__metadata__``.
 
     The largest elements come first, so that each begins at a multiple of its size though there are no holes.
-
-    Args:
-        entries: no two of one key and name.
-        metadata: strings for safetensors' ``__metadata__``.
     """
-    ordered = sorted(entries, key=lambda entry: -entry.tensor.element_size())
-    relative: list[Row] = []
-    cursor = 0
+    ordered = tuple(sorted(entries, key=lambda entry: -entry.tensor.element_size()))
     for entry in ordered:
         if entry.tensor.dtype not in DTYPES:
             raise CheckpointError(f"{entry.key}/{entry.name} is {entry.tensor.dtype}, which a checkpoint cannot hold")
-        row = Row(entry.key, entry.name, DTYPES[entry.tensor.dtype], entry.start, entry.tensor.numel(), cursor)
-        relative.append(row)
-        cursor += row.nbytes
-    names = Counter(row.tensor_name for row in relative)
+    rows = [Row(e.key, e.name, DTYPES[e.tensor.dtype], e.start, e.tensor.numel(), 0) for e in ordered]
+    names = Counter(row.tensor_name for row in rows)
     if twice := [name for name, count in names.items() if count > 1]:
         raise CheckpointError(f"two tensors of one shard are called {twice[0]!r}")
-    head = make_header([(row.tensor_name, row.dtype, (row.numel,)) for row in relative], metadata)
-    rows = [dataclasses.replace(row, offset=row.offset + len(head)) for row in relative]
-    return ShardPlan(tuple(ordered), tuple(rows), head)
+    head = make_header([(row.tensor_name, row.dtype, (row.numel,)) for row in rows], metadata)
+    offsets = itertools.accumulate((row.nbytes for row in rows), initial=len(head))
+    placed = (dataclasses.replace(row, offset=offset) for row, offset in zip(rows, offsets, strict=False))
+    return ShardPlan(ordered, tuple(placed), head)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -124,32 +118,21 @@ class _Digest:
     """CRC-32 of each block, and SHA-256 of everything if there is time, of bytes that come in any portions."""
 
     def __init__(self, block_bytes: int, whole: bool) -> None:
-        self.block_bytes, self._sha256 = block_bytes, hashlib.sha256() if whole else None
-        self._crcs: list[int] = []
-        self._crc = self._filled = 0
+        self.block_bytes, self.sha256 = block_bytes, hashlib.sha256() if whole else None
+        self.crcs: list[int] = []
+        self._filled = block_bytes  # of the last block; a full one: another begins
 
     def update(self, view: memoryview) -> None:
-        if self._sha256 is not None:
-            self._sha256.update(view)
+        if self.sha256 is not None:
+            self.sha256.update(view)
         while len(view):
+            if self._filled == self.block_bytes:
+                self.crcs.append(0)
+                self._filled = 0
             part = view[: self.block_bytes - self._filled]
-            self._crc = zlib.crc32(part, self._crc)
+            self.crcs[-1] = zlib.crc32(part, self.crcs[-1])
             self._filled += len(part)
             view = view[len(part) :]
-            if self._filled == self.block_bytes:
-                self._close()
-
-    def _close(self) -> None:
-        self._crcs.append(self._crc)
-        self._crc = self._filled = 0
-
-    def whole(self) -> str | None:
-        return self._sha256.hexdigest() if self._sha256 is not None else None
-
-    def crc32(self) -> str:
-        if self._filled:
-            self._close()
-        return "".join(f"{crc:08x}" for crc in self._crcs)
 
 
 def put(file: BinaryIO, view: memoryview) -> None:
@@ -189,24 +172,21 @@ def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int]
             flushes.flush()
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    return ShardInfo(rank, plan.bytes, digest.whole(), digest.block_bytes, digest.crc32(), plan.rows)
+    sha256 = digest.sha256.hexdigest() if digest.sha256 is not None else None
+    crc32 = "".join(f"{crc:08x}" for crc in digest.crcs)
+    return ShardInfo(rank, plan.bytes, sha256, digest.block_bytes, crc32, plan.rows)
 
 
 def _portions_of(plan: ShardPlan) -> Iterator[memoryview]:
     """The file's bytes in order. Live tensors are looked at one by one: from a GPU each is a copy."""
-    if plan.image is not None:
-        whole_pages = len(plan.image) // PAGE_BYTES * PAGE_BYTES
-        yield from _cut(plan.image[:whole_pages])
-        yield from _cut(plan.image[whole_pages:])
-        return
-    yield memoryview(plan.header)
-    for entry in plan.entries:
-        yield from _cut(bytes_of(entry.tensor))
-
-
-def _cut(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), WRITE_BYTES):
-        yield view[start : start + WRITE_BYTES]
+    if plan.image is None:
+        views = itertools.chain([memoryview(plan.header)], (bytes_of(entry.tensor) for entry in plan.entries))
+    else:  # whole pages, and the rest
+        pages = len(plan.image) // PAGE_BYTES * PAGE_BYTES
+        views = itertools.chain([plan.image[:pages], plan.image[pages:]])
+    for view in views:
+        for start in range(0, len(view), WRITE_BYTES):
+            yield view[start : start + WRITE_BYTES]
 
 
 def _new_file(path: Path, direct: bool) -> BinaryIO:
@@ -215,14 +195,14 @@ def _new_file(path: Path, direct: bool) -> BinaryIO:
     What training waits for is not the disk but the processor: to let the system copy 590 MB into fresh pages took 1.4 s
     of a core that a rank wanted, and to let the disk read them from our memory 0.06 s.
     """
-    flag = getattr(os, "O_DIRECT", 0) if direct else 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        handle = os.open(path, flags | flag, 0o644)
+        handle = os.open(path, flags | _DIRECT * direct, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        handle = os.open(path, flags, 0o644)  # a file system that has no other way
+        # A file system that has no other way; some have made the file all the same.
+        handle = os.open(path, flags & ~os.O_EXCL, 0o644)
     return os.fdopen(handle, "wb", buffering=0 if direct else WRITE_BYTES)
 
 
@@ -230,16 +210,10 @@ def _put_direct(file: BinaryIO, part: memoryview, offset: int) -> None:
     """Past the page cache but for the last bytes, which are less than a page, and where the disk asks for more."""
     if len(part) % PAGE_BYTES == 0:
         try:
-            put(file, part)
-            return
+            return put(file, part)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             file.seek(offset)
-    _use_page_cache(file)
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
     put(file, part)
-
-
-def _use_page_cache(file: BinaryIO) -> None:
-    flags = fcntl.fcntl(file, fcntl.F_GETFL)
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~getattr(os, "O_DIRECT", 0))

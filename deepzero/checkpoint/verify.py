@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from deepzero.checkpoint.checkpoint_dir import check_tag, complete_tags, find, latest_tag, others
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.json_codec import ITEMSIZE
-from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, row_problems, shard_name
+from deepzero.checkpoint.manifest import COMMIT, MANIFEST, Manifest, ShardInfo, listed, row_problems, shard_name
 from deepzero.checkpoint.reader import READ_BYTES, merge, read_header
 
 
@@ -48,11 +49,10 @@ def verify(checkpoint: str | Path, tag: str | None = None) -> VerifyReport:
         CheckpointError: there is nothing of that name to look at.
     """
     report = VerifyReport(_locate(Path(checkpoint), tag))
-    _check_manifest(report)
-    if report.manifest is None:
-        return report
-    for check in (_check_files, _check_extra, _check_rows):
-        _guarded(report, check)
+    report.problems += _check_manifest(report)
+    if (manifest := report.manifest) is not None:
+        for check in (_check_files, _check_extra, _check_rows):
+            report.problems += _understood(check(report, manifest))
     return report
 
 
@@ -61,16 +61,14 @@ def whole_beside(checkpoint: str | Path, tag: str | None) -> Path | None:
     return next((path for path in others(checkpoint, tag) if not verify(path).problems), None)
 
 
-def _guarded(report: VerifyReport, check: Callable[[VerifyReport, Manifest], None]) -> None:
+def _understood(problems: Iterable[str]) -> Iterator[str]:
     """A manifest whose hash is wrong may hold anything; what cannot be understood is damage, too."""
-    if report.manifest is None:
-        return
     try:
-        check(report, report.manifest)
+        yield from problems
     except OSError as error:
-        report.problems.append(f"{error.filename}: {error.strerror}")
+        yield f"{error.filename}: {error.strerror}"
     except Exception as error:
-        report.problems.append(f"{MANIFEST}: cannot be followed ({type(error).__name__}: {error}); it is damaged")
+        yield f"{MANIFEST}: cannot be followed ({type(error).__name__}: {error}); it is damaged"
 
 
 def _locate(folder: Path, tag: str | None) -> Path:
@@ -90,68 +88,50 @@ def _locate(folder: Path, tag: str | None) -> Path:
         return path
 
 
-# ---- COMMIT and manifest ---------------------------------------------------------------------------------------------
-
-
-def _check_manifest(report: VerifyReport) -> None:
-    commit = _read(report, COMMIT)
-    if commit is not None and not re.fullmatch(rb"[0-9a-f]{64}\n?", commit):
-        report.problems.append(f"{COMMIT}: is not one SHA-256")
-        commit = None
-    raw = _read(report, MANIFEST)
-    if raw is None:
+def _check_manifest(report: VerifyReport) -> Iterator[str]:
+    """COMMIT and the manifest, which the report gets."""
+    raw: dict[str, bytes] = {}
+    for name in (COMMIT, MANIFEST):
+        try:
+            raw[name] = (report.path / name).read_bytes()
+        except OSError as error:
+            yield f"{name}: is missing" if isinstance(error, FileNotFoundError) else f"{name}: {error.strerror}"
+    if COMMIT in raw and not re.fullmatch(rb"[0-9a-f]{64}\n?", raw[COMMIT]):
+        yield f"{COMMIT}: is not one SHA-256"
+        del raw[COMMIT]
+    if MANIFEST not in raw:
         return
-    if commit is not None and hashlib.sha256(raw).hexdigest() != commit.decode().strip():
-        report.problems.append(f"{MANIFEST}: is not what was written: its SHA-256 is not the one in {COMMIT}")
+    if COMMIT in raw and hashlib.sha256(raw[MANIFEST]).hexdigest() != raw[COMMIT].decode().strip():
+        yield f"{MANIFEST}: is not what was written: its SHA-256 is not the one in {COMMIT}"
     try:
-        report.manifest = Manifest.from_json(raw.decode("utf-8"), MANIFEST)
+        report.manifest = Manifest.from_json(raw[MANIFEST].decode("utf-8"), MANIFEST)
     except (CheckpointError, ValueError, RecursionError) as error:
-        text = str(error).removeprefix(f"{MANIFEST} ")
-        report.problems.append(f"{MANIFEST}: {text}; nothing else can be checked")
+        yield f"{MANIFEST}: {str(error).removeprefix(f'{MANIFEST} ')}; nothing else can be checked"
 
 
-def _read(report: VerifyReport, name: str) -> bytes | None:
-    try:
-        return (report.path / name).read_bytes()
-    except FileNotFoundError:
-        report.problems.append(f"{name}: is missing")
-    except OSError as error:
-        report.problems.append(f"{name}: {error.strerror}")
-    return None
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _check_files(report: VerifyReport, manifest: Manifest) -> None:
+def _check_files(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
     # Only these names are opened: a manifest may say anything.
     expected = {shard_name(rank, manifest.world_size) for rank in range(manifest.world_size)}
     for name in sorted(expected ^ set(manifest.files)):
         wrong = "should be in it" if name in expected else "is no shard of these ranks"
-        report.problems.append(f"{MANIFEST}: {name} {wrong}, of {manifest.world_size} ranks")
+        yield f"{MANIFEST}: {name} {wrong}, of {manifest.world_size} ranks"
     for name, info in sorted(manifest.files.items()):
-        if not (report.path / name).is_file():
-            report.problems.append(f"{name}: is missing, with {_shortened([row.tensor_name for row in info.rows])}")
-            continue
-
-        def check(report: VerifyReport, manifest: Manifest, name: str = name, info: ShardInfo = info) -> None:
-            _check_bytes(report, name, info)
-            _check_header(report, manifest, name, info)
-
-        _guarded(report, check)
+        if (report.path / name).is_file():
+            whole = chain(_check_bytes(report, name, info), _check_header(report.path / name, manifest.id, info))
+            yield from _understood(whole)
+        else:
+            yield f"{name}: is missing, with {listed([row.tensor_name for row in info.rows])}"
 
 
-def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> None:
+def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> Iterator[str]:
     """Size, every block's CRC-32, and in the same pass the SHA-256."""
-    size = (report.path / name).stat().st_size
-    if size != info.bytes:
-        report.problems.append(f"{name}: has {size} bytes and should have {info.bytes}")
+    path, digest, number = report.path / name, hashlib.sha256(), 0
+    if (size := path.stat().st_size) != info.bytes:
+        yield f"{name}: has {size} bytes and should have {info.bytes}"
     if len(info.crc32) != 8 * info.blocks:
         raise ValueError(f"{len(info.crc32)} digits of CRC-32 for {info.blocks} blocks of {name}")
-    digest = hashlib.sha256()
     bad: list[tuple[int, int]] = []
-    number = 0
-    for block in _blocks(report.path / name, info.block_bytes):
+    for block in _blocks(path, info.block_bytes):
         digest.update(block)
         report.bytes += len(block)
         own = block[: max(0, info.bytes - number * info.block_bytes)]  # without what was appended to the file
@@ -161,9 +141,12 @@ def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> None:
     if number < info.blocks:
         bad.append((number, info.blocks))
     for first, last in merge(bad):
-        report.problems += _lost(name, info, first * info.block_bytes, min(last * info.block_bytes, info.bytes))
+        start, end = first * info.block_bytes, min(last * info.block_bytes, info.bytes)
+        yield from (
+            f"{name}: bytes {start} to {end} are not what was written: {what}" for what in _lost(info, start, end)
+        )
     if not bad and info.sha256 is not None and digest.hexdigest() != info.sha256:
-        report.problems.append(f"{name}: its SHA-256 is not the manifest's")
+        yield f"{name}: its SHA-256 is not the manifest's"
 
 
 def _blocks(path: Path, block_bytes: int) -> Iterator[memoryview]:
@@ -181,60 +164,50 @@ def _blocks(path: Path, block_bytes: int) -> Iterator[memoryview]:
                 return
 
 
-def _lost(name: str, info: ShardInfo, start: int, end: int) -> Iterator[str]:
-    """One line for each tensor of which something lies in the damaged bytes, and for the header."""
-    where = f"{name}: bytes {start} to {end} are not what was written"
+def _lost(info: ShardInfo, start: int, end: int) -> Iterator[str]:
+    """Each tensor of which something lies in the damaged bytes, and the header."""
     if start < min((row.offset for row in info.rows), default=info.bytes):
-        yield f"{where}: the header"
+        yield "the header"
     for row in sorted(info.rows, key=lambda row: row.offset):
-        if row.nbytes and row.offset < end and row.offset + row.nbytes > start:
+        if row.nbytes and row.offset < end and row.end > start:
             size = ITEMSIZE[row.dtype]
             first = row.start + max(0, start - row.offset) // size
             last = row.start + min(row.numel, -(-(end - row.offset) // size))
-            yield f"{where}: {row.key} of {row.name!r}, elements {first} to {last}"
+            yield f"{row.key} of {row.name!r}, elements {first} to {last}"
 
 
-def _check_header(report: VerifyReport, manifest: Manifest, name: str, info: ShardInfo) -> None:
+def _check_header(path: Path, save_id: str, info: ShardInfo) -> Iterator[str]:
     try:
-        metadata, tensors = read_header(report.path / name)
+        metadata, tensors = read_header(path)
     except CheckpointError as error:
-        text = str(error).removeprefix(str(report.path / name)).removeprefix(":").strip()
-        report.problems.append(f"{name}: {text}")
+        yield f"{path.name}: {str(error).removeprefix(str(path)).removeprefix(':').strip()}"
         return
     save, rank = metadata.get("deepzero_id"), metadata.get("rank")
-    if save != manifest.id:
-        report.problems.append(f"{name}: is of save {save!r}, and the manifest of save {manifest.id!r}")
+    if save != save_id:
+        yield f"{path.name}: is of save {save!r}, and the manifest of save {save_id!r}"
     if rank != str(info.rank):
-        report.problems.append(f"{name}: is of rank {rank}, and the manifest says rank {info.rank}")
-    theirs_by_name = {tensor.name: tensor for tensor in tensors}
+        yield f"{path.name}: is of rank {rank}, and the manifest says rank {info.rank}"
+    theirs = {tensor.name: tensor for tensor in tensors}
     for row in info.rows:
-        tensor = theirs_by_name.pop(row.tensor_name, None)
+        name, tensor = row.tensor_name, theirs.pop(row.tensor_name, None)
         if tensor is None:
-            report.problems.append(f"{name}: its header has no {row.tensor_name!r}")
-            continue
-        there = (tensor.dtype, tensor.shape, tensor.offset)
-        if there != (row.dtype, (row.numel,), row.offset):
-            report.problems.append(
-                f"{name}: {row.tensor_name!r} is {tensor.dtype} {list(tensor.shape)} at byte {tensor.offset} in its "
-                f"header, and {row.dtype} [{row.numel}] at byte {row.offset} in the manifest"
+            yield f"{path.name}: its header has no {name!r}"
+        elif (tensor.dtype, tensor.shape, tensor.offset) != (row.dtype, (row.numel,), row.offset):
+            yield (
+                f"{path.name}: {name!r} is {tensor.dtype} {list(tensor.shape)} at byte {tensor.offset} in its header, "
+                f"and {row.dtype} [{row.numel}] at byte {row.offset} in the manifest"
             )
-    report.problems += [f"{name}: its header has {other!r}, the manifest has not" for other in theirs_by_name]
+    yield from (f"{path.name}: its header has {other!r}, the manifest has not" for other in theirs)
 
 
-def _check_extra(report: VerifyReport, manifest: Manifest) -> None:
+def _check_extra(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
     known = {MANIFEST, COMMIT, *manifest.files}
-    for path in sorted(report.path.iterdir()):
-        if path.name not in known:
-            report.problems.append(f"{path.name}: is no file of this checkpoint")
+    for name in sorted(path.name for path in report.path.iterdir() if path.name not in known):
+        yield f"{name}: is no file of this checkpoint"
 
 
-def _check_rows(report: VerifyReport, manifest: Manifest) -> None:
-    report.not_stored += [
-        name for name, info in manifest.parameters.items() if info.numel and not info.tensors and not info.trained
-    ]
-    report.problems += [f"{place}: {problem}" for place, problem in row_problems(manifest)]
-
-
-def _shortened(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _check_rows(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
+    for name, info in manifest.parameters.items():
+        if info.numel and not info.tensors and not info.trained:
+            report.not_stored.append(name)
+    yield from (f"{place}: {problem}" for place, problem in row_problems(manifest))

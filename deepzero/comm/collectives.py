@@ -2,14 +2,6 @@
 
 Prefetching is launching the next one; overlapping is not waiting yet. Every launch is written into the ledger.
 
-Two habits of the backends are settled here and nowhere else:
-
-- gloo's all-gather first packs everything into fresh memory and then unpacks it. Sending each part straight from the
-  tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
-  all-gather 116 ms, pairwise exchange 54 ms; all-to-all 78 ms, pairwise exchange 53 ms). So on gloo both are pairwise
-  exchanges. NCCL gathers in place by itself.
-- torch 2.13 renamed the single-tensor collectives.
-
 Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
 reducer does by launching buckets in one planned order (``reduce_order``), never in that of arrival. Where ranks run
 different modules all the same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out
@@ -20,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,24 +22,16 @@ from deepzero.comm.flight_recorder import CollectiveRecord
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
 from deepzero.comm.streams import Chaos
-from deepzero.comm.topology import (
-    Nodes,
-    RankGroup,
-    check_ranks,
-    find_nodes,
-    make_group,
-    oddities,
-    split_ranks,
-)
-from deepzero.config.engine import EngineConfig
+from deepzero.comm.topology import Nodes, RankGroup, check_ranks, find_nodes, make_group, oddities, split_ranks
+
+if TYPE_CHECKING:
+    from deepzero.config.engine import EngineConfig
 
 log = logging.getLogger(__name__)
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names; 2.11 has only those.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-_Works = Sequence[dist.Work | None]
 
 
 class Pending:
@@ -57,9 +41,9 @@ class Pending:
     """
 
     def __init__(self, comm: Communicator, launch: CollectiveRecord) -> None:
-        self.works: _Works = ()
+        self.works: Sequence[dist.Work | None] = ()
         self._comm, self._launch = comm, launch
-        self._timing: CommTiming | None = None
+        self._timing: CommTiming | None = None  # None: nothing travels
         self._done = False
 
     def __enter__(self) -> Pending:
@@ -69,15 +53,14 @@ class Pending:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        assert self._timing is not None  # noqa: S101
         try:
-            if self._timing is None:
-                return
             if error is None:
                 self._timing.launched()
             else:
                 self._timing.landed()  # nobody will wait for it
                 if isinstance(error, RuntimeError):
-                    # It raises an error of its own, if it knows why the group is broken. This rank still counts as
+                    # It raises an error of its own, if it finds out why the group is broken. This rank still counts as
                     # waiting meanwhile: the others' messages say in which collective it failed.
                     self._comm._watch.explain(error)
         finally:
@@ -104,13 +87,17 @@ class Pending:
             trail.waiting = None
             if self._timing is not None:
                 self._timing.landed()
-        self.works = ()
-        self._done = True
+        self.works, self._done = (), True
         self._comm.ledger.note("wait", self._launch.kind, self._launch.where)
 
 
 class Communicator:
     """The collectives over all ranks, or a group of them, for tensors of one device.
+
+    gloo's all-gather first packs everything into fresh memory and then unpacks it. Sending each part straight from the
+    tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
+    all-gather 116 ms, all-to-all 78 ms, pairwise exchange 54 ms). So on gloo both are pairwise exchanges. NCCL gathers
+    in place by itself.
 
     Args:
         device: where the tensors live.
@@ -121,20 +108,17 @@ class Communicator:
 
     def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
         self.device, self.ledger, self.chaos = device, ledger, chaos
-        self.rank = process_group.rank()
-        self.world_size = process_group.world_size()
+        self.rank, self.world_size = process_group.rank(), process_group.world_size()
         self.backend = process_group.backend_for(device)
-        # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self.device_type = process_group.real_device_type(device)
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
+        # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
-        self._torch: Any = dist
-        """Who starts collectives; a dry run has another one."""
+        self._torch: Any = dist  # who starts collectives; a dry run has another one
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
         self._watch = flight_recorder.observer()
-        self.overlap = OverlapMeter(device, ledger)
-        """How much of what is sent was hidden."""
+        self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a 1-D tensor as Python numbers; waits for the device."""
@@ -142,10 +126,9 @@ class Communicator:
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
-        inside, across = split_ranks(self.world_size, size)
         # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
-        with_handle = not self._pairwise
-        return make_group(inside, self.rank, with_handle), make_group(across, self.rank, with_handle)
+        inside, across = (make_group(s, self.rank, not self._pairwise) for s in split_ranks(self.world_size, size))
+        return inside, across
 
     def fingerprint(self) -> int:
         """32 bits of everything launched so far: the same on all ranks that launched the same in the same order."""
@@ -240,10 +223,9 @@ class Communicator:
             # Only here is a view of every part needed; thousands of them would cost more than the launch.
             return self.exchange(kind, [mine] * among.size, whole.split(part), padding, where, group, numel)
         launch, others = self._before(kind, where), among.size - 1
-        crossing = self.nodes.leaving(self.rank, among.ranks)
-        elements = mine.numel() if numel is None else numel
-        sent, between = others * mine.nbytes, crossing * mine.nbytes
-        self.ledger.record(kind, others * elements, sent, padding, between, where, among.size, ring=True)
+        elements = others * (mine.numel() if numel is None else numel)
+        between = self.nodes.leaving(self.rank, among.ranks) * mine.nbytes
+        self.ledger.record(kind, elements, others * mine.nbytes, padding, between, where, among.size, ring=True)
         with Pending(self, launch) as pending:
             pending.works = [getattr(self._torch, _ALL_GATHER)(whole, mine, among.handle, async_op=True)]
         return pending
@@ -254,9 +236,8 @@ class Communicator:
         """The backend's own sum of every rank's ``whole``, of which ``output`` gets this rank's W-th part."""
         launch, others = self._before(kind, where), self.world_size - 1
         # A ring: each byte enters each node once, whichever rank it is for.
-        between = (self.world_size - self.nodes.per_node) * output.nbytes
-        sent = others * output.nbytes
-        self.ledger.record(kind, others * output.numel(), sent, padding, between, where, self.world_size, ring=True)
+        between, elements = (self.world_size - self.nodes.per_node) * output.nbytes, others * output.numel()
+        self.ledger.record(kind, elements, others * output.nbytes, padding, between, where, self.world_size, ring=True)
         with Pending(self, launch) as pending:
             pending.works = [getattr(self._torch, _REDUCE_SCATTER)(output, whole, async_op=True)]
         return pending
@@ -272,20 +253,18 @@ class Communicator:
         between = nbytes * self.nodes.share_between
         self.ledger.record(kind, sent, nbytes, padding, between, where, self.world_size, ring=True)
         pending = Pending(self, launch)
-        if self.world_size == 1:
-            return pending  # nothing travels
-        with pending:
-            pending.works = [self._torch.all_reduce(tensor, async_op=True)]
+        if self.world_size > 1:
+            with pending:
+                pending.works = [self._torch.all_reduce(tensor, async_op=True)]
         return pending
 
     def broadcast(self, kind: str, tensor: torch.Tensor, src: int = 0) -> None:
         """Every rank's contiguous ``tensor``, of any dtype, becomes rank ``src``'s. Blocking: for setup only."""
         if self.world_size == 1:
             return
-        sent = self.rank == src
-        between = tensor.nbytes * (self.world_size - self.nodes.per_node) / self.world_size if sent else 0
-        elements, sent_bytes = (tensor.numel(), tensor.nbytes) if sent else (0, 0)
-        self.ledger.record(kind, elements, sent_bytes, 0, between, "", self.world_size)
+        elements, nbytes = (tensor.numel(), tensor.nbytes) if self.rank == src else (0, 0)
+        between = nbytes * (self.world_size - self.nodes.per_node) / self.world_size
+        self.ledger.record(kind, elements, nbytes, 0, between, "", self.world_size)
         process_group.broadcast_tensor(tensor, src, kind)
 
     def _before(self, kind: str, where: str) -> CollectiveRecord:
@@ -296,9 +275,9 @@ class Communicator:
         self, send: Sequence[torch.Tensor], recv: Sequence[torch.Tensor], among: RankGroup
     ) -> None:
         """Gloo with GPU tensors: several ranks on one GPU, for tests. Copies, and does not overlap."""
-        inputs = torch.cat(list(send)).cpu()
-        outputs = torch.empty(sum(t.numel() for t in recv), dtype=inputs.dtype)
         splits_out, splits_in = [t.numel() for t in recv], [t.numel() for t in send]
+        inputs = torch.cat(list(send)).cpu()
+        outputs = torch.empty(sum(splits_out), dtype=inputs.dtype)
         dist.all_to_all_single(outputs, inputs, splits_out, splits_in, among.handle)
         for target, source in zip(recv, outputs.split(splits_out), strict=True):
             target.copy_(source)
@@ -322,8 +301,8 @@ class DryRunCommunicator(Communicator):
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """As on real ranks, without the backend's communicators."""
-        inside, across = split_ranks(self.world_size, size)
-        return make_group(inside, self.rank, with_handle=False), make_group(across, self.rank, with_handle=False)
+        inside, across = (make_group(s, self.rank, with_handle=False) for s in split_ranks(self.world_size, size))
+        return inside, across
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """Zeros: nothing has a value here."""
@@ -341,7 +320,6 @@ def open_communicator(config: EngineConfig, device: torch.device, ledger: Ledger
     check_ranks(config, world_size)
     told = process_group.all_gather_object(process_group.ranks_of_host())
     nodes = find_nodes(config.comm.ranks_per_node, world_size, told)
-    if rank == 0:
-        for line in oddities(config, nodes, told):
-            log.warning(line)
+    for line in oddities(config, nodes, told) if rank == 0 else ():
+        log.warning(line)
     return make_communicator(device, ledger, Chaos(config.comm.chaos, rank), nodes)

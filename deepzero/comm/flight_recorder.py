@@ -24,21 +24,17 @@ from deepzero.comm import profiler_ranges
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-REMEMBERED = 64
-"""How many collectives the trail keeps; only ones that ranks disagree about are ever looked up."""
-
+REMEMBERED = 64  # collectives that a recorder keeps; only ones that ranks disagree about are ever looked up
 _TAG_BIT = 0x4000_0000
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 
 
 class CollectiveRecord(NamedTuple):
-    """One collective of one rank."""
+    """One collective of one rank; ``fingerprint`` is that of this and all collectives before, counted from 1."""
 
     sequence: int
-    """1 for the first collective of the process group."""
     fingerprint: int
-    """Of this and all collectives before."""
     kind: str
     where: str
 
@@ -48,7 +44,7 @@ class CollectiveRecord(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """Of its messages on gloo: differs between collectives, so that no rank takes a message for another one.
+        """The tag of its messages on gloo: one for each collective, so that no rank takes a message for another one.
 
         The highest bit keeps it away from the small numbers that a script uses for its own send and recv.
         """
@@ -61,12 +57,9 @@ class FlightRecorder:
     def __init__(self) -> None:
         self.sequence = self.fingerprint = 0
         self.recent: deque[CollectiveRecord] = deque(maxlen=REMEMBERED)
-        self.waiting: CollectiveRecord | None = None
-        """The collective that is being waited for right now."""
-        self.position = ""
-        """Where in the model this rank is, in words, for messages: ``forward of blocks.3.mlp``."""
-        self.step: int = 0
-        """The optimizer step that this rank is in, from 1 on; 0 when nobody counts."""
+        self.waiting: CollectiveRecord | None = None  # the collective that is being waited for right now
+        self.position = ""  # where in the model this rank is, for messages: ``forward of blocks.3.mlp``
+        self.step = 0  # the optimizer step that this rank is in, from 1 on; 0 when nobody counts
 
     def launch(self, kind: str, where: str) -> CollectiveRecord:
         """Enter a collective that is about to be launched."""
@@ -86,22 +79,84 @@ class FlightRecorder:
         return State(beat, self.position, line, self.sequence, self.waiting, recent, self.step)
 
 
-class DesyncError(RuntimeError):
-    """A collective failed and an observer knows why: it is raised in place of the backend's error."""
+@dataclass
+class State:
+    """One rank, as it is written to the store."""
 
-    peer_left = False
-    """Whether it is the echo of what happened to another rank."""
+    beat: int  # grows with every post of this rank
+    position: str
+    line: str  # of the program, outside of deepzero and torch; empty when unknown
+    sequence: int  # of the last collective launched
+    waiting: CollectiveRecord | None  # None: its own code is running
+    recent: dict[int, CollectiveRecord] = field(default_factory=dict)
+    step: int = 0
+    seconds: float = 0.0  # since when it stands there, as far as its watchdog has looked; 0 when nobody has
+
+    def to_json(self) -> str:
+        """The inverse of :meth:`from_json`."""
+        return json.dumps({**asdict(self), "waiting": self.waiting, "recent": list(self.recent.values())})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> State:
+        """What another rank has written."""
+        values = json.loads(text)
+        waiting, launches = values.pop("waiting"), [CollectiveRecord(*item) for item in values.pop("recent")]
+        recent = {item.sequence: item for item in launches}
+        return cls(**values, waiting=CollectiveRecord(*waiting) if waiting else None, recent=recent)
+
+    def place(self) -> str:
+        """As :meth:`FlightRecorder.place`."""
+        return _place(self.step, self.position)
+
+    def lacks(self, launch: CollectiveRecord) -> bool:
+        """Whether this rank has not launched what another waits for, or something else in its place."""
+        ours = self.recent.get(launch.sequence)
+        return self.sequence < launch.sequence or (ours is not None and ours.fingerprint != launch.fingerprint)
+
+    def doing(self) -> str:
+        """What it is waiting for, or what it has launched last."""
+        if self.waiting is not None:
+            return f"waiting for {self.waiting.text()}"
+        last = self.recent.get(self.sequence)
+        return f"its own code is running, {f'after {last.text()}' if last else 'before any collective'}"
+
+    def text(self) -> str:
+        """Where this rank is."""
+        step = f"step {self.step}" if self.step else ""
+        places = [step, self.position and f"in {self.position}", self.line and f"at {self.line}", self.doing()]
+        return ", ".join(filter(None, places))
+
+
+def _place(step: int, position: str) -> str:
+    return ", ".join(filter(None, [f"step {step}" if step else "", position]))
+
+
+class DepartedRank(NamedTuple):
+    """A rank that has left after its ``sequence``-th collective; ``reason`` completes "rank 3 …"."""
+
+    sequence: int
+    reason: str
+
+
+class DesyncError(RuntimeError):
+    """A collective failed and an observer found out why: it is raised in place of the backend's error."""
+
+    peer_left = False  # whether it is the echo of what happened to another rank
 
 
 class GroupObserver:
-    """What the collectives of one process group report to. This one keeps the flight recorder, and does no more.
+    """What belongs to one process group of this process; its collectives report to it.
 
-    ``health/desync_watchdog.py`` has one that also finds out why a collective does not end; it is injected with
-    :func:`observe_groups_with`, so that ``comm/`` does not depend on it.
+    This one keeps the flight recorder and does no more. ``health/desync_watchdog.py`` has one that also finds out why
+    a collective does not end; it is injected with :func:`observe_groups_with`, so ``comm/`` does not depend on it.
     """
 
     def __init__(self) -> None:
         self.trail = FlightRecorder()
+        self.secret: bytes | None = None  # see ``process_group._secret``
+        self.subgroups: dict[
+            tuple[int, ...], dist.ProcessGroup
+        ] = {}  # communicators of some ranks, see ``topology.py``
         # Weak: a group that is destroyed has to close its connections, whoever still holds a communicator.
         world = _world_group()
         self._group = None if world is None else weakref.ref(world)
@@ -126,10 +181,10 @@ class GroupObserver:
             self.trail.waiting = None
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise a :class:`DesyncError` in place of a collective's ``error`` where the reason is known; else return."""
+        """Raise a :class:`DesyncError` in place of a collective's ``error`` where the reason is found; else return."""
 
     def found(self) -> str | None:
-        """Why the ranks will not go on together, once that is known. For threads that wait beside training."""
+        """Why the ranks will not go on together, once that is established. For threads that wait beside training."""
         return None
 
     def leave(self, reason: str) -> None:
@@ -164,77 +219,6 @@ def _world_group() -> dist.ProcessGroup | None:
     """The process group that this process is in; None without one, and where torch has not been imported."""
     torch_dist = sys.modules.get("torch.distributed")
     return torch_dist.group.WORLD if torch_dist is not None and torch_dist.is_initialized() else None
-
-
-@dataclass
-class State:
-    """One rank, as it is written to the store."""
-
-    beat: int
-    """Grows with every post of this rank."""
-    position: str
-    line: str
-    """Of the program, outside of deepzero and torch; empty when unknown."""
-    sequence: int
-    """Of the last collective launched."""
-    waiting: CollectiveRecord | None
-    """None: its own code is running."""
-    recent: dict[int, CollectiveRecord] = field(default_factory=dict)
-    step: int = 0
-    failure: str = ""
-    """What its collective has raised, if any: ``timeout`` or ``connection``."""
-    seconds: float = 0.0
-    """Since when it stands there, as far as its watchdog has looked; 0 when nobody has."""
-
-    def to_json(self) -> str:
-        """The inverse of :meth:`from_json`."""
-        return json.dumps({**asdict(self), "waiting": self.waiting, "recent": list(self.recent.values())})
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> State:
-        """What another rank has written."""
-        values = json.loads(text)
-        launches = [CollectiveRecord(*item) for item in values.pop("recent")]
-        waiting = values.pop("waiting")
-        recent = {item.sequence: item for item in launches}
-        return cls(**values, waiting=CollectiveRecord(*waiting) if waiting else None, recent=recent)
-
-    def place(self) -> str:
-        """As :meth:`FlightRecorder.place`."""
-        return _place(self.step, self.position)
-
-    def lacks(self, launch: CollectiveRecord) -> bool:
-        """Whether this rank has not launched what another waits for, or something else in its place."""
-        if self.sequence < launch.sequence:
-            return True
-        ours = self.recent.get(launch.sequence)
-        return ours is not None and ours.fingerprint != launch.fingerprint
-
-    def doing(self) -> str:
-        """What it is waiting for, or what it has launched last."""
-        if self.waiting is not None:
-            return f"waiting for {self.waiting.text()}"
-        last = self.recent.get(self.sequence)
-        return f"its own code is running, {f'after {last.text()}' if last else 'before any collective'}"
-
-    def text(self) -> str:
-        """Where this rank is."""
-        step = f"step {self.step}" if self.step else ""
-        places = [step, self.position and f"in {self.position}", self.line and f"at {self.line}"]
-        return ", ".join([place for place in places if place] + [self.doing()])
-
-
-def _place(step: int, position: str) -> str:
-    return ", ".join(filter(None, [f"step {step}" if step else "", position]))
-
-
-class DepartedRank(NamedTuple):
-    """A rank that has left."""
-
-    sequence: int
-    """Of the last collective that it launched."""
-    reason: str
-    """Completes "rank 3 …"."""
 
 
 def user_line(thread: int) -> str:

@@ -7,9 +7,6 @@ in before the first step (:meth:`Ledger.predict`), real calls and real tensors a
 What is counted for a collective are the elements that *this rank sends*, as the sources count volume: with W ranks and
 a bucket of B elements, an all-gather sends ``(W-1) * B/W``, a reduce-scatter the same, an all-reduce twice that.
 Padding travels too; it is listed apart so that the rest equals the closed form exactly.
-
-The ledger can also keep the order of events (:attr:`Ledger.trace`), which the tests read to check that a step runs in
-the order that the book describes.
 """
 
 from __future__ import annotations
@@ -17,26 +14,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from deepzero.comm.streams import storage_ptr_of
 
-SNAPSHOT = "snapshot"
-"""Memory of asynchronous saves; measured, not predicted, as a run may or may not save."""
-UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_device")
-"""Copies whose number depends on the model: reported without prediction."""
+SNAPSHOT = "snapshot"  # of asynchronous saves
+SECONDARY = "secondary"  # what hpZ and MiCS keep of the parameters for a rank's group
+MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
+HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
 UNPREDICTED = (SNAPSHOT, "host_states", "host_activations")
 """Memory that a run may or may not use: measured, and reported where there is some."""
-MEMORY_CATEGORIES = ("parameters", "gathered", "gradients", "masters", "moments", "buckets", "padding")
-TOLERANCE = 1e-3
-"""Of a closed form: what is further off is said."""
-SECONDARY = "secondary"
-"""What hpZ and MiCS keep of the parameters for a rank's group."""
-HOST_CATEGORIES = ("host_parameters", "host_gradients", "host_masters", "host_moments", "host_buffers")
-"""In host memory, where something is offloaded."""
+UNPREDICTED_TRAFFIC = ("offload.activations_to_host", "offload.activations_to_device")
+"""Copies whose number depends on the model: reported without prediction."""
+TOLERANCE = 1e-3  # of a closed form: what is further off is said
 
 
 @dataclass
@@ -44,13 +37,10 @@ class Traffic:
     """What one kind of collective cost, in calls, elements and bytes sent by one rank."""
 
     calls: int = 0
-    elements: float = 0
-    """True elements, without padding."""
+    elements: float = 0  # true ones, without padding
     padding_elements: float = 0
-    bytes: float = 0
-    """Of elements and padding together; of quantised ones, scales included."""
-    between_node_bytes: float = 0
-    """Of them, what goes to ranks on other nodes; the rest stays inside."""
+    bytes: float = 0  # of elements and padding together; of quantised ones, scales included
+    between_node_bytes: float = 0  # of them, what goes to ranks on other nodes; the rest stays inside
 
     def add(self, other: Traffic, weight: float = 1) -> None:
         """Add ``weight`` times ``other``; numbers that stay whole stay integers."""
@@ -60,28 +50,22 @@ class Traffic:
 
     def as_dict(self) -> dict[str, float]:
         """For ``summary.json``."""
-        return {
-            "calls": self.calls,
-            "elements": self.elements,
-            "padding_elements": self.padding_elements,
-            "bytes": self.bytes,
-            "between_node_bytes": self.between_node_bytes,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one call sends from this rank."""
+    """What one call sends from this rank; elements with their padding.
+
+    ``ranks`` take part, 1 for a copy between host and device. In a ``ring`` the backend hands bytes from neighbour to
+    neighbour, so that each enters a node once; else each rank sends straight to every other.
+    """
 
     elements: int
-    """Padding included."""
     bytes: int
     between_node_bytes: float
     ranks: int
-    """That take part; 1 for a copy between host and device."""
     ring: bool = False
-    """Handed from neighbour to neighbour by the backend, so that a byte enters each node once; else each rank sends
-    straight to every other."""
 
 
 @dataclass(frozen=True)
@@ -91,40 +75,36 @@ class Event:
     what: str
     kind: str
     where: str
-    sent: Sent | None = None
-    """Of a launch, and of a copy between host and device."""
-    at: float = field(default=0.0, compare=False)
-    """When, by the ledger's :attr:`Ledger.clock`."""
+    sent: Sent | None = None  # of a launch, and of a copy between host and device
+    at: float = field(default=0.0, compare=False)  # when, by the ledger's clock
 
 
 @dataclass
 class Ledger:
     """One rank's account. Bytes are bytes; elements are elements."""
 
+    # Traffic by kind, for example ``gradients.reduce_scatter``: of the step under way, of the last complete optimizer
+    # step, of everything before the first step, and (summed over the run) of what is no part of a step: evaluation,
+    # ``GatheredParameters``. `untracked_kinds` are the kinds of the last.
     traffic: dict[str, Traffic] = field(default_factory=dict)
-    """Of the step under way, by kind, for example ``gradients.reduce_scatter``."""
     last_step: dict[str, Traffic] = field(default_factory=dict)
-    """Of the last complete optimizer step."""
     setup: dict[str, Traffic] = field(default_factory=dict)
-    """Of everything before the first step."""
-    held: dict[str, int] = field(default_factory=dict)
-    """The most bytes held, by category, over all samples."""
     between_steps: dict[str, Traffic] = field(default_factory=dict)
-    """Of what is no part of a step: evaluation, ``GatheredParameters``. Summed over the run."""
     untracked_kinds: set[str] = field(default_factory=set)
-    """Which kinds those are."""
-    trace: bool = False
-    """Keep :attr:`events`. Off by default: a list that grows is not for a long run."""
-    events: list[Event] = field(default_factory=list)
-    clock: Callable[[], float] = time.perf_counter
-    """Seconds; in a rehearsal the work that was done so far."""
-    observer: Callable[[str, str, str], None] | None = None
-    """Called with every event's ``what``, ``kind`` and ``where`` as it happens, while one step is being recorded."""
+    held: dict[str, int] = field(default_factory=dict)  # the most bytes held, by category, over all samples
     predicted_memory: dict[str, int] = field(default_factory=dict)
     predicted_traffic: dict[str, Traffic] = field(default_factory=dict)
+    # The order of events is kept only while `trace` is set: a list that grows is not for a long run.
+    trace: bool = False
+    events: list[Event] = field(default_factory=list)
+    clock: Callable[[], float] = time.perf_counter  # seconds; in a dry run the work that was done so far
+    # Called with every event's `what`, `kind` and `where` as it happens, while one step is being recorded.
+    observer: Callable[[str, str, str], None] | None = None
     _watched: dict[str, tuple[Callable[[], Iterable[torch.Tensor | None]], int]] = field(default_factory=dict)
     _most: dict[str, Callable[[], int]] = field(default_factory=dict)
     _aside: bool = False
+
+    # ---- traffic -----------------------------------------------------------------------------------------------------
 
     def record(
         self,
@@ -138,18 +118,10 @@ class Ledger:
         ring: bool = False,
         what: str = "launch",
     ) -> None:
-        """Count one call, and keep it as an event when the order is being traced.
+        """Count one call of a ``kind`` of collective, and keep it as an event while events are kept.
 
-        Args:
-            kind: of collective.
-            elements: that this rank sends, padding included.
-            sent_bytes: what they take on the wire.
-            padding: how many of them are padding.
-            between_bytes: how many of the bytes leave this rank's node.
-            where: which bucket.
-            ranks: that take part.
-            ring: see :class:`Sent`.
-            what: the event's word.
+        This rank sends ``elements`` of bucket ``where``, ``padding`` of them padding, as ``sent_bytes`` on the wire, of
+        which ``between_bytes`` leave its node. ``ranks`` and ``ring`` are :class:`Sent`'s, ``what`` is the event's.
         """
         if self.trace:
             sent = Sent(elements, sent_bytes, between_bytes, ranks, ring)
@@ -165,7 +137,7 @@ class Ledger:
         return not (self._aside or kind in self.untracked_kinds)
 
     def note(self, what: str, kind: str = "", where: str = "") -> None:
-        """Keep an event, when the order is being traced; tell it to the observer, when there is one."""
+        """Keep an event, while events are kept; tell it to the observer, when there is one."""
         if self.trace:
             self.events.append(Event(what, kind, where, None, self.clock()))
         if self.observer is not None:
@@ -187,6 +159,8 @@ class Ledger:
     def close_step(self) -> None:
         """An optimizer step is complete."""
         self.last_step, self.traffic = self.traffic, {}
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def watch(
         self,
@@ -231,63 +205,57 @@ class Ledger:
 
     def _measure(self, without: Collection[str]) -> dict[str, tuple[int, int]]:
         """Bytes by category: of what is no padding, and of its padding."""
-        # Tensors whose values are elsewhere answer like any others here.
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._weigh(without)
-
-    def _weigh(self, without: Collection[str]) -> dict[str, tuple[int, int]]:
         held: dict[str, tuple[int, int]] = {}
         seen: set[tuple[torch.device, int]] = set()
-        for category, (tensors, padding_bytes) in self._watched.items():
-            if category in without:
-                continue
-            total = 0
-            for tensor in tensors():
-                if tensor is None or tensor.numel() == 0:
+        # Tensors whose values are elsewhere answer like any others here.
+        with torch._C.DisableTorchFunctionSubclass():
+            for category, (tensors, padding_bytes) in self._watched.items():
+                if category in without:
                     continue
-                if tensor.is_sparse:
-                    total += sum(t.numel() * t.element_size() for t in (tensor._values(), tensor._indices()))
-                    continue
-                # Views share memory, and parameters of stages 0-2 are views of one flat tensor: count storages.
-                storage = tensor.untyped_storage()
-                key = (tensor.device, storage_ptr_of(tensor))
-                if key not in seen:
-                    seen.add(key)
-                    total += storage.nbytes()
-            inside = min(padding_bytes, total)  # a storage that is away has no padding either
-            held[category] = (total - inside, inside)
+                total = 0
+                for tensor in tensors():
+                    if tensor is None or tensor.numel() == 0:
+                        continue
+                    if tensor.is_sparse:
+                        total += tensor._values().nbytes + tensor._indices().nbytes
+                        continue
+                    # Views share memory, and parameters of stages 0-2 are views of one flat tensor: count storages.
+                    key = (tensor.device, storage_ptr_of(tensor))
+                    if key not in seen:
+                        seen.add(key)
+                        total += tensor.untyped_storage().nbytes()
+                inside = min(padding_bytes, total)  # a storage that is away has no padding either
+                held[category] = (total - inside, inside)
         return held
+
+    # ---- predicted beside measured -----------------------------------------------------------------------------------
 
     def predict(self, memory: dict[str, int], traffic: dict[str, Traffic]) -> None:
         """Put the closed forms in: bytes by category, and one step's traffic by kind."""
         self.predicted_memory, self.predicted_traffic = dict(memory), dict(traffic)
 
-    def report(self) -> dict[str, dict[str, dict[str, object]]]:
+    def report(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Predicted beside measured, for this rank.
 
         Returns:
             ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted", "measured"}}}``
             in bytes, and in calls, elements, padding elements and bytes of the last optimizer step.
         """
-        memory = {
-            category: {"predicted": self.predicted_memory.get(category, 0), "measured": self.held.get(category, 0)}
-            for category in (
-                *MEMORY_CATEGORIES,
-                *(other for other in (SECONDARY, *HOST_CATEGORIES) if other in self._watched),
-            )
+        categories = [*MEMORY_CATEGORIES, *(name for name in (SECONDARY, *HOST_CATEGORIES) if name in self._watched)]
+        forms, empty = self.predicted_traffic, Traffic()
+        return {
+            "memory": {
+                name: {"predicted": self.predicted_memory.get(name, 0), "measured": self.held.get(name, 0)}
+                for name in categories
+            },
+            "communication": {
+                kind: {
+                    "predicted": None if kind in UNPREDICTED_TRAFFIC else forms.get(kind, empty).as_dict(),
+                    "measured": self.last_step.get(kind, empty).as_dict(),
+                }
+                for kind in sorted({*forms, *self.last_step})
+            },
         }
-        kinds = sorted({*self.predicted_traffic, *self.last_step})
-        empty = Traffic()
-        communication = {
-            kind: {
-                "predicted": (
-                    None if kind in UNPREDICTED_TRAFFIC else self.predicted_traffic.get(kind, empty).as_dict()
-                ),
-                "measured": self.last_step.get(kind, empty).as_dict(),
-            }
-            for kind in kinds
-        }
-        return {"memory": memory, "communication": communication}  # type: ignore[dict-item]
 
 
 def off_forms(report: Mapping[str, Any]) -> list[str]:
@@ -296,16 +264,14 @@ def off_forms(report: Mapping[str, Any]) -> list[str]:
     Args:
         report: ``{"memory": {category: {"predicted", "measured"}}, …}``, means over ranks.
     """
-    lines = []
-    for category, entry in report["memory"].items():
-        predicted, measured = entry["predicted"], entry["measured"]
-        if predicted is not None and abs(measured - predicted) > TOLERANCE * predicted:
-            lines.append(
-                f"{category}: {measured:,.0f} bytes were held, and the closed form says {predicted:,}. No result "
-                "depends on it, but a plan made with these forms does not fit this run. Something outside of the steps "
-                "holds memory, or the order of modules changes, or a form lacks a case, which is worth a report"
-            )
-    return lines
+    return [
+        f"{category}: {entry['measured']:,.0f} bytes were held, and the closed form says {entry['predicted']:,}. No "
+        "result depends on it, but a plan made with these forms does not fit this run. Something outside of the steps "
+        "holds memory, or the order of modules changes, or a form lacks a case, which is worth a report"
+        for category, entry in report["memory"].items()
+        if entry["predicted"] is not None
+        and abs(entry["measured"] - entry["predicted"]) > TOLERANCE * entry["predicted"]
+    ]
 
 
 def _together(parts: dict[str, tuple[int, int]]) -> dict[str, int]:

@@ -14,7 +14,6 @@ import os
 import pickle
 import secrets
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,41 +23,35 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import flight_recorder, topology
+from deepzero.comm import flight_recorder
 from deepzero.comm.flight_recorder import DepartedRank
-from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors
-from deepzero.comm.rendezvous import meet
-from deepzero.config.strict import ConfigError
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, behind_closed_doors, meet
+from deepzero.utils.errors import ConfigError
 
 _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "OMPI_COMM_WORLD_RANK"}
 """Who else tells a rank's number on its machine: the variable, and the one that says which rank it is about."""
-_SECRETS: weakref.WeakKeyDictionary[dist.ProcessGroup, bytes] = weakref.WeakKeyDictionary()
 
 
 # ---- a world that is not there ---------------------------------------------------------------------------------------
 #
 # A dry run (`deepzero/planning/`) runs the engine's own code on torch's `meta` device, where a tensor has a shape and
 # no values, while `fake_process_group` lasts: this process then is, say, rank 17 of 1,024, every collective is counted
-# and none is started, and whatever ranks tell each other, all of them say the same. What the code then launches, in
-# which order and how large, is what it would launch there. torch has a process group of its own that does nothing; it
-# would have to be *the* process group, and no run could be planned in a process that is itself a rank of another.
+# and none is started, and whatever ranks tell each other, all of them say the same. torch has a process group of its
+# own that does nothing; it would have to be *the* process group, and no run could be planned in a rank of another.
 
 
 @dataclass(frozen=True)
 class FakeRank:
-    """Who this process is taken to be."""
+    """Who this process is taken to be.
+
+    ``device_type`` is what the meta device stands for: it decides what a buffer is kept for, and how gradients are
+    summed. ``ranks_of_host`` ranks share a machine, for ``comm.ranks_per_node=null``.
+    """
 
     rank: int
     world_size: int
     device_type: Literal["cpu", "cuda"]
-    """What the meta device stands for: it decides what a buffer is kept for, and how gradients are summed."""
     ranks_of_host: int
-    """Of the ranks that share a machine, for ``comm.ranks_per_node=null``."""
-
-    @property
-    def backend(self) -> str:
-        """What would serve such a device."""
-        return "nccl" if self.device_type == "cuda" else "gloo"
 
 
 _fake_rank: FakeRank | None = None
@@ -87,10 +80,8 @@ def fake_process_group(who: FakeRank) -> Iterator[None]:
 
 
 def real_device_type(device: torch.device) -> str:
-    """``cpu`` or ``cuda``: the kind of a device, of the meta device in a rehearsal what it stands for."""
-    if device.type == "meta" and _fake_rank is not None:
-        return _fake_rank.device_type
-    return device.type
+    """``cpu`` or ``cuda``: the kind of a device, of the meta device in a dry run what it stands for."""
+    return _fake_rank.device_type if device.type == "meta" and _fake_rank is not None else device.type
 
 
 # ---- joining and leaving ---------------------------------------------------------------------------------------------
@@ -103,6 +94,16 @@ def is_initialized() -> bool:
 
 def _has_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number; 0 without a group."""
+    return _fake_rank.rank if _fake_rank is not None else dist.get_rank() if _has_joined() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 without a group."""
+    return _fake_rank.world_size if _fake_rank is not None else dist.get_world_size() if _has_joined() else 1
 
 
 def local_rank() -> int:
@@ -120,6 +121,14 @@ def _told_local_rank() -> int | None:
         if name in os.environ and me in (None, os.environ.get(of_rank)):
             return int(os.environ[name])
     return None
+
+
+def ranks_of_host() -> int | None:
+    """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
+    if _fake_rank is not None:
+        return _fake_rank.ranks_of_host
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else None
 
 
 def default_device() -> torch.device:
@@ -193,16 +202,11 @@ def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0)
         return
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(seconds=timeout_seconds)
-    device_id = device if backend == "nccl" else None
     place = meet(timeout)
+    where = {} if place is None else dict(zip(("store", "rank", "world_size"), place, strict=True))
     with behind_closed_doors():
-        if place is None:
-            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-        else:
-            store, rank, size = place
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
-            )
+        device_id = device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id, **where)  # type: ignore[arg-type]
     flight_recorder.observer()  # from now on this rank answers when others ask where it is
     if folder := os.environ.get(LAUNCH_FOLDER_VARIABLE):
         with contextlib.suppress(OSError):  # a process that has outlived the launch
@@ -213,39 +217,15 @@ def shutdown() -> None:
     """Leave the process group, if this process has joined one."""
     if _has_joined():
         flight_recorder.leave("has left the process group")
-        topology.forget()
+        flight_recorder.observer().subgroups.clear()  # they end with it
         dist.destroy_process_group()
 
 
 def backend_for(device: torch.device) -> str:
     """The backend that serves tensors of ``device``: a group may have one for each kind of device (``cpu:gloo,…``)."""
-    if (who := _fake_rank) is not None:
-        return who.backend
-    if not _has_joined():
-        return "none"
-    return dist.group.WORLD._get_backend(device).name()  # type: ignore[union-attr]
-
-
-def rank() -> int:
-    """This process's number; 0 without a group."""
-    if (who := _fake_rank) is not None:
-        return who.rank
-    return dist.get_rank() if _has_joined() else 0
-
-
-def world_size() -> int:
-    """How many ranks there are; 1 without a group."""
-    if (who := _fake_rank) is not None:
-        return who.world_size
-    return dist.get_world_size() if _has_joined() else 1
-
-
-def ranks_of_host() -> int | None:
-    """How many ranks this rank's machine has, as torchrun says it (``LOCAL_WORLD_SIZE``); None: nobody has said."""
     if _fake_rank is not None:
-        return _fake_rank.ranks_of_host
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) > 0 else None
+        return "nccl" if _fake_rank.device_type == "cuda" else "gloo"
+    return dist.group.WORLD._get_backend(device).name() if _has_joined() else "none"  # type: ignore[union-attr]
 
 
 # ---- small talk ------------------------------------------------------------------------------------------------------
@@ -279,7 +259,7 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tensor") -> None:
     """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step.
 
-    It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend knows (uint16, fp8, bits).
+    It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend takes (uint16, fp8, bits).
     ``kind`` is its name in messages about ranks that wait.
     """
     if _talks():
@@ -289,13 +269,36 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tens
 
 def all_gather_object(value: Any) -> list[Any]:
     """Every rank gets every rank's picklable ``value``, in rank order."""
+    return _collect("all_gather_object", value, None) or []
+
+
+def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
+    """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective.
+
+    Each rank sends as many bytes as the longest value has.
+    """
+    return _collect("gather_object", value, dst)
+
+
+def _collect(kind: str, value: Any, dst: int | None) -> list[Any] | None:
+    """Every rank's ``value`` on rank ``dst``, or on all."""
+    hears = dst in (None, rank())
     if not _talks():
-        return [value] * world_size()
-    with flight_recorder.observer().blocking("all_gather_object"):
-        mine, sizes = _padded(value)
-        boxes = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(boxes, mine)
-    return [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
+        return [value] * world_size() if hears else None
+    with flight_recorder.observer().blocking(kind):
+        sealed, device = _seal(value), _talking_device()
+        lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size())]
+        dist.all_gather(lengths, torch.tensor([sealed.numel()], device=device))
+        sizes = [int(length) for length in lengths]
+        mine = torch.zeros(max(sizes), dtype=torch.uint8)
+        mine[: sealed.numel()] = sealed
+        mine = mine.to(device)
+        boxes = [torch.empty_like(mine) for _ in sizes] if hears else None
+        if dst is None:
+            dist.all_gather(boxes, mine)
+        else:
+            dist.gather(mine, boxes, dst=dst)
+    return None if boxes is None else [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
 
 
 def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError) -> None:
@@ -318,18 +321,23 @@ def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], E
             raise error(text if text == mine or rank_of_text == rank() else f"rank {rank_of_text}: {text}")
 
 
-def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
-    """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective.
+def gather_and_sum(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Every rank's small vector, gathered and added in the order of ranks: the same bits on all, whoever came first.
 
-    Each rank sends as many bytes as the longest value has.
+    Args:
+        vector: 1-D on the CPU, of the same length and dtype on every rank. So is the sum.
+        device: where the group's backend wants it.
     """
     if not _talks():
-        return [value] * world_size() if rank() == dst else None
-    with flight_recorder.observer().blocking("gather_object"):
-        mine, sizes = _padded(value)
-        boxes = [torch.empty_like(mine) for _ in sizes] if rank() == dst else None
-        dist.gather(mine, boxes, dst=dst)
-    return None if boxes is None else [_unseal(box[:size]) for box, size in zip(boxes, sizes, strict=True)]
+        return vector * world_size()
+    mine = vector.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(world_size())]
+    with flight_recorder.observer().blocking("gather_and_sum"):
+        dist.all_gather(everyone, mine)
+    total = torch.zeros_like(vector)
+    for theirs in everyone:
+        total += theirs.cpu()
+    return total
 
 
 def _talking_device() -> torch.device:
@@ -341,24 +349,13 @@ def _talking_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _padded(value: Any) -> tuple[torch.Tensor, list[int]]:
-    """This rank's sealed ``value``, as long as the longest, and how long all of them are. A collective."""
-    sealed, device = _seal(value), _talking_device()
-    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([sealed.numel()], device=device))
-    lengths = [int(size) for size in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: sealed.numel()] = sealed
-    return padded.to(device), lengths
-
-
 def _secret() -> bytes:
-    """What only ranks of this group know: the first of them to need one leaves it at the store where all have met."""
-    group = dist.group.WORLD
-    if group not in _SECRETS:
+    """What only ranks of this group have: the first of them to need one leaves it at the store where all have met."""
+    group = flight_recorder.observer()
+    if group.secret is None:
         store = dist.distributed_c10d._get_default_store()
-        _SECRETS[group] = store.compare_set("deepzero/secret", "", secrets.token_hex(32))  # type: ignore[index]
-    return _SECRETS[group]  # type: ignore[index]
+        group.secret = store.compare_set("deepzero/secret", "", secrets.token_hex(32))
+    return group.secret
 
 
 def _seal(value: Any) -> torch.Tensor:
@@ -383,30 +380,6 @@ def _unseal(sealed: torch.Tensor) -> Any:
     return pickle.loads(pickled)
 
 
-def gather_and_sum(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Every rank's vector, gathered and added in the order of ranks: the same bits on all, whoever came first.
-
-    For small vectors, as each rank receives all of them.
-
-    Args:
-        vector: 1-D on the CPU, of the same length and dtype on every rank.
-        device: where the group's backend wants it.
-
-    Returns:
-        The sum, on the CPU.
-    """
-    if not _talks():
-        return vector * world_size()
-    mine = vector.to(device)
-    everyone = [torch.empty_like(mine) for _ in range(world_size())]
-    with flight_recorder.observer().blocking("gather_and_sum"):
-        dist.all_gather(everyone, mine)
-    total = torch.zeros_like(vector)
-    for theirs in everyone:
-        total += theirs.cpu()
-    return total
-
-
 class StoreMailbox:
     """Short texts from rank to rank through the store at which the ranks have met, beside the process group.
 
@@ -417,8 +390,7 @@ class StoreMailbox:
     Args:
         name: the same on all ranks, and never used before in ``store``.
         store: None: the process group's, or one of this process alone where it has joined none.
-        rank: this rank; None: as in the process group. So is ``world_size``.
-        world_size: how many there are.
+        rank: this rank; None: as in the process group. So is ``world_size``, how many there are.
     """
 
     def __init__(
@@ -426,33 +398,30 @@ class StoreMailbox:
     ) -> None:
         self.rank = dist.get_rank() if rank is None and _has_joined() else (rank or 0)
         self.world_size = dist.get_world_size() if world_size is None and _has_joined() else (world_size or 1)
-        self._prefix = f"deepzero/{name}"
         if store is None:
             store = dist.HashStore() if self.world_size == 1 else dist.distributed_c10d._get_default_store()
-        self._store = store
+        self._store = dist.PrefixStore(f"deepzero/{name}", store)
 
     def set(self, key: str, text: str) -> None:
         """Write it, over whatever is there."""
-        self._store.set(self._key(key), text)
+        self._store.set(key, text)
 
     def set_first(self, key: str, text: str) -> None:
         """Write it unless another rank was faster: all raise the same text."""
-        self._store.compare_set(self._key(key), "", text)
+        self._store.compare_set(key, "", text)
 
     def add(self, key: str, amount: int) -> int:
         """Count up, from 0, and return the count: no two ranks get the same."""
-        return self._store.add(self._key(key), amount)
+        return self._store.add(key, amount)
 
     def get(self, key: str) -> str | None:
         """The text, or None: a plain ``get`` of a missing key would wait for it."""
-        if not self._store.check([self._key(key)]):
-            return None
-        return self._store.get(self._key(key)).decode()
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def remove(self, key: str) -> None:
         """Take a text away that everybody has read."""
         with contextlib.suppress(RuntimeError):  # some stores cannot
-            self._store.delete_key(self._key(key))
+            self._store.delete_key(key)
 
     def leave(self, sequence: int, reason: str) -> None:
         """Say that this rank will not come back; ``sequence`` is that of the last collective that it launched."""
@@ -462,6 +431,3 @@ class StoreMailbox:
         """The other ranks that have said so."""
         texts = {rank: self.get(f"gone/{rank}") for rank in range(self.world_size) if rank != self.rank}
         return {rank: DepartedRank(*json.loads(text)) for rank, text in texts.items() if text is not None}
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"

@@ -1,4 +1,4 @@
-"""Named ranges: what ZeRO does, in a profiler's trace, in the words of the book.
+"""Named ranges: what ZeRO does, in a profiler's trace, in the words of the book; and how much of it was hidden.
 
 [Note: the grammar of a range's name]
     ::
@@ -8,29 +8,24 @@
     ``VERB`` is one of :data:`VERBS`. ``N`` is the bucket: in stage 3's fetches, waits and releases the coordinator's
     key, elsewhere its number in its group. ``PLACE`` is a module or a parameter: of *fetch* the module at which it was
     launched, which with the note ``prefetch`` is an earlier one than the module that needs it; of *wait* the module
-    that stands still; of everything else the first parameter of the bucket. It has no parentheses; those of a name
-    become brackets. ``NOTE`` are words: ``prefetch``, and of *launch*, *wait* and *in_flight* the ledger's name of the
-    collective. :class:`Label` writes this grammar and reads it; nothing else does.
+    that stands still; of everything else the first parameter of the bucket. Its own parentheses become brackets.
+    ``NOTE`` are words: ``prefetch``, and of *launch*, *wait* and *in_flight* the ledger's name of the collective.
 
-A collective is under way between two of these ranges, *launch* and *wait*, and in none of them. So :class:`Recorder`
-notes for each from when to when, and ``profiling/trace.py`` writes this into the trace as a lane of its own, as
-*in_flight*. **Its end is when this rank has seen that it is complete**, at the end of the wait: gloo does not tell when
-messages have arrived that nobody has waited for. NCCL's kernels are in the trace themselves, and get no such lane.
-
-**Off, nothing is made**: :func:`span` returns one shared object that does nothing, and formats no name. It is on for
-the steps that a profiler records, and then a range is ``torch.profiler.record_function``, some microseconds each.
+A collective is under way between two of these ranges, *launch* and *wait*: :class:`Recorder` notes for each from when
+to when, and ``profiling/trace.py`` writes this into the trace as a lane of its own, as *in_flight*. **Its end is when
+this rank has seen that it is complete**, at the end of the wait: gloo does not tell when messages have arrived that
+nobody has waited for. NCCL's kernels are in the trace themselves, and get no such lane.
 
 [Note: how much communication was hidden]
-    Measured in every run, without a profiler; a collective costs about a microsecond here. Of each the training thread
-    knows three moments: when it was launched, when it began to wait, when the wait was over. From these::
+    Measured in every run, without a profiler, in about a microsecond for each collective::
 
         in_flight   length of the union of [launched, wait is over] of all collectives
         exposed     time in the launching calls and in the waits: the thread stood still
         hidden      1 - exposed / in_flight
 
-    *in_flight* is an upper bound: gloo does not tell when messages have arrived for which nobody has waited yet.
-    *exposed* is exact. So a small *hidden* is bad news, while a large one may also mean that little was under way. On a
-    GPU nothing is measured: a wait there is an order to a stream. A trace has the kernels (``tools/trace_report.py``).
+    *in_flight* is an upper bound (see above), *exposed* is exact. So a small *hidden* is bad news; a large one may also
+    mean that little was under way. On a GPU nothing is measured: a wait there is an order to a stream. A trace has the
+    kernels (``tools/trace_report.py``).
 """
 
 from __future__ import annotations
@@ -107,12 +102,6 @@ class Label:
         return cls(match[1], None if match[2] is None else int(match[2]), match[3] or "", match[4] or "")
 
 
-def bucket_of(where: str) -> int | None:
-    """The number in what a collective says of itself, ``bucket 12``."""
-    found = _BUCKET.search(where)
-    return int(found[1]) if found else None
-
-
 @dataclass
 class LaneSpan:
     """What goes into a lane of its own: a collective, a delayed update. Times are those of ``time.time_ns``."""
@@ -121,26 +110,26 @@ class LaneSpan:
     began_ns: int
     ended_ns: int | None = None
 
+    def end(self) -> None:
+        """It is over, unless it was already."""
+        self.ended_ns = self.ended_ns or time.time_ns()
+
 
 class Recorder:
     """What is kept of the recorded steps beside the profiler's own events.
 
-    Args:
-        held: gives the bytes held by category at a moment, for the memory timeline; None: there is none.
+    ``held`` gives the bytes held by category at a moment, for the memory timeline; None: there is none.
     """
 
-    SHARE = 20
-    """A sample of memory is taken only if all together take at most this part, one in 20, of the time."""
+    SHARE = 20  # a sample of memory is taken only if all together take at most one part in 20 of the time
 
     def __init__(self, held: Callable[[], dict[str, int]] | None = None) -> None:
         self.flights: list[LaneSpan] = []
-        self.aside: list[LaneSpan] = []
-        """In threads that the profiler does not see."""
-        self.samples: list[tuple[int, dict[str, int]]] = []
-        """(``time.time_ns``, bytes by category)"""
+        self.aside: list[LaneSpan] = []  # in threads that the profiler does not see
+        self.samples: list[tuple[int, dict[str, int]]] = []  # (``time.time_ns``, bytes by category)
         self._held = held
         self._next_sample_ns = 0
-        self._mine = threading.local()
+        self._mine = threading.local()  # the range around a thread's code, and the module for whose sake it waits
 
     @contextlib.contextmanager
     def span(self, label: Label) -> Iterator[None]:
@@ -173,25 +162,20 @@ class Recorder:
         try:
             yield
         finally:
-            entry.ended_ns = entry.ended_ns or time.time_ns()
+            entry.end()
 
     def begin(self, kind: str, where: str, lane: bool = True) -> LaneSpan:
-        """A collective is about to be launched; its place is that of the range inside which this happens.
-
-        Args:
-            kind: the ledger's name for it.
-            where: ``bucket 12``.
-            lane: False where the profiler sees by itself when it is under way: NCCL's kernels.
-        """
+        """A collective is about to be launched; without a ``lane`` where the profiler sees NCCL's kernels by itself."""
         flight = LaneSpan(self.inside("in_flight", kind, where), time.time_ns())
         if lane:
             self.flights.append(flight)
         return flight
 
     def inside(self, verb: str, kind: str, where: str) -> Label:
-        """A label with place and note of the range around it, if that is about the same bucket."""
+        """A label with place and note of the range around it, if that is about the same bucket, ``bucket 12``."""
         outer: Label | None = getattr(self._mine, "label", None)
-        bucket = bucket_of(where)
+        number = _BUCKET.search(where)
+        bucket = int(number[1]) if number else None
         if outer is None or (bucket is not None and outer.bucket != bucket):
             return Label(verb, bucket, "", kind)
         return Label(verb, bucket, outer.place, f"{kind} {outer.note}".rstrip())
@@ -203,9 +187,8 @@ class Recorder:
 
     def finish(self) -> None:
         """The recorded steps are over; what is under way is cut off here."""
-        now = time.time_ns()
         for flight in [*self.flights, *self.aside]:
-            flight.ended_ns = flight.ended_ns or now
+            flight.end()
 
     def _sample(self) -> None:
         began = time.time_ns()
@@ -245,9 +228,7 @@ def recorder() -> Recorder | None:
 
 def span(verb: str, bucket: int | None = None, place: str = "", note: str = "") -> AbstractContextManager[None]:
     """A range with the name ``Label(verb, bucket, place, note)``; nothing at all while nobody records."""
-    if _recorder is None:
-        return _NOTHING
-    return _recorder.span(Label(verb, bucket, place, note))
+    return _NOTHING if _recorder is None else _recorder.span(Label(verb, bucket, place, note))
 
 
 def span_aside(verb: str, bucket: int | None, place: str, note: str) -> AbstractContextManager[None]:
@@ -256,13 +237,7 @@ def span_aside(verb: str, bucket: int | None, place: str, note: str) -> Abstract
 
 
 def moving(verb: str, kind: str, where: str) -> AbstractContextManager[None]:
-    """A range inside another one, whose place it has if both are about the same bucket.
-
-    Args:
-        verb: one of :data:`VERBS`.
-        kind: the ledger's name, which becomes the note.
-        where: ``bucket 12``.
-    """
+    """A range inside another one, whose place it has if both are about the same bucket; ``kind`` is the ledger's."""
     return _NOTHING if _recorder is None else _recorder.span(_recorder.inside(verb, kind, where))
 
 
@@ -274,18 +249,16 @@ def standing_at(place: str) -> AbstractContextManager[None]:
 class OverlapMeter:
     """The account of one rank's collectives, of the step under way and of the last one. All times are seconds.
 
-    Args:
-        device: where the tensors are; on a GPU nothing is measured.
-        ledger: says which collectives are part of a step.
+    On a GPU nothing is measured. The ledger says which collectives are part of a step.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         self.measures = device.type == "cpu"
         self.ledger = ledger
         self.in_flight_seconds = self.exposed_seconds = 0.0
-        self._under_way = 0
-        self._since = 0.0
-        self._last: tuple[float, float] = (0.0, 0.0)
+        self.under_way = 0
+        self.since = 0.0  # the moment from which on something has been under way
+        self._last = (0.0, 0.0)
 
     def launch(self, kind: str, where: str) -> CommTiming:
         """A collective that travels is about to be launched."""
@@ -293,10 +266,10 @@ class OverlapMeter:
 
     def close_step(self) -> None:
         """An optimizer step is complete. What is under way counts in both steps, in each the part that is in it."""
-        if self._under_way:
+        if self.under_way:
             now = perf_counter()
-            self.in_flight_seconds += now - self._since
-            self._since = now
+            self.in_flight_seconds += now - self.since
+            self.since = now
         self._last = (self.in_flight_seconds, self.exposed_seconds)
         self.in_flight_seconds = self.exposed_seconds = 0.0
 
@@ -311,18 +284,6 @@ class OverlapMeter:
             "comm/hidden_fraction": 1.0 - min(1.0, exposed / in_flight),
         }
 
-    def begin(self, now: float) -> None:
-        """One more is under way."""
-        if self._under_way == 0:
-            self._since = now
-        self._under_way += 1
-
-    def end(self, now: float) -> None:
-        """One is complete."""
-        self._under_way -= 1
-        if self._under_way == 0:
-            self.in_flight_seconds += now - self._since
-
 
 class CommTiming:
     """One collective: launch → :meth:`launched` → :meth:`standing` → :meth:`landed`; and its ranges, if recorded."""
@@ -330,38 +291,25 @@ class CommTiming:
     __slots__ = ("_airborne", "_counts", "_meter", "_range", "_recorder", "_since")
 
     def __init__(self, meter: OverlapMeter, kind: str, where: str, counts: bool) -> None:
-        self._meter, self._counts = meter, counts
-        self._recorder = recorder()
+        self._meter, self._counts, self._recorder = meter, counts, _recorder
         self._range: AbstractContextManager[None] | None = None
         self._airborne: LaneSpan | None = None
-        if self._recorder is not None:
-            self._airborne = self._recorder.begin(kind, where, lane=meter.measures)
+        if _recorder is not None:
+            self._airborne = _recorder.begin(kind, where, lane=meter.measures)
             label = self._airborne.label
-            self._enter(Label("launch", label.bucket, label.place, label.note))
+            self._enter(_recorder.span(Label("launch", label.bucket, label.place, label.note)))
         self._since = perf_counter()
         if counts:
-            meter.begin(self._since)
+            if meter.under_way == 0:
+                meter.since = self._since
+            meter.under_way += 1
 
-    def launched(self) -> None:
-        """The launching call is over, and the collective is under way."""
-        self._stood()
+    def _enter(self, entered: AbstractContextManager[None]) -> None:
+        self._range = entered
+        entered.__enter__()
 
-    def standing(self) -> None:
-        """The program waits from now on."""
-        if self._airborne is not None and self._recorder is not None and self._recorder is recorder():
-            self._enter(self._recorder.wait_label(self._airborne))
-        self._since = perf_counter()
-
-    def landed(self) -> None:
-        """It is complete, or has failed, perhaps in the launching call already. Twice is harmless."""
-        if self._airborne is not None and self._airborne.ended_ns is None:
-            self._airborne.ended_ns = time.time_ns()
-        now = self._stood()
-        if self._counts:
-            self._meter.end(now)
-            self._counts = False
-
-    def _stood(self) -> float:
+    def launched(self) -> float:
+        """The launching call is over, and the collective is under way. Returns the moment."""
         now = perf_counter()
         if self._counts:
             self._meter.exposed_seconds += now - self._since
@@ -370,7 +318,19 @@ class CommTiming:
             self._range = None
         return now
 
-    def _enter(self, label: Label) -> None:
-        if self._recorder is not None:
-            self._range = self._recorder.span(label)
-            self._range.__enter__()
+    def standing(self) -> None:
+        """The program waits from now on."""
+        if self._airborne is not None and self._recorder is not None and self._recorder is _recorder:
+            self._enter(self._recorder.span(self._recorder.wait_label(self._airborne)))
+        self._since = perf_counter()
+
+    def landed(self) -> None:
+        """It is complete, or has failed, perhaps in the launching call already. Twice is harmless."""
+        if self._airborne is not None:
+            self._airborne.end()
+        now = self.launched()  # the thread stood still until now, in a wait or a launch
+        if self._counts:
+            self._counts, meter = False, self._meter
+            meter.under_way -= 1
+            if meter.under_way == 0:
+                meter.in_flight_seconds += now - meter.since

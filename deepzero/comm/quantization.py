@@ -19,27 +19,25 @@ A message of n elements is one ``uint8`` tensor, payload first, so that one send
     8 bits  element i is byte i, an int8
     4 bits  a block of m elements is m/2 bytes: element i in the low half, element i + m/2 in the high half of byte i
 
-(neighbours in one byte would have to be pulled apart element by element; halves of a block are two straight runs).
-The last block of a message may be shorter. Volume: ``bits/8 + 4/block`` bytes an element, 1.002 and 0.502 for blocks of
-2048, where bf16 sends 2.
+(halves of a block are two straight runs). The last block of a message may be shorter. Volume: ``bits/8 + 4/block``
+bytes an element, 1.002 and 0.502 for blocks of 2048, where bf16 sends 2.
 
-Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel` in chunks and kept scratch, which needs no
-compiler, and :class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**, those of the
-lines above: each operation rounds once, in one order, and what has no rounding (whole numbers below 2**24, powers of
-two) may take any way. Compiled code is compared with the plain kernel before it is first used. On a GPU the decoded
-bits must be equal too, as all ranks decode; a code may differ by one where a compiler's division rounds otherwise,
-which the rank that encodes decides alone. The codes of a block with NaN or infinity mean nothing and may differ.
+Two kernels do the work, on blocks as rows of a matrix: :class:`PlainKernel`, which needs no compiler, and
+:class:`CompiledKernel`, one pass over memory each way. **Both give the same bits on a CPU**: each operation rounds
+once, in one order. On a GPU the decoded bits must be equal too, as all ranks decode; a code may differ by one where a
+compiler's division rounds otherwise. The codes of a block with NaN or infinity mean nothing and may differ.
 
 Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/quantization``.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -69,12 +67,10 @@ def levels(bits: int) -> int:
 
 @dataclass(frozen=True)
 class Format:
-    """How numbers lie in a message."""
+    """How numbers lie in a message: 8 or 4 ``bits`` each, ``block`` elements to a scale, a multiple of ``ALIGN``."""
 
     bits: int
-    """8 or 4."""
     block: int
-    """Elements that share a scale, a multiple of ``ALIGN``."""
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):
@@ -98,9 +94,8 @@ class Format:
     def open(self, message: torch.Tensor, numel: int) -> Packed:
         """Views of a message.
 
-        Args:
-            message: 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes.
-            numel: elements, a multiple of ``ALIGN``.
+        ``message`` is 1-D ``uint8``, :meth:`message_bytes` long, its start aligned to 4 bytes; ``numel`` is a multiple
+        of ``ALIGN``.
 
         Raises:
             ValueError: another number of elements, or a tensor that cannot be such a message.
@@ -108,8 +103,7 @@ class Format:
         if numel < 0 or numel % ALIGN:
             raise ValueError(f"a message of {numel} elements: their number must be a multiple of {ALIGN}")
         if message.dim() != 1 or message.dtype != torch.uint8 or not message.is_contiguous():
-            kind = f"{tuple(message.shape)}, strides {message.stride()}, {message.dtype}"
-            raise ValueError(f"a message must be 1-D, contiguous and uint8, not {kind}")
+            raise ValueError(f"a message must be 1-D, contiguous and uint8, not {_kind_of(message)}")
         if message.numel() < self.message_bytes(numel):
             needed = f"{numel} elements in {self.bits} bits, blocks of {self.block}, take {self.message_bytes(numel)}"
             raise ValueError(f"a message of {message.numel()} bytes is too short: {needed}")
@@ -121,35 +115,42 @@ class Format:
 
 @dataclass(frozen=True)
 class Packed:
-    """A message, opened."""
+    """A message, opened: 1-D ``codes``, ``int8`` or for 4 bits ``uint8``; 1-D fp32 ``scales``, one for each block."""
 
     format: Format
     numel: int
     codes: torch.Tensor
-    """1-D; ``int8``, or for 4 bits ``uint8``."""
     scales: torch.Tensor
-    """1-D fp32, one for each block."""
 
     def rows(self, start: int, stop: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The blocks of elements ``start`` to ``stop`` as rows: those of full length, and a shorter last one.
 
-        Args:
-            start: a multiple of the block size.
-            stop: a multiple of the block size, or the end.
-
-        Returns:
-            For each: which elements, codes ``[blocks, bytes of a block]``, scales ``[blocks, 1]``.
+        Both are multiples of the block size, or ``stop`` is the end. For each kind of row: which elements, codes
+        ``[blocks, bytes of a block]``, scales ``[blocks, 1]``.
         """
         block, per = self.format.block, 8 // self.format.bits
         if start % block or (stop % block and stop != self.numel):
             raise ValueError(f"elements {start} to {stop} of {self.numel} are not whole blocks of {block}")
         full = stop // block * block
-        found = []
-        for lo, hi, width in ((start, full, block), (full, stop, stop - full)):
-            if lo < hi:
-                scales = self.scales[lo // block : -(-hi // block)]
-                found.append((slice(lo, hi), self.codes[lo // per : hi // per].view(-1, width // per), scales[:, None]))
-        return found
+        return [
+            (
+                slice(lo, hi),
+                self.codes[lo // per : hi // per].view(-1, width // per),
+                self.scales[lo // block : -(-hi // block)][:, None],
+            )
+            for lo, hi, width in ((start, full, block), (full, stop, stop - full))
+            if lo < hi
+        ]
+
+    def cut(self, start: int, stop: int) -> Packed:
+        """Elements ``start`` to ``stop``, whole blocks or up to the end, as a message."""
+        block, per = self.format.block, 8 // self.format.bits
+        codes, scales = self.codes[start // per : stop // per], self.scales[start // block : -(-stop // block)]
+        return Packed(self.format, stop - start, codes, scales)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}"
 
 
 # ---- packing and unpacking -------------------------------------------------------------------------------------------
@@ -177,30 +178,26 @@ class Quantizer:
     def __init__(self, form: Format, kernel: str = "auto") -> None:
         if kernel not in KERNELS:
             raise ValueError(f"Quantizer(kernel={kernel!r}) must be one of {', '.join(KERNELS)}")
-        self.format = form
-        self.request = kernel
+        self.format, self.request = form, kernel
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
-        self._plain: PlainKernel | DryRunKernel = PlainKernel()
-        self._compiled: CompiledKernel | DryRunKernel = CompiledKernel()
+        self._plain: Kernel = PlainKernel()
+        self._compiled: Kernel = CompiledKernel()
         # (direction, dtype, device) that turned out not to compile, in the middle of training.
         self._uncompiled: set[tuple[str, torch.dtype, torch.device]] = set()
 
     def prepare(self, numel: int, dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> None:
         """Decide on the kernel, and compile both directions, before training.
 
-        Args:
-            numel: elements packed and unpacked in a step, together.
-            dtypes: of the values that will come.
-            device: where they lie.
+        ``numel`` elements will be packed and unpacked in a step, together, of these dtypes, on this device.
 
         Raises:
             RuntimeError: ``compiled`` was asked for and cannot be had.
         """
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
-        if device.type == "meta":
-            self._plain = self._compiled = DryRunKernel()
-        if self.request == "plain" or (self.request == "compiled" and device.type == "meta"):
+        if substitute := _SUBSTITUTES.get(device.type):
+            self._plain = self._compiled = substitute()
+        if self.request == "plain" or (self.request == "compiled" and substitute):
             return
         if self.request == "auto":
             missing = why_not_compiled(device.type)
@@ -218,7 +215,7 @@ class Quantizer:
                 raise RuntimeError(
                     f"Quantizer(kernel='compiled'): {error}. Use kernel='plain', which needs no compiler, or 'auto'"
                 ) from error
-            _warn(f"{error}. Using the plain kernel")
+            warnings.warn(f"Quantizer: {error}. Using the plain kernel", RuntimeWarning, stacklevel=2)
             self.kernel, self.reason = "plain", f"compiling failed ({error})"
             return
         if self.request == "auto":
@@ -232,11 +229,7 @@ class Quantizer:
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, packed: Packed) -> None:
-        """Quantise into a message of their number.
-
-        Args:
-            values: 1-D, contiguous, any float dtype; only read.
-            packed: of this quantizer's format and as many elements; written.
+        """Quantise 1-D contiguous ``values`` of any float dtype into a message of their number.
 
         Raises:
             ValueError: another format or number of elements, or values of another shape or kind.
@@ -250,12 +243,7 @@ class Quantizer:
 
     @torch.no_grad()
     def unpack(self, packed: Packed, values: torch.Tensor, start: int = 0) -> None:
-        """Decode a range of whole blocks.
-
-        Args:
-            packed: of this quantizer's format; only read.
-            values: 1-D, contiguous, any float dtype; written.
-            start: the first element to decode, a multiple of the block size; ``values.numel()`` are decoded.
+        """Decode a range of whole blocks, ``start`` on, into 1-D contiguous ``values`` of any float dtype.
 
         Raises:
             ValueError: another format, a range of other than whole blocks or beyond the end, or values of another shape
@@ -273,31 +261,28 @@ class Quantizer:
         if packed.format != self.format:
             raise ValueError(f"a message of {packed.format} was given to a quantizer of {self.format}")
         if values.dim() != 1 or not values.is_floating_point() or not values.is_contiguous():
-            kind = f"{tuple(values.shape)}, strides {values.stride()}, {values.dtype}"
-            raise ValueError(f"values must be 1-D, contiguous and of a float dtype, not {kind}")
+            raise ValueError(f"values must be 1-D, contiguous and of a float dtype, not {_kind_of(values)}")
 
-    def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | CompiledKernel | DryRunKernel:
+    def _kernel(self, direction: str, rows: torch.Tensor) -> Kernel:
         """The one for these rows; a shorter last block is a row of its own, not worth a compilation."""
         if self.kernel == "plain" or rows.shape[1] != self.format.block:
             return self._plain
-        if self.request == "compiled":
-            return self._compiled
         case = (direction, rows.dtype, rows.device)
-        if case not in self._uncompiled:
+        if self.request == "auto" and case not in self._uncompiled:
             try:
                 compiled(Variant(direction, rows.dtype, self.format.bits, self.format.block, rows.device))
-                return self._compiled
             except CompilationError as error:
                 self._uncompiled.add(case)
-                _warn(f"{error}. The plain kernel will {direction} {rows.dtype} here from now on: slower")
-        return self._plain
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"Quantizer: {message}", RuntimeWarning, stacklevel=3)
+                text = f"{error}. The plain kernel will {direction} {rows.dtype} here from now on: slower"
+                warnings.warn(f"Quantizer: {text}", RuntimeWarning, stacklevel=3)
+        return self._plain if case in self._uncompiled else self._compiled
 
 
 # ---- the plain kernel ------------------------------------------------------------------------------------------------
+#
+# Every kernel has two calls, on blocks as rows: `encode(values, codes, scales, bits)` reads the first and writes the
+# others, `decode(codes, scales, values, bits)` the other way. `values` are [blocks, elements] of any float dtype,
+# `codes` [blocks, elements * bits / 8] int8 or uint8, `scales` [blocks, 1] fp32; the first two contiguous.
 
 
 class PlainKernel:
@@ -309,65 +294,48 @@ class PlainKernel:
     def __init__(self) -> None:
         self._kept = threading.local()
 
-    def _scratch(self, name: str, dtype: torch.dtype, shape: torch.Size, device: torch.device) -> torch.Tensor:
+    def _scratch(self, name: str, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """Room for a chunk, good until the next chunk **on the same stream**: streams do not wait for each other."""
-        kept: dict[Any, torch.Tensor] = self._kept.__dict__
+        kept: dict[str, torch.Tensor] = self._kept.__dict__
+        device, numel = like.device, like.numel()
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = f"{name} {device} {stream}"
-        room = kept.get(key)
-        if room is None or room.numel() < shape.numel():
-            room = torch.empty(max(shape.numel(), CHUNK), dtype=dtype, device=device)
-            kept[key] = room
-        return room[: shape.numel()].view(shape)
+        if key not in kept or kept[key].numel() < numel:
+            kept[key] = torch.empty(max(numel, CHUNK), dtype=dtype, device=device)
+        return kept[key][:numel].view(like.shape)
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-        """Quantise rows.
-
-        Args:
-            values: ``[blocks, elements]``, contiguous, any float dtype; only read.
-            codes: ``[blocks, elements * bits / 8]``, contiguous, ``int8`` or ``uint8``; written.
-            scales: ``[blocks, 1]`` fp32; written.
-            bits: 8 or 4.
-        """
+        """Quantise rows."""
         step = max(CHUNK // values.shape[1], 1)
         for v, c, s in zip(values.split(step), codes.split(step), scales.split(step), strict=True):
-            self._encode(v, c, s, bits)
-
-    def _encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-        x = self._scratch("wide", torch.float32, values.shape, values.device)
-        wide = values if values.dtype == torch.float32 else x.copy_(values)
-        # The largest and the negated smallest: a pass over absolute values would need room for them.
-        torch.maximum(wide.amax(1, keepdim=True), wide.amin(1, keepdim=True).neg_(), out=scales)
-        scales.mul_(1.0 / levels(bits)).clamp_min_(TINY)
-        torch.mul(wide, scales.reciprocal(), out=x).round_()
-        if bits == 8:
-            codes.copy_(x)
-            return
-        q = self._scratch("codes", torch.int8, values.shape, values.device).copy_(x).view(torch.uint8)
-        low, high = q.chunk(2, 1)
-        torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=codes.view(torch.uint8))
+            x = self._scratch("wide", torch.float32, v)
+            wide = v if v.dtype == torch.float32 else x.copy_(v)
+            # The largest and the negated smallest: a pass over absolute values would need room for them.
+            torch.maximum(wide.amax(1, keepdim=True), wide.amin(1, keepdim=True).neg_(), out=s)
+            s.mul_(1.0 / levels(bits)).clamp_min_(TINY)
+            torch.mul(wide, s.reciprocal(), out=x).round_()
+            if bits == 8:
+                c.copy_(x)
+            else:
+                low, high = self._scratch("codes", torch.int8, v).copy_(x).view(torch.uint8).chunk(2, 1)
+                torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=c.view(torch.uint8))
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        """Write ``values`` from ``codes`` and ``scales``; all as for :meth:`encode`."""
+        """Decode rows."""
         step = max(CHUNK // values.shape[1], 1)
         for c, s, v in zip(codes.split(step), scales.split(step), values.split(step), strict=True):
-            self._decode(c, s, v, bits)
-
-    def _decode(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        narrow = values.dtype != torch.float32
-        x = self._scratch("wide", torch.float32, values.shape, values.device) if narrow else values
-        if bits == 8:
-            x.copy_(codes)
-        else:
-            low, high = x.chunk(2, 1)
-            half = self._scratch("codes", torch.int8, codes.shape, codes.device)
-            # A shift to the left and back to the right spreads the sign of a half byte.
-            torch.bitwise_left_shift(codes.view(torch.int8), 4, out=half)
-            low.copy_(half.bitwise_right_shift_(4))
-            high.copy_(torch.bitwise_right_shift(codes.view(torch.int8), 4, out=half))
-        x.mul_(scales)
-        if narrow:
-            values.copy_(x)
+            narrow = v.dtype != torch.float32
+            x = self._scratch("wide", torch.float32, v) if narrow else v
+            if bits == 8:
+                x.copy_(c)
+            else:
+                (low, high), half, c = x.chunk(2, 1), self._scratch("codes", torch.int8, c), c.view(torch.int8)
+                # A shift to the left and back to the right spreads the sign of a half byte.
+                low.copy_(torch.bitwise_left_shift(c, 4, out=half).bitwise_right_shift_(4))
+                high.copy_(torch.bitwise_right_shift(c, 4, out=half))
+            x.mul_(s)
+            if narrow:
+                v.copy_(x)
 
 
 class DryRunKernel:
@@ -380,6 +348,10 @@ class DryRunKernel:
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
         """Write ``values``."""
         values.copy_(values)
+
+
+_SUBSTITUTES = {"meta": DryRunKernel}
+"""By kind of device: the kernel where values are not there."""
 
 
 # ---- the compiled kernel ---------------------------------------------------------------------------------------------
@@ -425,7 +397,7 @@ def _inverse(x: torch.Tensor, top: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def unpack8_lines(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``values``, all as for :meth:`PlainKernel.decode`."""
+    """Write ``values``."""
     values.copy_(codes.to(torch.float32) * scales)
 
 
@@ -442,21 +414,13 @@ def unpack4_lines(codes: torch.Tensor, scales: torch.Tensor, low: torch.Tensor, 
 
 
 class Variant(NamedTuple):
-    """What is compiled separately."""
+    """What is compiled separately: for ``pack`` or ``unpack``, a dtype of the values, a row length, one GPU."""
 
     direction: str
-    """``pack`` or ``unpack``."""
     dtype: torch.dtype
-    """Of the values."""
     bits: int
     block: int
-    """Elements of a row."""
     device: torch.device
-    """With its index: the code is for one GPU."""
-
-
-_COMPILED: dict[Variant, Callable[..., Any]] = {}
-_COMPILING = threading.Lock()
 
 
 class CompiledKernel:
@@ -467,118 +431,91 @@ class CompiledKernel:
     """
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
-        """As :meth:`PlainKernel.encode`."""
+        """Quantise rows."""
         _run_pack(compiled(Variant("pack", values.dtype, bits, values.shape[1], values.device)), values, codes, scales)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
-        """As :meth:`PlainKernel.decode`."""
+        """Decode rows."""
         lines = compiled(Variant("unpack", values.dtype, bits, values.shape[1], values.device))
         _run_unpack(lines, codes, scales, values)
+
+
+Kernel: TypeAlias = PlainKernel | CompiledKernel | DryRunKernel
 
 
 def _run_pack(lines: Callable[..., Any], values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
     torch.get_num_threads()
-    per_byte = values.shape[1] // codes.shape[1]
-    top = lines(values, codes.view(torch.int8))
-    scales.copy_(top.mul_(1.0 / levels(8 // per_byte)).clamp_min_(TINY))
+    top, bits = lines(values, codes.view(torch.int8)), 8 * codes.shape[1] // values.shape[1]
+    scales.copy_(top.mul_(1.0 / levels(bits)).clamp_min_(TINY))
 
 
 def _run_unpack(lines: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
     torch.get_num_threads()
-    halves = (values,) if codes.shape == values.shape else values.chunk(2, 1)
-    lines(codes.view(torch.int8), scales, *halves)
+    lines(codes.view(torch.int8), scales, *((values,) if codes.shape == values.shape else values.chunk(2, 1)))
 
 
+_COMPILING = threading.Lock()
+
+
+@functools.cache
+@torch.no_grad()
 def compiled(variant: Variant) -> Callable[..., Any]:
-    """The compiled lines of a variant, checked.
+    """The compiled lines of a variant, compared with the plain kernel.
 
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
     """
-    found = _COMPILED.get(variant)
-    if found is None:
-        with _COMPILING:
-            found = _COMPILED.get(variant)
-            if found is None:
-                found = _COMPILED[variant] = _compile_and_check(variant)
-    return found
-
-
-def _compile(variant: Variant) -> Callable[..., Any]:
-    found: dict[tuple[str, int], Callable[..., Any]] = {
-        ("pack", 8): pack8_lines,
-        ("pack", 4): pack4_lines,
-        ("unpack", 8): unpack8_lines,
-        ("unpack", 4): unpack4_lines,
-    }
-    words = (variant.direction, variant.bits, variant.block, variant.dtype, variant.device)
-    name = "_".join(str(word).removeprefix("torch.").replace(":", "") for word in words)
-    return compile_apart(found[variant.direction, variant.bits], name, variant.device.type)
-
-
-@torch.no_grad()
-def _compile_and_check(variant: Variant) -> Callable[..., Any]:
-    missing = why_not_compiled(variant.device.type)
-    if missing:
+    if missing := why_not_compiled(variant.device.type):
         raise CompilationError(missing)
     from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
 
     values, codes, scales, truth = _sample(variant)
     finite = torch.isfinite(values).all(1)
-    with compilation():
+    with _COMPILING, compilation():
         lines = _compile(variant)
         got_codes, got_scales, got = codes.clone(), scales.clone(), torch.zeros_like(values)
         # Separate tensors of the right strides, so that the compiler sees no two views of one storage, one of them
         # written: in use the halves of a row are, and do not overlap.
-        if variant.direction == "pack":
-            tensors = [values, torch.zeros_like(codes).view(torch.int8)]
-        else:
-            halves = [got] if variant.bits == 8 else [torch.zeros_like(values).chunk(2, 1)[i] for i in (0, 1)]
-            tensors = [codes.view(torch.int8), scales, *halves]
-        tensors = [tensor.detach() for tensor in tensors]
+        halves = [got] if variant.bits == 8 else [torch.zeros_like(values).chunk(2, 1)[i] for i in (0, 1)]
+        packs, as_int8 = variant.direction == "pack", torch.zeros_like(codes).view(torch.int8)
+        tensors = [t.detach() for t in ([values, as_int8] if packs else [codes.view(torch.int8), scales, *halves])]
         for tensor in tensors:
             mark_dynamic(tensor, 0)
         lines(*tensors)
         for rows in (slice(None), slice(1)):  # one row is a size that compilers like to treat apart
-            if variant.direction == "pack":
+            whole, odd = finite[rows], ~finite[rows]
+            if packs:
                 _run_pack(lines, values[rows], got_codes.zero_()[rows], got_scales.zero_()[rows])
-                _check_pack(got_codes[rows], got_scales[rows], codes[rows], scales[rows], finite[rows], variant)
+                same = _same_codes(got_codes[rows][whole], codes[rows][whole], variant)
+                found, expected = got_scales[rows], scales[rows]
             else:
                 _run_unpack(lines, codes[rows], scales[rows], got.zero_()[rows])
-                same = torch.equal(got[rows][finite[rows]], truth[rows][finite[rows]])
-                if not same or torch.isfinite(got[rows][~finite[rows]]).any():
-                    raise _other_bits(variant)
+                same, found, expected = True, got[rows], truth[rows]
+            if not (same and torch.equal(found[whole], expected[whole])) or torch.isfinite(found[odd]).any():
+                raise CompilationError(
+                    f"the compiler's code to {variant.direction} {variant.bits} bits gives other bits than plain "
+                    "torch; is a flag like -ffast-math set?"
+                )
     return lines
 
 
-def _check_pack(
-    got: torch.Tensor,
-    got_scales: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    finite: torch.Tensor,
-    variant: Variant,
-) -> None:
-    same = torch.equal(got_scales[finite], scales[finite]) and not torch.isfinite(got_scales[~finite]).any()
+def _compile(variant: Variant) -> Callable[..., Any]:
+    lines = {"pack8": pack8_lines, "pack4": pack4_lines, "unpack8": unpack8_lines, "unpack4": unpack4_lines}
+    words = (variant.direction, variant.bits, variant.block, variant.dtype, variant.device)
+    name = "_".join(str(word).removeprefix("torch.").replace(":", "") for word in words)
+    return compile_apart(lines[f"{variant.direction}{variant.bits}"], name, variant.device.type)  # type: ignore[arg-type]
+
+
+def _same_codes(got: torch.Tensor, expected: torch.Tensor, variant: Variant) -> bool:
+    """Whether the codes of finite rows are equal; on a GPU, at most one apart."""
     if variant.device.type == "cpu":
-        same = same and torch.equal(got[finite], codes[finite])
-    else:  # one step of a scale of 1 in the decoded codes: at most one code apart
-        shape, ones = (len(got), variant.block), torch.ones_like(scales)
-        ours, theirs = (torch.empty(shape, device=got.device) for _ in range(2))
-        plain = PlainKernel()
-        plain.decode(got, ones, ours, variant.bits)
-        plain.decode(codes, ones, theirs, variant.bits)
-        same = same and bool(((ours - theirs)[finite].abs() <= 1).all())
-    if not same:
-        raise _other_bits(variant)
-
-
-def _other_bits(variant: Variant) -> CompilationError:
-    return CompilationError(
-        f"the compiler's code to {variant.direction} {variant.bits} bits gives other bits than plain torch; "
-        "is a flag like -ffast-math set?"
-    )
+        return torch.equal(got, expected)
+    ones, decoded = torch.ones(len(got), 1, device=got.device), []
+    for codes in (got, expected):  # with a scale of 1
+        decoded.append(torch.empty(len(got), variant.block, device=got.device))
+        PlainKernel().decode(codes, ones, decoded[-1], variant.bits)
+    return bool(((decoded[0] - decoded[1]).abs() <= 1).all())
 
 
 def _sample(variant: Variant) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

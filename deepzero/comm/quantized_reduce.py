@@ -11,28 +11,19 @@ belongs to rank q = (j, l) = j * R + l. One bucket::
 
 With one node 3 and 4 are left out, with one rank to a node 1 and 2.
 
-*The reordering.* Parts lie in the bucket by rank: (0,0) (0,1) (1,0) (1,1) for 2 x 2. Cut into R runs, what a local rank
-would get are the parts of one node, and after step 3 sums would lie with the wrong owner. DeepSpeed swaps the parts in
-a pass of its own. Here each part is quantised from where it lies to its place in a message, and nothing else moves it::
-
-    bucket of (0,0)   | (0,0) | (0,1) | (1,0) | (1,1) |
-                                  |               |
-    message to (0,1)              +---> | (0,1) | (1,1) |
-
-Each part is a message of its own within that message, so that no block of one scale reaches into another part.
-
-What a rank has for itself, or sums for itself, is never quantised: it does not travel, so that few bits would save
-nothing, and one error less is made.
+*The reordering.* Parts lie in the bucket by rank: (0,0) (0,1) (1,0) (1,1) for 2 x 2; cut into R runs, sums would lie
+with the wrong owner after step 3. DeepSpeed swaps the parts in a pass of its own. Here each part is quantised from
+where it lies to its place in a message, a message of its own within that. What a rank has for itself, or sums for
+itself, is never quantised: it does not travel, and one error less is made.
 
 *Volume* per rank, Ψ elements: inside the node ``(R-1)/R Ψ`` and between nodes ``(N-1)/W Ψ`` elements, of
 ``bits/8 + 4/block`` bytes each; the exact way sends ``(W-R)/W Ψ`` elements of 2 bytes between nodes.
 
 *Error feedback* (``zero.quantization.error_feedback``). What an element has lost, ``x - decoded``, is kept in the wire
-dtype and added to the next gradient of the same element before that is quantised: nothing is lost in the long run, also
-where every single gradient is below half a step. It is kept where it arose, for what is sent in 1 and in 3; ``(R-1)/R +
-(N-1)/W`` elements for each of the layout. Residuals that are not finite become 0, so that an overflow does not linger.
-**Checkpoints do not hold them**: after a resume they start at 0, and the next few steps differ from those of a run that
-was not stopped by at most one rounding of a gradient.
+dtype where it arose, in 1 and in 3, ``(R-1)/R + (N-1)/W`` elements for each of the layout, and added to the next
+gradient of the same element before that is quantised: nothing is lost in the long run. Residuals that are not finite
+become 0, so that an overflow does not linger. **Checkpoints do not hold them**: after a resume they start at 0, and the
+next few steps differ from those of a run that was not stopped by at most one rounding of a gradient.
 
 Source: ZeRO++ (Wang et al. 2023), section 3.3; DeepSpeed's ``runtime/comm/coalesced_collectives.py``; error feedback:
 1-bit SGD (Seide et al. 2014).
@@ -60,13 +51,10 @@ BETWEEN = "gradients.reduce_between_nodes"
 class QuantizedMessages:
     """The messages of one bucket, views of its bucket's mail; ``uint8`` but for the sum. Own entries are empty."""
 
-    inside_send: list[torch.Tensor]
-    """For each local rank: N parts."""
+    inside_send: list[torch.Tensor]  # for each local rank: N parts
     inside_recv: list[torch.Tensor]
-    partial: torch.Tensor
-    """fp32, one part: step 2's sum for this rank itself."""
-    between_send: list[torch.Tensor]
-    """For each node: one part."""
+    partial: torch.Tensor  # fp32, one part: step 2's sum for this rank itself
+    between_send: list[torch.Tensor]  # for each node: one part
     between_recv: list[torch.Tensor]
 
 
@@ -94,28 +82,20 @@ class QuantizedReduce:
         self.comm, self.quantizer, self.format, self.exact_groups = comm, quantizer, quantizer.format, exact_groups
         self.inside, self.across = comm.split(comm.nodes.per_node)
         longest = max((layout.largest_bucket for layout in layouts), default=0) // comm.world_size
+        # Elements to decode at a time: whole blocks.
         self.chunk = max(chunk_for(comm.device, longest) // self.format.block, 1) * self.format.block
         self.exact_buckets: set[Key] = set()
         """These go the exact way. The same on all ranks; change it between two steps only. What error feedback keeps of
         a bucket that is sent the exact way waits, unused."""
+        # Parts of a bucket that a rank sends in step 1 and in step 3.
+        self._parts_sent = (self.across.size * (self.inside.size - 1), self.across.size - 1)
         self._metering, self._tallies = False, dict[Key, torch.Tensor]()
         # For each group: what was lost in steps 1 and 3, in the order in which it is sent.
-        self._lost: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for group, layout in enumerate(layouts):
-            if error_feedback and group not in exact_groups:
-                shares = (self._in_step_1 * layout.shard_numel, self._in_step_3 * layout.shard_numel)
-                made = [torch.zeros(numel, dtype=wire_dtype, device=comm.device) for numel in shares]
-                self._lost[group] = (made[0], made[1])
-
-    @property
-    def _in_step_1(self) -> int:
-        """Parts of a bucket that a rank sends inside its node."""
-        return self.across.size * (self.inside.size - 1)
-
-    @property
-    def _in_step_3(self) -> int:
-        """Parts of a bucket that a rank sends to other nodes."""
-        return self.across.size - 1
+        self._lost = {
+            group: [torch.zeros(n * layout.shard_numel, dtype=wire_dtype, device=comm.device) for n in self._parts_sent]
+            for group, layout in enumerate(layouts)
+            if error_feedback and group not in exact_groups
+        }
 
     def takes(self, key: Key) -> bool:
         """Whether this bucket is quantised; the same answer on all ranks."""
@@ -124,8 +104,7 @@ class QuantizedReduce:
     def mail_bytes(self, capacity: int) -> int:
         """Bytes of the messages of a bucket of ``capacity`` elements, both ways, and of step 2's sum."""
         part = capacity // self.comm.world_size
-        messages = 2 * (self._in_step_1 + self._in_step_3) * self.format.message_bytes(part)
-        return messages + 4 * self._partial_numel(part)
+        return 2 * sum(self._parts_sent) * self.format.message_bytes(part) + 4 * self._partial_numel(part)
 
     def _partial_numel(self, part: int) -> int:
         # With one node step 2's sum goes straight into the output; with one rank to a node there is nothing to add.
@@ -134,11 +113,6 @@ class QuantizedReduce:
     def kept(self) -> list[torch.Tensor]:
         """Error feedback's residuals."""
         return [lost for pair in self._lost.values() for lost in pair]
-
-    def forget(self) -> None:
-        """Error feedback starts anew. Nothing may be under way."""
-        for lost in self.kept():
-            lost.zero_()
 
     # ---- the meter ---------------------------------------------------------------------------------------------------
 
@@ -160,43 +134,40 @@ class QuantizedReduce:
         """For each bucket the signal ``sum(x ** 2)`` and the noise ``sum((x - decoded) ** 2)`` of what *this* rank
         has quantised in steps 1 and 3 since :attr:`metering` was set. Nothing may be under way.
         """
-        return {key: _pair(tally) for key, tally in self._tallies.items()}
-
-    def take_measured(self, key: Key) -> tuple[float, float]:
-        """One bucket's entry of :attr:`measured`, which starts at 0 again; zeros where nothing was quantised."""
-        tally = self._tallies.pop(key, None)
-        return _pair(tally) if tally is not None else (0.0, 0.0)
+        return {key: (float(tally[0]), float(tally[1])) for key, tally in self._tallies.items()}
 
     # ---- steps 1 to 3 ------------------------------------------------------------------------------------------------
 
     def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
-        """1, and where there is nothing to send inside the node, 3."""
-        bucket, recv_buffer, sent = inflight.bucket, self._open(inflight), inflight.sent()
+        """Step 1, and where there is nothing to send inside the node, step 3; never waits.
+
+        Sets ``parts``, ``pending`` and ``second_hop`` of ``inflight``; ``scratch`` is fp32, two chunks.
+        """
+        bucket, mail, sent = inflight.bucket, self._open(inflight), inflight.sent()
         per_node, me, nodes = self.inside.size, self.inside.index, range(self.across.size)
         own = [sent[node * per_node + me] for node in nodes]
         if per_node == 1:
-            self._reduce_between(inflight, recv_buffer, [[part] for part in own], scratch)
+            self._reduce_between(inflight, mail, [[part] for part in own], scratch)
             return
         lost, padding = self._lost_of(inflight, 0), 0
-        for peer in self._others(self.inside):
-            for node, packed in zip(nodes, self._messages(recv_buffer.inside_send[peer], bucket), strict=True):
+        for peer in range(per_node):
+            for node, packed in zip(nodes, self._messages(mail.inside_send[peer], bucket), strict=False):
                 owner = node * per_node + peer
                 self._pack(inflight, [sent[owner]], packed, next(lost), scratch)
                 padding += bucket.padding_of(owner)
-        inflight.pending = self.comm.exchange(
-            INSIDE, recv_buffer.inside_send, recv_buffer.inside_recv, padding, f"bucket {bucket.index}", self.inside,
-            len(nodes) * bucket.shard_numel,
-        )  # fmt: skip
-        received = [[self._reader(p) for p in self._messages(m, bucket)] for m in recv_buffer.inside_recv]
+        where, numel = f"bucket {bucket.index}", len(nodes) * bucket.shard_numel
+        exchanged = (mail.inside_send, mail.inside_recv, padding, where, self.inside, numel)
+        inflight.pending = self.comm.exchange(INSIDE, *exchanged)
+        received = [[self._reader(p) for p in self._messages(m, bucket)] for m in mail.inside_recv]
         # For every node, what this node's ranks have for its l-th rank.
         shares: list[list[Part]] = [[own[j] if l == me else received[l][j] for l in range(per_node)] for j in nodes]
         if len(nodes) == 1:
             inflight.parts = shares[0]
         else:
-            inflight.second_hop = partial(self._reduce_between, inflight, recv_buffer, shares, scratch)
+            inflight.second_hop = partial(self._reduce_between, inflight, mail, shares, scratch)
 
     def _reduce_between(
-        self, inflight: InflightReduce, recv_buffer: QuantizedMessages, shares: list[list[Part]], scratch: torch.Tensor
+        self, inflight: InflightReduce, mail: QuantizedMessages, shares: list[list[Part]], scratch: torch.Tensor
     ) -> None:
         """2 and 3. ``shares[j]`` is what this node has for rank (j, l), to be added up in this order."""
         bucket, me, padding = inflight.bucket, self.across.index, 0
@@ -204,22 +175,20 @@ class QuantizedReduce:
         if inflight.pending is not None:
             inflight.pending.wait()
         lost = self._lost_of(inflight, 1)
-        for node in self._others(self.across):
-            (packed,) = self._messages(recv_buffer.between_send[node], bucket)
-            self._pack(inflight, shares[node], packed, next(lost), scratch)
-            padding += bucket.padding_of(self.across.ranks[node])
-        inflight.pending = self.comm.exchange(
-            BETWEEN, recv_buffer.between_send, recv_buffer.between_recv, padding, f"bucket {bucket.index}", self.across,
-            bucket.shard_numel,
-        )  # fmt: skip
+        for node, message in enumerate(mail.between_send):
+            for packed in self._messages(message, bucket):
+                self._pack(inflight, shares[node], packed, next(lost), scratch)
+                padding += bucket.padding_of(self.across.ranks[node])
+        exchanged = (mail.between_send, mail.between_recv, padding, f"bucket {bucket.index}", self.across)
+        inflight.pending = self.comm.exchange(BETWEEN, *exchanged, bucket.shard_numel)
         mine: Part = shares[me][0]
         if len(shares[me]) > 1:
             # While the others' sums travel.
-            sum_in_rank_order(recv_buffer.partial, shares[me], False, scratch)
-            mine = recv_buffer.partial
+            sum_in_rank_order(mail.partial, shares[me], False, scratch)
+            mine = mail.partial
         inflight.parts = [
-            mine if node == me else self._reader(*self._messages(recv_buffer.between_recv[node], bucket))
-            for node in range(self.across.size)
+            mine if node == me else self._reader(*self._messages(message, bucket))
+            for node, message in enumerate(mail.between_recv)
         ]
 
     def _reader(self, packed: Packed) -> Part:
@@ -245,26 +214,20 @@ class QuantizedReduce:
             sum_chunk(x, parts, lo, other)
             if lost is not None:
                 x.add_(other.copy_(lost[lo:hi]))
-            piece = _cut(packed, lo, hi)
-            self.quantizer.pack(x, piece)
+            chunk = packed.cut(lo, hi)
+            self.quantizer.pack(x, chunk)
             if lost is not None or self._metering:
-                self.quantizer.unpack(piece, other)
-                self._account(inflight.key, x, other, lost[lo:hi] if lost is not None else None)
-
-    def _account(self, key: Key, x: torch.Tensor, decoded: torch.Tensor, lost: torch.Tensor | None) -> None:
-        """Of one chunk: signal and noise for the meter, what is lost for the next time. ``decoded`` is overwritten."""
-        noise = torch.sub(x, decoded, out=decoded)
-        if self._metering:
-            tally = self._tallies.setdefault(key, torch.zeros(2, dtype=torch.float64, device=x.device))
-            for place, values in enumerate((x, noise)):
-                tally[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
-        if lost is not None:
-            lost.copy_(torch.nan_to_num_(noise, nan=0.0, posinf=0.0, neginf=0.0))
+                self.quantizer.unpack(chunk, other)
+                noise = torch.sub(x, other, out=other)
+                if self._metering:
+                    zeros = torch.zeros(2, dtype=torch.float64, device=x.device)
+                    tally = self._tallies.setdefault(inflight.key, zeros)
+                    for place, values in enumerate((x, noise)):
+                        tally[place] += torch.linalg.vector_norm(values, dtype=torch.float64).square()
+                if lost is not None:
+                    lost[lo:hi].copy_(torch.nan_to_num_(noise, nan=0.0, posinf=0.0, neginf=0.0))
 
     # ---- where things lie --------------------------------------------------------------------------------------------
-
-    def _others(self, group: RankGroup) -> list[int]:
-        return [place for place in range(group.size) if place != group.index]
 
     def _open(self, inflight: InflightReduce) -> QuantizedMessages:
         """Cut the bucket's mail into messages."""
@@ -286,27 +249,12 @@ class QuantizedReduce:
 
     def _messages(self, message: torch.Tensor, bucket: Bucket) -> list[Packed]:
         """The parts in a message, opened; none in an empty one."""
-        single = self.format.message_bytes(bucket.shard_numel)
-        pieces = message.split(single) if message.numel() else ()
-        return [self.format.open(piece, bucket.shard_numel) for piece in pieces]
+        parts = message.split(self.format.message_bytes(bucket.shard_numel)) if message.numel() else ()
+        return [self.format.open(part, bucket.shard_numel) for part in parts]
 
     def _lost_of(self, inflight: InflightReduce, which: int) -> Iterator[torch.Tensor | None]:
         """Residuals of the parts that step 1 (``which=0``) or 3 (1) sends, in the order in which it packs them."""
-        parts, part = (self._in_step_1, self._in_step_3)[which], inflight.bucket.shard_numel
-        pair = self._lost.get(inflight.key[0])
-        if pair is None:
+        parts, part = self._parts_sent[which], inflight.bucket.shard_numel
+        if (pair := self._lost.get(inflight.key[0])) is None:
             return iter([None] * parts)
-        start = parts * inflight.bucket.shard_offset
-        return iter(pair[which][start : start + parts * part].split(part))
-
-
-def _pair(tally: torch.Tensor) -> tuple[float, float]:
-    signal, noise = tally.tolist()
-    return signal, noise
-
-
-def _cut(packed: Packed, start: int, stop: int) -> Packed:
-    """Elements ``start`` to ``stop`` of a message, whole blocks or its end, as a message."""
-    block, per = packed.format.block, 8 // packed.format.bits
-    codes, scales = packed.codes[start // per : stop // per], packed.scales[start // block : -(-stop // block)]
-    return Packed(packed.format, stop - start, codes, scales)
+        return iter(pair[which][parts * inflight.bucket.shard_offset :][: parts * part].split(part))

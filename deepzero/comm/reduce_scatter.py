@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
@@ -38,6 +38,9 @@ from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.process_group import real_device_type
 from deepzero.comm.streams import BufferEvent, SideStream
 from deepzero.layout import Bucket
+
+if TYPE_CHECKING:
+    from deepzero.comm.quantized_reduce import QuantizedReduce
 
 REDUCE_SCATTER = "gradients.reduce_scatter"
 ALL_REDUCE = "gradients.all_reduce"
@@ -52,8 +55,6 @@ Measure: TypeAlias = Callable[[torch.Tensor, int], None]
 """Called with each finished chunk of a sum, and where in the sum it starts, while the chunk is in the core's cache."""
 Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
-
-
 Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
 """One rank's contribution to a sum: 1-D values; or, where they are encoded, what writes elements from ``start`` on
 into 1-D fp32 ``values`` when it is called with the two."""
@@ -70,24 +71,17 @@ def chunk_for(device: torch.device, shard_numel: int) -> int:
 def sum_chunk(total: torch.Tensor, parts: Sequence[Part], start: int, scratch: torch.Tensor) -> None:
     """``total = parts[0] + parts[1] + …`` in fp32, left to right, of the elements from ``start`` on.
 
-    Args:
-        total: 1-D fp32; written.
-        parts: in rank order.
-        start: a multiple of the chunk's size, where parts are encoded.
-        scratch: fp32, ``total``'s extent.
+    ``total`` and ``scratch`` are 1-D fp32, of one extent; ``start`` is a multiple of it where parts are encoded.
     """
-    _widen(parts[0], start, total)
-    for part in parts[1:]:
+    for number, part in enumerate(parts):
         # A mixed-dtype add would widen into fresh memory; the kept scratch is already in cache.
-        _widen(part, start, scratch)
-        total.add_(scratch)
-
-
-def _widen(part: Part, start: int, values: torch.Tensor) -> None:
-    if isinstance(part, torch.Tensor):
-        values.copy_(part[start : start + values.numel()])
-    else:
-        part(start, values)
+        values = scratch if number else total
+        if isinstance(part, torch.Tensor):
+            values.copy_(part[start : start + values.numel()])
+        else:
+            part(start, values)
+        if number:
+            total.add_(scratch)
 
 
 def sum_in_rank_order(
@@ -138,14 +132,11 @@ def sum_in_rank_order(
 class BucketBuffers:
     """A bucket's send buffer and what it receives. The events order filling, flight and emptying on a GPU."""
 
-    send: torch.Tensor
-    """1-D, wire dtype, the largest bucket's extent."""
+    send: torch.Tensor  # 1-D, wire dtype, the largest bucket's extent
+    # 1-D uint8: whatever a way of summing receives, or packs before it sends it. One room for all of them.
     recv_buffer: torch.Tensor
-    """1-D ``uint8``: whatever a way of summing receives, or packs before it sends it. One room for all of them."""
-    filled: BufferEvent
-    """The gradients are in ``send``."""
-    free: BufferEvent
-    """The sum has been read out of ``recv_buffer``."""
+    filled: BufferEvent  # the gradients are in `send`
+    free: BufferEvent  # the sum has been read out of `recv_buffer`
 
 
 @dataclass
@@ -159,43 +150,16 @@ class InflightReduce:
     accumulate: bool
     on_chunk: Measure | None
     on_reduced: Callable[[], None] | None
-    place: str = ""
-    """The bucket's first parameter, for traces."""
-    parts: list[Part] = field(default_factory=list)
-    """What has to be added up when ``pending`` is over."""
+    place: str  # the bucket's first parameter, for traces
+    parts: list[Part] = field(default_factory=list)  # what has to be added up when `pending` is over
     pending: Pending | None = None
+    # qgZ alone: a second exchange comes after `pending`. It waits for the first, launches the second, and puts its
+    # `parts` and `pending` in their place.
     second_hop: Callable[[], None] | None = None
-    """qgZ alone: a second exchange comes after ``pending``. Waits for the first, launches it, and puts its ``parts``
-    and ``pending`` in their place."""
 
     def sent(self) -> list[torch.Tensor]:
         """W views of the send buffer, the shard of every owner."""
         return list(self.buffers.send[: self.bucket.numel].split(self.bucket.shard_numel))
-
-
-class ReduceStrategy(Protocol):
-    """Another way of summing, for some of the buckets: between the buffer and the parts that are added up."""
-
-    chunk: int
-    """Elements to decode at a time: whole blocks, a multiple of ``ALIGN``, near ``SUM_CHUNK``."""
-
-    def takes(self, key: Key) -> bool:
-        """Whether this bucket goes this way; the same answer on all ranks."""
-
-    def mail_bytes(self, capacity: int) -> int:
-        """Bytes that it needs in the receive buffer of a bucket of ``capacity`` elements."""
-
-    def launch(self, inflight: InflightReduce, scratch: torch.Tensor) -> None:
-        """Start a filled buffer's exchange, set ``parts``, ``pending`` and ``second_hop`` of ``inflight``; never wait.
-
-        ``scratch`` is fp32, two chunks.
-        """
-
-    def kept(self) -> list[torch.Tensor]:
-        """What it keeps beside the buffers, from one reduction to the next."""
-
-    def forget(self) -> None:
-        """Drop what it keeps: what was reduced last does not count, or belongs to another run."""
 
 
 # ---- the reducer -----------------------------------------------------------------------------------------------------
@@ -227,7 +191,7 @@ class BucketReducer:
         whole: bool,
         depth: int,
         suffix: str = "",
-        strategy: ReduceStrategy | None = None,
+        strategy: QuantizedReduce | None = None,
     ) -> None:
         self.comm, self.method, self.whole, self.depth = comm, method, whole, depth
         self.wire_dtype, self.suffix, self.strategy = wire_dtype, suffix, strategy
@@ -244,20 +208,16 @@ class BucketReducer:
         self._gathers: list[Pending] = []
 
     def _allocate(self, capacity: int) -> BucketBuffers:
-        comm = self.comm
-        shard = capacity // comm.world_size
+        device, world_size = self.comm.device, self.comm.world_size
         # exact: the other ranks' shards, ours stays in the send buffer; native: the shard that the backend writes.
-        received = shard * (comm.world_size - 1) if self.method == "exact" else (0 if self.whole else shard)
-        recv_bytes = received * self.wire_dtype.itemsize
+        shards = world_size - 1 if self.method == "exact" else int(not self.whole)
+        recv_bytes = shards * (capacity // world_size) * self.wire_dtype.itemsize
         if self.strategy is not None:
             recv_bytes = max(recv_bytes, self.strategy.mail_bytes(capacity))
         # Zeroed, so that the padding behind a shorter bucket is never read as garbage.
-        return BucketBuffers(
-            torch.zeros(capacity, dtype=self.wire_dtype, device=comm.device),
-            torch.zeros(recv_bytes, dtype=torch.uint8, device=comm.device),
-            BufferEvent(comm.device),
-            BufferEvent(comm.device),
-        )
+        send = torch.zeros(capacity, dtype=self.wire_dtype, device=device)
+        recv_buffer = torch.zeros(recv_bytes, dtype=torch.uint8, device=device)
+        return BucketBuffers(send, recv_buffer, BufferEvent(device), BufferEvent(device))
 
     def buffers(self) -> list[torch.Tensor]:
         """All memory that is kept and means nothing between two reductions."""
@@ -273,9 +233,9 @@ class BucketReducer:
             kept.mul_(factor)
 
     def forget(self) -> None:
-        """Drop what :meth:`kept` holds. Nothing may be under way."""
-        if self.strategy is not None:
-            self.strategy.forget()
+        """Drop what :meth:`kept` holds: it belongs to another run, or does not count. Nothing may be under way."""
+        for kept in self.kept():
+            kept.zero_()
 
     # ---- 3 gradient ready: fill, send --------------------------------------------------------------------------------
 
@@ -284,15 +244,9 @@ class BucketReducer:
         return self.comm.world_size == 1 and not accumulate
 
     def acquire(self, bucket: Bucket, output: torch.Tensor, accumulate: bool) -> torch.Tensor:
-        """The memory to fill with ``bucket``'s gradients; waits for the oldest reduction when all buffers are in use.
+        """The memory to fill with ``bucket``'s gradients, 1-D, ``bucket.numel`` elements.
 
-        Args:
-            bucket: what will be laid into it.
-            output: as for :meth:`launch`.
-            accumulate: as for :meth:`launch`.
-
-        Returns:
-            1-D, ``bucket.numel`` elements.
+        Waits for the oldest reduction when all buffers are in use. ``output`` and ``accumulate`` are :meth:`launch`'s.
         """
         if self._reduces_in_place(accumulate):
             return output
@@ -404,26 +358,22 @@ class BucketReducer:
                 inflight.second_hop()
             if inflight.pending is not None:
                 inflight.pending.wait()
-            output = inflight.output
-            if self.whole and self.method == "exact":
-                output = output.split(bucket.shard_numel)[comm.rank]
+            gathers = self.whole and self.method == "exact"
+            output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
             sum_in_rank_order(output, inflight.parts, inflight.accumulate, self._scratch, factor, inflight.on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
-            if self.whole and self.method == "exact":
-                self._gather(inflight.output, bucket)
+            if gathers:
+                # The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded.
+                padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
+                kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
+                self._gathers.append(comm.all_gather(kind, inflight.output, padding, where))
             if inflight.on_reduced is not None:
                 inflight.on_reduced()
+            # The next bucket may be laid into these buffers when the lane has come to this point.
             buffers.free.record()
         self._free_buffers.append(buffers)
-
-    def _gather(self, whole: torch.Tensor, bucket: Bucket) -> None:
-        """The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded."""
-        comm = self.comm
-        padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
-        kind, where = ALL_GATHER_GRADIENTS + self.suffix, f"bucket {bucket.index}"
-        self._gathers.append(comm.all_gather(kind, whole, padding, where))
 
     def drain(self) -> None:
         """Finish everything under way. Afterwards the outputs may be read on the current stream.

@@ -1,45 +1,72 @@
-"""Where ranks meet: a store of keys and values, and who can reach it.
+"""Where ranks meet: a store of keys and values, and who can reach it and them.
 
-*Started by our launcher* they share a file that only their user can open: on Linux one in memory, to which a name in
-the launch's folder leads, elsewhere one in that folder. No socket listens for it, so no stranger can write what a rank
-would act on; and it is faster than torch's ``TCPStore`` on the loopback address (26 µs to read a key, 118 µs there). It
-keeps all that was ever written, so nothing large is posted again and again.
+*Started by our launcher* they share a file that only their user can open, on Linux in memory: no socket listens for it,
+so no stranger can write what a rank would act on, and a key is read in 26 µs (torch's ``TCPStore``: 118). It keeps
+all that was ever written. *On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there
+are) rank 0 has a ``TCPStore`` on the loopback address. *Over several machines* the store is torch's, open to whoever
+reaches its port. **torchrun** has one store for all attempts (torch 2.13), with what dead ranks have left: see
+:func:`fresh`.
 
-*On one machine by other means* (``MASTER_ADDR=127.0.0.1``, or as many ranks here as there are) rank 0 has a
-``TCPStore``. That ignores the address it is given and listens on all of them, unless it is handed a socket that
-listens already: it gets one that is bound to the loopback address.
-
-*Over several machines* the store is torch's, open to whoever reaches its port.
-
-**torchrun** has one store for all attempts. Its agent keeps it from one attempt to the next (torch 2.13;
-``dynamic_rendezvous.py`` makes it once), and hands it to the ranks as it is. So ranks that are started again find what
-the dead ones have written: gloo's addresses of listeners that are gone ("Connection refused", in about every second
-restart), and our watchdog's word that a rank has left. The number of the restart does not tell attempts apart, because
-each node counts for itself.
-
-So the ranks agree on a new name first, in a way that old entries cannot disturb. Everybody else puts a question that
-nobody has put before under ``question/<rank>``. Rank 0, which has made up the name, answers every question it finds,
-old ones too, under the question itself, until each rank has signed in under the new name.
+Nothing here imports torch before ranks meet: the launcher prepares their environment without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import socket
+import sys
 import time
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from deepzero.utils.errors import ConfigError
 
-from deepzero.comm.loopback import LAUNCH_FOLDER_VARIABLE, LOOPBACK, STORE, on_one_machine
-from deepzero.config.strict import ConfigError
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
+LAUNCH_FOLDER_VARIABLE = "DEEPZERO_LAUNCH_FOLDER"
+"""The launcher names its folder for this attempt to start ranks, which has the file at which they meet (``STORE``), and
+the file ``JOINED`` once a rank has joined the process group."""
+STORE, JOINED = "store", "joined"
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.02
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HOSTED: dict[int, dist.TCPStore] = {}
-"""Rank 0's stores by port, kept: a group that is joined after another one's end meets at the same port."""
+
+
+def on_one_machine() -> bool:
+    """Whether all ranks of this process's world are known to be on this machine."""
+    world_size, here = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE")
+    address = os.environ.get("MASTER_ADDR", "")
+    nearby = address in ("localhost", "::1") or address.startswith("127.")
+    return world_size in ("1", here) or nearby or LAUNCH_FOLDER_VARIABLE in os.environ
+
+
+def loopback_variables() -> dict[str, str]:
+    """What makes gloo and NCCL listen on the loopback address; by default it is that of the machine's name, or any."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+
+
+@contextlib.contextmanager
+def behind_closed_doors() -> Iterator[None]:
+    """Around whatever opens the backend's sockets: nobody outside this machine can reach them, if all ranks are on it.
+
+    The user's own ``GLOO_SOCKET_IFNAME`` does not count then: it is for ranks on several machines.
+    """
+    variables = loopback_variables() if on_one_machine() else {}
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            os.environ.update({} if value is None else {name: value})
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
@@ -48,6 +75,8 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
     Raises:
         ConfigError: some but not all of the launcher's environment variables are set, or the port is taken.
     """
+    import torch.distributed as dist
+
     folder = os.environ.get(LAUNCH_FOLDER_VARIABLE)
     present = [name for name in _VARIABLES if name in os.environ]
     if folder is None and not present:
@@ -59,35 +88,38 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:
         )
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if folder is not None:
-        store: dist.Store = dist.FileStore(str(Path(folder) / STORE))
-        store.set_timeout(timeout)
-    elif shared_by_attempts():
-        store = agents_store(timeout)
-    elif on_one_machine() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = fresh(_loopback_store(rank, timeout), rank, world_size, timeout)
-    else:
+        file = dist.FileStore(str(Path(folder) / STORE))
+        file.set_timeout(timeout)
+        return file, rank, world_size
+    port, agents = int(os.environ["MASTER_PORT"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared_by_attempts():
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout)
+    elif not on_one_machine() or agents:
         return None
-    return store, rank, world_size
-
-
-def _loopback_store(rank: int, timeout: timedelta) -> dist.TCPStore:
-    """The store that rank 0 has on this machine's own port."""
-    port = int(os.environ["MASTER_PORT"])
-    if rank != 0:
-        return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
-    if port not in _HOSTED:
+    elif rank != 0:
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+    else:
         try:
-            _HOSTED[port] = host_store(port, timeout)
+            store = _hosted(port)
         except OSError as error:
             raise ConfigError(f"MASTER_PORT={port}: rank 0 cannot listen there: {error}; choose another") from None
-    return _HOSTED[port]
+        store.set_timeout(timeout)
+    return fresh(store, rank, world_size, timeout), rank, world_size
+
+
+@functools.cache
+def _hosted(port: int) -> dist.TCPStore:
+    """Rank 0's store at a port, kept: a group that is joined after another one's end meets at the same port."""
+    return host_store(port, timedelta(seconds=600))
 
 
 def host_store(port: int, timeout: timedelta) -> dist.TCPStore:
     """A store on this machine's loopback address, which this process has; port 0 takes a free one."""
+    import torch.distributed as dist
+
     with socket.create_server((LOOPBACK, port), backlog=1024) as listener:
         port = listener.getsockname()[1]
-        # The store closes the socket that it is handed, so it must not belong to Python any more.
+        # A store listens on all addresses unless it is handed a socket that listens already; it closes that itself.
         return dist.TCPStore(
             LOOPBACK, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
@@ -98,48 +130,40 @@ def shared_by_attempts() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def agents_store(timeout: timedelta) -> dist.Store:
-    """This attempt's part of the agent's store. Returns when all ranks are there."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    return fresh(store, rank, world_size, timeout)
-
-
 def fresh(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """A part of ``store`` that is the same for these ranks and that nobody has ever written to.
 
-    Args:
-        store: possibly with what earlier ranks have left in it.
-        rank: this rank.
-        world_size: how many there are now; all of them call this.
-        timeout: for the last of them to come.
+    Ranks that torchrun starts again find gloo's addresses of listeners that are gone ("Connection refused", in about
+    every second restart), and the watchdog's word that a rank has left. The number of the restart does not tell
+    attempts apart, as each node counts for itself. So all ``world_size`` ranks agree on a new name: each but rank 0
+    puts a question that nobody has put before under ``question/<rank>``. Rank 0, which has made up the name, answers
+    every question it finds, old ones too, under the question itself, until each has signed in under the new name.
 
     Raises:
-        RuntimeError: some have not come.
+        RuntimeError: some ranks have not come in ``timeout``.
     """
-    new = uuid.uuid4().hex
+    import torch.distributed as dist
+
+    name = uuid.uuid4().hex
     meeting = dist.PrefixStore("deepzero/meeting", store)
     if rank != 0:
-        meeting.set(f"question/{rank}", new)
-        answer = f"answer/{new}"
+        meeting.set(f"question/{rank}", name)
+        answer = f"answer/{name}"
         meeting.wait([answer], timeout)
         name = meeting.get(answer).decode()
         meeting.set(f"here/{name}/{rank}", "")
         return dist.PrefixStore(f"deepzero/attempt/{name}", store)
-    end = time.monotonic() + timeout.total_seconds()
-    missing = set(range(1, world_size))
-    answered = set()
+    end, missing, answered = time.monotonic() + timeout.total_seconds(), set(range(1, world_size)), set()
     while missing:
         for peer in sorted(missing):
             if meeting.check([f"question/{peer}"]):
                 question = meeting.get(f"question/{peer}").decode()
                 if question not in answered:
-                    meeting.set(f"answer/{question}", new)
+                    meeting.set(f"answer/{question}", name)
                     answered.add(question)
-            if meeting.check([f"here/{new}/{peer}"]):
+            if meeting.check([f"here/{name}/{peer}"]):
                 missing.remove(peer)
         if missing and time.monotonic() > end:
             raise RuntimeError(f"ranks {sorted(missing)} have not come within {timeout.total_seconds():g} s")
         time.sleep(POLL_SECONDS if missing else 0)
-    return dist.PrefixStore(f"deepzero/attempt/{new}", store)
+    return dist.PrefixStore(f"deepzero/attempt/{name}", store)

@@ -16,20 +16,16 @@ From then on a rank passes on the chunk that it has just added to, so a partial 
 at every stop. After W-1 hops it is complete: rank r ends with the sum of chunk (r+1) mod W, and of no other.
 
 **All-Gather**, W-1 iterations. The same circle, but a chunk that arrives is final: it is written over the old one and
-passed on. After W-1 hops every rank has every sum.
-
-**All-Reduce** is the one after the other, then a division by W for the average.
+passed on. **All-Reduce** is the one after the other, then a division by W for the average.
 
 Volume. A rank sends W-1 chunks of N/W elements in each phase, so N·(W-1)/W for a reduce-scatter or an all-gather and
 2·N·(W-1)/W for an all-reduce: nearly independent of W, and nothing can do with less. ZeRO's accounts rest on this: a
 step that reduce-scatters gradients and all-gathers parameters costs what the plain all-reduce did. When N does not
-divide, the first N mod W chunks have one element more (the rule of ``get_data_parallel_partitions``), and
-:func:`elements_sent` says what that costs each rank.
+divide, the first N mod W chunks have one element more (the rule of ``get_data_parallel_partitions``).
 
-What the real collectives (:mod:`deepzero.comm.collectives`) do otherwise. A sum that travels is rounded at every hop to
-the dtype it travels in, and begins at another rank for every chunk: its bits depend on how the tensor was cut, and in
-fp16 the undivided sum can overflow. ``reduce=exact`` sends the parts directly and adds them in fp32 in rank order
-instead. NCCL splits chunks further, so that a hop's sending overlaps its adding.
+What the real collectives do otherwise. A sum that travels is rounded at every hop to the dtype it travels in, and
+begins at another rank for every chunk: its bits depend on how the tensor was cut. ``reduce=exact`` sends the parts
+directly and adds them in fp32 in rank order instead. NCCL splits chunks further: a hop's sending overlaps its adding.
 
 ``python examples/ring.py`` runs the four-rank example of the sources on four gloo processes and prints every number.
 
@@ -41,7 +37,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,11 +52,10 @@ class Phase(enum.Enum):
     ALL_GATHER = "All-Gather"
 
 
-@dataclass(frozen=True)
-class Hop:
-    """What one rank did in one iteration, with the numbers: a record for readers and tests.
+class Hop(NamedTuple):
+    """What one rank did in one iteration, from 1 on, with the numbers: a record for readers and tests.
 
-    ``own`` is the receiving rank's chunk before, ``result`` after. Iterations count from 1.
+    ``own`` is the receiving rank's chunk before, ``result`` after.
     """
 
     phase: Phase
@@ -78,16 +73,9 @@ Watch = Callable[[Hop], None]
 
 
 def route(phase: Phase, iteration: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Which chunk a rank sends to its right neighbour in an iteration, and which one arrives from its left.
+    """Which chunk a rank sends to its right neighbour in iteration 1 to W-1, and which one arrives from its left.
 
-    Args:
-        phase: see :class:`Phase`.
-        iteration: 1 to W-1.
-        rank: 0 to W-1.
-        world_size: W.
-
-    Returns:
-        The numbers of the chunk sent and of the chunk received. What arrives is sent in the next iteration.
+    What arrives is sent in the next iteration.
 
     Example:
         >>> [route(Phase.REDUCE_SCATTER, t, rank=0, world_size=4) for t in (1, 2, 3)]
@@ -133,37 +121,20 @@ def elements_sent(numel: int, world_size: int, rank: int) -> int:
 
 
 def reduce_scatter(tensor: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
-    """Sum over ranks, of which this rank gets its part.
+    """Sum over ranks, of which this rank gets its part: the finished chunk, a 1-D view into ``tensor``.
 
-    Args:
-        tensor: [any shape] contiguous, the same shape and dtype on every rank. Works in place: afterwards chunk
-            (r+1) mod W holds the sum and the others hold partial sums that mean nothing.
-        watch: is told every hop.
-
-    Returns:
-        The finished chunk, a 1-D view into ``tensor``.
+    ``tensor`` is contiguous, of one shape and dtype on every rank. It works in place: afterwards chunk (r+1) mod W
+    holds the sum and the others hold partial sums that mean nothing. ``watch`` is told every hop.
     """
-    rank, world_size = process_group.rank(), process_group.world_size()
-    chunks = cut(tensor, world_size)
     # After hop t this rank's chunk (r - t) mod W is the sum over t + 1 ranks: the one with which its journey began, and
     # those that it has passed. After W - 1 hops it is the sum over all, and that chunk is (r + 1) mod W.
-    for iteration in range(1, world_size):
-        _hop(Phase.REDUCE_SCATTER, iteration, chunks, watch)
-    return chunks[(rank + 1) % world_size]
+    return _travel(Phase.REDUCE_SCATTER, tensor, watch)[(process_group.rank() + 1) % process_group.world_size()]
 
 
 def all_gather(tensor: torch.Tensor, watch: Watch | None = None) -> None:
-    """Every rank gets every finished chunk.
-
-    Args:
-        tensor: as :func:`reduce_scatter` leaves it: this rank's chunk (r+1) mod W counts, the others are overwritten.
-        watch: is told every hop.
-    """
-    world_size = process_group.world_size()
-    chunks = cut(tensor, world_size)
+    """Every rank gets every finished chunk of a ``tensor`` that :func:`reduce_scatter` has left, over the others."""
     # No arithmetic here: every rank ends with the very bits that one rank has computed.
-    for iteration in range(1, world_size):
-        _hop(Phase.ALL_GATHER, iteration, chunks, watch)
+    _travel(Phase.ALL_GATHER, tensor, watch)
 
 
 def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None = None) -> None:
@@ -185,56 +156,41 @@ def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None =
         tensor.detach().div_(process_group.world_size())
 
 
-def _hop(phase: Phase, iteration: int, chunks: list[torch.Tensor], watch: Watch | None) -> None:
-    """One iteration of one rank: send right, receive from the left, add or overwrite."""
+def _travel(phase: Phase, tensor: torch.Tensor, watch: Watch | None) -> list[torch.Tensor]:
+    """The W - 1 iterations of one rank: send right, receive from the left, add or overwrite. Returns the chunks."""
     rank, world_size = process_group.rank(), process_group.world_size()
-    right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    sent_chunk, received_chunk = route(phase, iteration, rank, world_size)
-    sent, own = chunks[sent_chunk], chunks[received_chunk]
-    received = torch.empty_like(own)
-    # **Both are launched before either is waited for.** If every rank first sent and only then received, all would wait
-    # for a receiver that is itself waiting: whether that hangs depends on how much the network buffers, that is, on N.
-    # With N < W some chunks are empty; both ends know which, and no message is sent.
-    messages = [dist.P2POp(dist.isend, sent, right)] if sent.numel() else []
-    messages += [dist.P2POp(dist.irecv, received, left)] if received.numel() else []
-    for work in dist.batch_isend_irecv(messages) if messages else []:
-        work.wait()
-    _arrive(phase, iteration, rank, (sent_chunk, sent), (received_chunk, own), received, watch)
+    chunks = cut(tensor, world_size)
+    for iteration in range(1, world_size):
+        sent, own = route(phase, iteration, rank, world_size)
+        received = torch.empty_like(chunks[own])
+        # **Both are launched before either is waited for.** If every rank first sent and only then received, all would
+        # wait for a receiver that is itself waiting: whether that hangs depends on how much the network buffers, that
+        # is, on N. With N < W some chunks are empty; both ends see which, and no message is sent.
+        right, left = (rank + 1) % world_size, (rank - 1) % world_size
+        messages = [dist.P2POp(dist.isend, chunks[sent], right)] if chunks[sent].numel() else []
+        messages += [dist.P2POp(dist.irecv, received, left)] if received.numel() else []
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
+        _arrive(Hop(phase, iteration, rank, sent, [], own, [], [], []), chunks[sent], chunks[own], received, watch)
+    return chunks
 
 
-def _arrive(
-    phase: Phase,
-    iteration: int,
-    rank: int,
-    sent: tuple[int, torch.Tensor],
-    own: tuple[int, torch.Tensor],
-    received: torch.Tensor,
-    watch: Watch | None,
-) -> None:
+def _arrive(hop: Hop, sent: torch.Tensor, own: torch.Tensor, received: torch.Tensor, watch: Watch | None) -> None:
     """What the receiver does with a chunk: the only difference between the two phases."""
-    (sent_chunk, sent_values), (own_chunk, own_values) = sent, own
     # Numbers are copied out of the tensors only where somebody looks on: they are about to be overwritten.
-    before = own_values.tolist() if watch else []
-    if phase is Phase.REDUCE_SCATTER:
-        own_values.add_(received)
+    before = own.tolist() if watch else []
+    if hop.phase is Phase.REDUCE_SCATTER:
+        own.add_(received)
     else:
-        own_values.copy_(received)
+        own.copy_(received)
     if watch:
-        after = own_values.tolist()
-        watch(
-            Hop(phase, iteration, rank, sent_chunk, sent_values.tolist(), own_chunk, before, received.tolist(), after)
-        )
+        watch(hop._replace(sent=sent.tolist(), own=before, received=received.tolist(), result=own.tolist()))
 
 
 def simulate(tensors: Sequence[torch.Tensor], average: bool = True) -> list[Hop]:
     """The all-reduce of W ranks inside one process, in place, hop by hop: the same additions, hence the same bits.
 
-    Args:
-        tensors: one per rank, same shape and dtype.
-        average: as in :func:`all_reduce`.
-
-    Returns:
-        Every hop, by phase, iteration, rank.
+    Takes one tensor per rank, of one shape and dtype. Returns every hop, by phase, iteration, rank.
 
     Example:
         >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 6.0])
@@ -250,9 +206,9 @@ def simulate(tensors: Sequence[torch.Tensor], average: bool = True) -> list[Hop]
             routes = [route(phase, iteration, rank, world_size) for rank in range(world_size)]
             # All ranks send at the same time: what arrives is what the left neighbour had before this iteration.
             wire = [chunks[rank][sent].clone() for rank, (sent, _) in enumerate(routes)]
-            for rank, (sent, received) in enumerate(routes):
-                own = (received, chunks[rank][received])
-                _arrive(phase, iteration, rank, (sent, wire[rank]), own, wire[rank - 1], hops.append)
+            for rank, (sent, own) in enumerate(routes):
+                hop = Hop(phase, iteration, rank, sent, [], own, [], [], [])
+                _arrive(hop, wire[rank], chunks[rank][own], wire[rank - 1], hops.append)
     for tensor in tensors if average else ():
         tensor.detach().div_(world_size)
     return hops

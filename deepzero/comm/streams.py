@@ -4,10 +4,7 @@ A :class:`SideStream` is where the reducer sums received buckets while the compu
 pass. A :class:`BufferEvent` is one event of one buffer. Every buffer has two: ``filled`` (its writer is done) and
 ``free`` (its reader is done), and whoever needs the buffer waits for *that* event only. Nothing here waits for a whole
 stream, and nothing needs ``record_stream``: buffers live as long as their owner, so the caching allocator never reuses
-one in flight.
-
-On CPU a side stream runs in line and an event is always over: the same code runs, and chaos mode takes the place of
-timing.
+one in flight. On CPU a side stream runs in line and an event is always over: the same code runs.
 
 **Chaos mode.** A race in a ZeRO implementation reads a buffer too early or refills it too early, and gives a slightly
 wrong gradient on a busy machine once a week. Under chaos it gives NaN, at once, in a test: what is released is
@@ -20,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from deepzero.config.engine import ChaosConfig
+if TYPE_CHECKING:
+    from deepzero.config.engine import ChaosConfig
 
 
 class BufferEvent:
@@ -53,14 +51,9 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[object]:
         """Work issued inside runs on this stream, which does not wait for the caller's by itself."""
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class Chaos:
@@ -83,12 +76,11 @@ class Chaos:
 
     def poison(self, *buffers: torch.Tensor | None) -> None:
         """Overwrite buffers that nobody may read any more."""
-        if self.enabled:
-            for buffer in buffers:
-                if buffer is not None and buffer.is_floating_point():
-                    buffer.fill_(float("nan"))
-                elif buffer is not None and buffer.dtype == torch.uint8:
-                    buffer.fill_(255)  # quantised messages: their scales are NaN
+        for buffer in buffers if self.enabled else ():
+            if buffer is not None and buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+            elif buffer is not None and buffer.dtype == torch.uint8:
+                buffer.fill_(255)  # quantised messages: their scales are NaN
 
 
 def storage_ptr_of(tensor: torch.Tensor) -> int:

@@ -17,22 +17,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from deepzero.comm.loopback import behind_closed_doors
-from deepzero.config.engine import EngineConfig
-from deepzero.config.strict import ConfigError
+from deepzero.comm import flight_recorder
+from deepzero.comm.rendezvous import behind_closed_doors
+from deepzero.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deepzero.config.engine import EngineConfig
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How ranks are spread over nodes. Pure integers."""
+    """How ranks are spread over nodes, ``per_node`` to each, which divides ``world_size``. Pure integers."""
 
     world_size: int
     per_node: int
-    """R, which divides ``world_size``."""
 
     @property
     def count(self) -> int:
@@ -49,16 +51,14 @@ class Nodes:
 
     def leaving(self, rank: int, peers: Sequence[int]) -> int:
         """How many of ``peers`` are on another node than ``rank``; for all ranks without asking each of them."""
-        if len(peers) == self.world_size:
-            return self.world_size - self.per_node
-        return len(self.crossing(rank, peers))
+        all_ranks = len(peers) == self.world_size
+        return self.world_size - self.per_node if all_ranks else len(self.crossing(rank, peers))
 
     def crossing_inside(self, size: int) -> float:
         """How many of a rank's ``size - 1`` peers in its run of ``size`` ranks are on other nodes, mean over ranks."""
         total = 0
-        for first in range(0, self.world_size, size):
-            members = Counter(self.of(rank) for rank in range(first, first + size))
-            total += sum(number * (size - number) for number in members.values())
+        for run in split_ranks(self.world_size, size)[0]:
+            total += sum(number * (size - number) for number in Counter(map(self.of, run)).values())
         return total / self.world_size
 
     @property
@@ -86,8 +86,7 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
     if world_size == 1:
         return Nodes(1, 1)
     if ranks_per_node is None:
-        sizes = set(told)
-        local = sizes.pop() if len(sizes) == 1 else None
+        (local,) = set(told) if len(set(told)) == 1 else (None,)
         return Nodes(world_size, local if local is not None and world_size % local == 0 else world_size)
     if world_size % ranks_per_node:
         raise ConfigError(
@@ -100,8 +99,7 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
 
 def divisors_text(number: int) -> str:
     """For messages: ``1, 2, 3 or 6``."""
-    words = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return " or ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
+    return " or ".join(", ".join(str(i) for i in range(1, number + 1) if number % i == 0).rsplit(", ", 1))
 
 
 def check_ranks(config: EngineConfig, world_size: int) -> None:
@@ -110,12 +108,10 @@ def check_ranks(config: EngineConfig, world_size: int) -> None:
     Raises:
         ConfigError: which, why, and which would.
     """
-    if world_size == 1:
-        return
     find_nodes(config.comm.ranks_per_node, world_size)
     for name in ("zero_hpz_partition_size", "mics_shard_size"):
         size = getattr(config.zero, name)
-        if size > 0 and world_size % size:
+        if world_size > 1 and size > 0 and world_size % size:
             raise ConfigError(
                 f"{name}={size}: does not divide the {world_size} ranks of this run, so they cannot be cut into groups "
                 f"of {size}; {divisors_text(world_size)} would"
@@ -124,13 +120,12 @@ def check_ranks(config: EngineConfig, world_size: int) -> None:
 
 def oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> list[str]:
     """What a user of ZeRO++ may not have meant by these groups, a line each."""
-    zero, lines = config.zero, []
+    zero, world_size, lines = config.zero, nodes.world_size, []
     name = "mics_shard_size" if zero.mics_shard_size > 0 else "zero_hpz_partition_size"
     size = getattr(zero, name)
-    if nodes.world_size == 1:
-        if size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights:
-            lines.append("one rank: nothing travels, so ZeRO++'s settings do nothing in this run")
-        return lines
+    plusplus = size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights
+    if world_size == 1:
+        return ["one rank: nothing travels, so ZeRO++'s settings do nothing in this run"] if plusplus else []
     if config.comm.ranks_per_node is None and len(set(told)) > 1:
         sizes = ", ".join(str(number) for number in sorted({number or 0 for number in told}))
         lines.append(
@@ -142,27 +137,28 @@ def oddities(config: EngineConfig, nodes: Nodes, told: list[int | None]) -> list
             f"{name}={size} does not divide the {nodes.per_node} ranks of a node: some of its groups lie on two nodes, "
             "and gathers inside a group leave the node"
         )
-    if nodes.count == 1 and (size > 1 or zero.zero_quantized_gradients or zero.zero_quantized_weights):
-        only = all(nodes.world_size % size for size in range(2, nodes.world_size))
-        each, which = ("1", "") if only else ("R", f" for an R below {nodes.world_size} that divides it")
+    if nodes.count == 1 and plusplus:
+        prime = all(world_size % size for size in range(2, world_size))
+        each, which = ("1", "") if prime else ("R", f" for an R below {world_size} that divides it")
         lines.append(
-            f"all {nodes.world_size} ranks are one node, between which ZeRO++ has nothing to save: start ranks on more "
+            f"all {world_size} ranks are one node, between which ZeRO++ has nothing to save: start ranks on more "
             f"nodes, or pretend some, with comm.ranks_per_node={each} zero.zero_hpz_partition_size={each}{which}"
         )
-    elif name == "zero_hpz_partition_size" and size == nodes.world_size:
+    elif name == "zero_hpz_partition_size" and size == world_size:
         lines.append(f"{name}={size} is all ranks: the second partition is the first once more, and saves nothing")
     return lines
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Some ranks, this one among them, in the order of their numbers."""
+    """Some ranks in the order of their numbers, this one at ``index``.
+
+    ``handle`` is the backend's communicator; None: the one of all ranks, through which pairs of ranks find each other.
+    """
 
     ranks: tuple[int, ...]
     index: int
-    """This rank's place in ``ranks``."""
     handle: dist.ProcessGroup | None
-    """The backend's communicator. None: the default one, of all ranks, through which pairs of ranks find each other."""
 
     @property
     def size(self) -> int:
@@ -183,13 +179,7 @@ def split_ranks(world_size: int, size: int) -> tuple[list[tuple[int, ...]], list
         ([(0, 1), (2, 3)], [(0, 2), (1, 3)])
     """
     inside = [tuple(range(first, first + size)) for first in range(0, world_size, size)]
-    across = [tuple(range(first, world_size, size)) for first in range(size)]
-    return inside, across
-
-
-_HANDLES: dict[tuple[int, ...], dist.ProcessGroup] = {}
-_WORLD: list[dist.ProcessGroup] = []
-"""The process group that they are parts of."""
+    return inside, [tuple(range(first, world_size, size)) for first in range(size)]
 
 
 def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> RankGroup:
@@ -201,26 +191,13 @@ def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -
         with_handle: the backend needs a communicator for each (NCCL), or does without (pairs of ranks on gloo).
     """
     mine = next(some for some in ranks if rank in some)
-    if not with_handle:
-        return RankGroup(mine, mine.index(rank), None)
-    if not _WORLD or _WORLD[0] is not dist.group.WORLD:
-        forget()  # the caller has ended that process group and begun another
-        _WORLD.append(dist.group.WORLD)  # type: ignore[arg-type]
-    for some in ranks:
+    handles = flight_recorder.observer().subgroups if with_handle else {}
+    for some in ranks if with_handle else ():
         # Every rank has made the same groups so far, so that all find one here or all make it.
-        if some not in _HANDLES:
+        if some not in handles:
+            # With the run's time-out: torch gives a new group its own default, whatever that of the whole world is.
+            world = dist.group.WORLD
+            timeout = world._get_backend(world._device_types[0]).options._timeout  # type: ignore[union-attr]
             with behind_closed_doors():
-                _HANDLES[some] = dist.new_group(list(some), timeout=_timeout())
-    return RankGroup(mine, mine.index(rank), _HANDLES[mine])
-
-
-def _timeout() -> timedelta:
-    """The run's: torch gives a new group its own default, whatever that of the whole world is."""
-    world = dist.group.WORLD
-    return world._get_backend(world._device_types[0]).options._timeout  # type: ignore[union-attr]
-
-
-def forget() -> None:
-    """The process group is about to end, and its parts with it."""
-    _HANDLES.clear()
-    _WORLD.clear()
+                handles[some] = dist.new_group(list(some), timeout=timeout)
+    return RankGroup(mine, mine.index(rank), handles.get(mine))

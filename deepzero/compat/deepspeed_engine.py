@@ -21,7 +21,8 @@ from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig
-from deepzero.offload.offload_states import StateOffloader, build_host_activations
+from deepzero.offload.activations import build_host_activations
+from deepzero.offload.offload_states import StateOffloader
 from deepzero.runtime.diagnostics import gather_report, params_sha256, whole_state_dict
 from deepzero.runtime.engine import StepRecord
 

@@ -5,7 +5,6 @@ Source: the properties and methods of these names in DeepSpeed's ``runtime/engin
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -130,7 +129,7 @@ class EngineGetters(Engine):
             is.
         """
         meter = self.zero.meter
-        return dataclasses.asdict(meter.readings) if meter is not None else {}
+        return meter.readings() if meter is not None else {}
 
     def step_metrics(self) -> dict[str, float]:
         """What the last step has to say beside its record.

@@ -25,37 +25,26 @@ class PrecisionConfig(Section):
 
     dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     """Compute dtype of the model's parameters. With bf16 and fp16 the optimizer works on fp32 masters."""
-
     loss_scale: float = 0.0
     """fp16: a fixed loss scale; 0 means dynamic."""
-
     initial_scale_power: int = 16
     """fp16, dynamic: the first scale is 2 to this power."""
-
     loss_scale_window: int = 1000
     """fp16, dynamic: steps without overflow before the scale doubles."""
-
     hysteresis: int = 2
     """fp16, dynamic: overflows that are tolerated before the scale halves."""
-
     consecutive_hysteresis: bool = False
     """fp16, dynamic: refill the hysteresis after every step without overflow."""
-
     min_loss_scale: float = 1.0
     """fp16, dynamic: the scale never falls below this."""
-
     auto_cast: bool = False
     """Cast floating-point inputs of ``engine(...)`` to the compute dtype."""
 
     def __post_init__(self) -> None:
         self.need(self.loss_scale >= 0, "loss_scale", "must be 0 (dynamic) or positive")
-        for name, least in (
-            ("initial_scale_power", 0),
-            ("loss_scale_window", 1),
-            ("hysteresis", 1),
-            ("min_loss_scale", 1),
-        ):
-            self.need(getattr(self, name) >= least, name, "is too small")
+        least = {"initial_scale_power": 0, "loss_scale_window": 1, "hysteresis": 1, "min_loss_scale": 1}
+        for name, value in least.items():
+            self.need(getattr(self, name) >= value, name, "is too small")
 
 
 @dataclass(frozen=True)
@@ -66,10 +55,8 @@ class ChaosConfig(Section):
 
     enabled: bool = False
     """Sleep at random before launches and waits, and fill released buffers with NaN."""
-
     seed: int = 0
     """Every rank draws its own delays from this seed."""
-
     max_delay_ms: float = 2.0
     """The longest single delay, in milliseconds."""
 
@@ -86,17 +73,13 @@ class CommConfig(Section):
     reduce: Literal["exact", "native"] | None = None
     """exact: all-to-all, then an fp32 sum in rank order (same bits for any bucketing). native: the backend's own
     reduce-scatter. None: exact on gloo, native on NCCL."""
-
     ranks_per_node: int | None = None
     """Ranks that share a node, consecutive ones: qgZ reduces there first, and the ledger tells what leaves a node. On
     one machine nodes can be pretended. None: as the launcher says (``LOCAL_WORLD_SIZE``), else all."""
-
     timeout_seconds: float = 600.0
     """A collective that takes longer raises."""
-
     save_timeout_seconds: float = 1800.0
     """A save is given up when a rank's disk has taken nothing for so long. No collective waits for a disk."""
-
     chaos: ChaosConfig = field(default_factory=ChaosConfig)
     """Disorder for tests; off."""
 
@@ -118,11 +101,9 @@ class ActivationCheckpointingConfig(Section):
     cpu_checkpointing: bool = False
     """What autograd keeps for the backward pass waits in host memory: with checkpointing the inputs of blocks, without
     it all activations. Every stage."""
-
     cpu_checkpointing_min_bytes: int = 1 << 20
     """Smaller ones stay on the device: a copy costs ten microseconds, whatever its size, in which a GPU moves a quarter
     of a megabyte."""
-
     cpu_checkpointing_pin_memory: bool = True
     """Lock the pages, without which no copy runs in the background."""
 
@@ -136,7 +117,6 @@ class OptimizerConfig:
 
     target: str = "AdamW"
     """``Adam``, ``AdamW``, ``SGD``, or the dotted path of any elementwise ``torch.optim.Optimizer`` class."""
-
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that class."""
 
@@ -147,7 +127,6 @@ class SchedulerConfig:
 
     type: str = "constant"
     """constant, warmup_cosine, warmup_stable_decay, WarmupLR, WarmupDecayLR, WarmupCosineLR or OneCycle."""
-
     params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of that schedule."""
 
@@ -158,33 +137,24 @@ class EngineConfig(Section):
 
     train_batch_size: int | None = None
     """Sequences per optimizer step over all ranks = micro-batch × accumulation × ranks. Any two give the third."""
-
     train_micro_batch_size_per_gpu: int | None = None
     """Sequences in one forward pass of one rank."""
-
     gradient_accumulation_steps: int | None = None
     """Micro-batches per optimizer step."""
-
     gradient_clipping: float = 1.0
     """Largest global gradient norm; 0 switches clipping off. The default is DeepSpeed's."""
-
     zero: ZeroConfig = field(default_factory=ZeroConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
-
     optimizer: OptimizerConfig | None = None
     """None: the caller passes an optimizer object to ``initialize``."""
-
     scheduler: SchedulerConfig | None = None
     """None: the caller passes a scheduler, or the learning rate stays as it is."""
-
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] = "fp32"
     """``data_types.grad_accum_dtype``: dtype in which gradients are summed and kept until the step."""
-
     communication_data_type: Literal["bf16", "fp16", "fp32"] | None = None
     """Wire dtype of gradients. None: the compute dtype."""
-
     steps_per_print: int | None = None
     """Print loss scale, learning rate and skipped steps on rank 0 every so many optimizer steps; None: never."""
 
@@ -192,21 +162,15 @@ class EngineConfig(Section):
         self.least(1, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         self.least(0, "gradient_clipping")
         self.least(1, "steps_per_print")
-        require(
-            not (self.zero.zero_quantized_gradients and self.comm.reduce == "native"),
-            "comm.reduce",
-            self.comm.reduce,
-            "does not go with zero.zero_quantized_gradients: the backend's own reduction cannot add quantised numbers; "
-            "leave it out",
-        )
-        weights = self.zero.zero_quantized_weights or self.zero.zero_quantized_nontrainable_weights
-        require(
-            not (weights and self.zero.quantization.weight_bits == 4 and self.precision.dtype == "fp32"),
-            "zero.quantization.weight_bits",
-            4,
-            "means little with precision.dtype=fp32, which is chosen for digits that 15 levels cannot carry; use 8, or "
-            "bf16",
-        )
+        zero, native = self.zero, self.comm.reduce == "native"
+        rule = "the backend's own reduction cannot add quantised numbers; leave it out"
+        rule = f"does not go with zero.zero_quantized_gradients: {rule}"
+        self.comm.need(not (zero.zero_quantized_gradients and native), "reduce", rule)
+        few_bits = zero.quantization.weight_bits == 4 and self.precision.dtype == "fp32"
+        rule = "is chosen for digits that 15 levels cannot carry; use 8, or bf16"
+        rule = f"means little with precision.dtype=fp32, which {rule}"
+        weights = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
+        zero.quantization.need(not (weights and few_bits), "weight_bits", rule)
 
 
 @dataclass(frozen=True)
@@ -220,14 +184,7 @@ class BatchSizes:
 
 
 def resolve_batch(config: EngineConfig, world_size: int) -> BatchSizes:
-    """Any two of the triad give the third; one alone leaves accumulation at 1; all three must agree.
-
-    Args:
-        config: holds ``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``.
-        world_size: ranks.
-
-    Returns:
-        The three sizes, in sequences, micro-batches and ranks.
+    """Any two of the triad give the third on ``world_size`` ranks; one alone leaves accumulation at 1.
 
     Raises:
         ConfigError: a size that does not divide, three that disagree, or none given.
@@ -240,27 +197,18 @@ def resolve_batch(config: EngineConfig, world_size: int) -> BatchSizes:
     steps, ranks = config.gradient_accumulation_steps, world_size
     if total is None and micro is None:
         raise ConfigError("set train_batch_size or train_micro_batch_size_per_gpu; neither is given")
-    if micro is not None and steps is not None:
+    if micro is not None and (steps is not None or total is None):
+        steps = steps or 1
         implied = micro * steps * ranks
-        require(
-            total is None or total == implied,
-            "train_batch_size",
-            total,
-            f"must equal train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x {ranks} ranks "
-            f"= {implied}; leave one of the three out",
-        )
+        what = f"train_micro_batch_size_per_gpu {micro} x gradient_accumulation_steps {steps} x {ranks} ranks"
+        rule = f"must equal {what} = {implied}; leave one of the three out"
+        require(total is None or total == implied, "train_batch_size", total, rule)
         return BatchSizes(implied, micro, steps, ranks)
-    if total is None and micro is not None:
-        return BatchSizes(micro * ranks, micro, 1, ranks)
-    if total is not None and micro is not None:
-        _divides(total, micro * ranks, f"train_micro_batch_size_per_gpu {micro} x {ranks} ranks")
-        return BatchSizes(total, micro, total // (micro * ranks), ranks)
-    total, steps = total or 0, steps or 1
-    _divides(total, steps * ranks, f"gradient_accumulation_steps {steps} x {ranks} ranks")
-    return BatchSizes(total, total // (steps * ranks), steps, ranks)
-
-
-def _divides(total: int, part: int, what: str) -> None:
-    below = total // part * part
+    total, part, what = total or 0, (micro or steps or 1) * ranks, f"gradient_accumulation_steps {steps or 1}"
+    if micro is not None:
+        what = f"train_micro_batch_size_per_gpu {micro}"
+    other, below = total // part, total // part * part
     near = f"{below} or {below + part}" if below else str(part)
-    require(total % part == 0, "train_batch_size", total, f"does not divide by {what}; {near} would")
+    rule = f"does not divide by {what} x {ranks} ranks; {near} would"
+    require(total % part == 0, "train_batch_size", total, rule)
+    return BatchSizes(total, micro or other, other if micro else steps or 1, ranks)

@@ -18,14 +18,10 @@ FOLDERS = ("hydra.run.dir", "hydra.sweep.dir")
 
 
 def check_words(words: Sequence[str], configs: Path) -> None:
-    """Refuse a key that is given twice, a number for a group, a file in the run folder's place.
-
-    Args:
-        words: of the command line; flags among them are Hydra's affair.
-        configs: the folder of the config groups.
+    """Refuse a key that is given twice, a number for a group of ``configs``, a file in the run folder's place.
 
     Raises:
-        ConfigError: the first of these mistakes.
+        ConfigError: the first of these mistakes among ``words``; flags among them are Hydra's affair.
     """
     given: dict[str, str] = {}
     for word in words:
@@ -67,22 +63,18 @@ def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]
         return str(error)
     lines = [line.strip() for e in (error, error.__cause__) if e is not None for line in str(e).splitlines()]
     text = "\n".join(dict.fromkeys(line for line in lines if line and not line.startswith("full_key:")))
-    unknown_choice = re.search(r"Could not find '([^'/]+)/([^']+)'", text)
-    if unknown_choice:
-        group, choice = unknown_choice.groups()
+    if found := re.search(r"Could not find '([^'/]+)/([^']+)'", text):
+        group, choice = found.groups()
         if group == "hydra":  # hydra/launcher=slurm
-            group, _, choice = "hydra/" + choice.partition("/")[0], "", choice.partition("/")[2]
             there = re.search(r"Available options in '[^']+':\n(.*?)\nConfig search path", text, re.DOTALL)
             names = f" There are: {', '.join(there[1].split())}" if there else ""
-            return f"{group}={choice}: no such choice.{names}"
+            return f"hydra/{choice.replace('/', '=', 1)}: no such choice.{names}"
         if (configs / group).is_dir():
             return no_such_choice(configs, group, choice)
-    twice = re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text)
-    if twice:
-        return f"{twice[1]} has a choice already; write {twice[1]}={twice[2]}, without +"
-    unknown_key = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text)
-    if unknown_key:
-        return no_such_key(unknown_key[1], configs, valid_keys())
+    if found := re.search(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: ([^']+)'", text):
+        return f"{found[1]} has a choice already; write {found[1]}={found[2]}, without +"
+    if found := re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text):
+        return no_such_key(found[1], configs, valid_keys())
     override = getattr(error, "override", None)  # of a parse error
     if override and "missing EQUAL" in text:
         return f"{override}: what should it be? Write {override}=VALUE"

@@ -10,12 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from deepzero.config.engine import (
-    EngineConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    SchedulerConfig,
-)
+from deepzero.config.engine import EngineConfig, OptimizerConfig, PrecisionConfig, SchedulerConfig
 from deepzero.config.strict import ConfigError, Section, build, require, unknown_key
 
 
@@ -27,47 +22,33 @@ class ModelConfig(Section):
 
     name: str = "nano"
     """Shown in logs and tables; with ``library: hf`` the model type, for example ``gpt2`` or ``llama``."""
-
     library: Literal["own", "hf"] = "own"
     """``own``: ``models/gpt.py``. ``hf``: Hugging Face's causal language model of that type, with random weights."""
-
     vocab_size: int = 256
     """Tokens; 256 for bytes."""
-
     block_size: int = 128
     """Tokens per sequence."""
-
     n_layer: int = 4
     """Transformer blocks."""
-
     n_head: int = 4
     """Attention heads; must divide ``n_embd``."""
-
     n_kv_head: int | None = None
     """Key/value heads (grouped-query attention); None: as many as ``n_head``."""
-
     n_embd: int = 128
     """Width of the residual stream."""
-
     ffn_hidden: int | None = None
     """Width of the feed-forward layer; None: 4 times ``n_embd``, or 8/3 of it rounded up to 64 for swiglu."""
-
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope"] = "learned"
     activation: Literal["gelu", "swiglu"] = "gelu"
-
     bias: bool = True
     """Biases in linear layers and layer norms."""
-
     tied: bool = True
     """The output head shares the token embedding's weight."""
-
     dropout: float = 0.0
     """Probability; 0 switches it off."""
-
     activation_checkpointing: bool = False
     """Keep only each block's input and compute the block again in the backward pass."""
-
     adam_lr: float = 2e-3
     """Adam's learning rate for this shape; ``configs/optimizer/`` starts from it, and ``optimizer.lr`` sets another."""
 
@@ -75,25 +56,24 @@ class ModelConfig(Section):
         self.need(self.adam_lr > 0, "adam_lr", "must be positive")
         self.least(1, "vocab_size", "block_size", "n_layer", "n_head", "n_embd")
         self.need(self.n_embd % self.n_head == 0, "n_head", f"must divide model.n_embd={self.n_embd}")
-        if self.n_kv_head is not None:
-            ok = self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0
-            self.need(ok, "n_kv_head", f"must divide model.n_head={self.n_head}")
-        if self.position == "rope":
-            head = self.n_embd // self.n_head
-            self.need(head % 2 == 0, "n_head", f"rope needs an even head width, here {head}")
-        for name, only in (("norm", "layernorm"), ("position", "learned"), ("activation", "gelu"), ("bias", True)):
-            ok = self.library == "own" or getattr(self, name) == only
+        ok = self.n_kv_head is None or (self.n_kv_head >= 1 and self.n_head % self.n_kv_head == 0)
+        self.need(ok, "n_kv_head", f"must divide model.n_head={self.n_head}")
+        head = self.n_embd // self.n_head
+        ok = self.position != "rope" or head % 2 == 0
+        self.need(ok, "n_head", f"rope needs an even head width, here {head}")
+        for name in ("norm", "position", "activation", "bias"):
+            ok = self.library == "own" or getattr(self, name) == getattr(ModelConfig, name)
             self.need(ok, name, "a model of library=hf has its own; leave this out")
         self.need(0.0 <= self.dropout < 1.0, "dropout", "must be in [0, 1)")
 
 
-_DATA_READERS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
-    ("path", None, ("text", "tokens")),
-    ("glob", None, ("text",)),
-    ("max_bytes", None, ("stdlib", "text")),
-    ("val_fraction", 0.1, ("stdlib", "text")),
-)
-"""Keys of ``data.*`` that not every source reads: the key, its default, who reads it."""
+_DATA_READERS = {
+    "path": ("text", "tokens"),
+    "glob": ("text",),
+    "max_bytes": ("stdlib", "text"),
+    "val_fraction": ("stdlib", "text"),
+}
+"""Keys of ``data.*`` that not every source reads, and which do."""
 
 
 @dataclass(frozen=True)
@@ -104,27 +84,20 @@ class DataConfig(Section):
 
     name: Literal["stdlib", "text", "tokens"] = "stdlib"
     """stdlib: the source text of this Python's standard library; text: your text; tokens: nanoGPT's ``.bin`` files."""
-
     path: str | None = None
     """text: a file or a folder; tokens: a folder with train.bin and val.bin."""
-
     val_fraction: float = 0.1
     """Part of the corpus kept for validation: by file, or the tail of a single file."""
-
     glob: str | None = None
     """text: which files of a folder, for example ``*.md``; None: every file that is UTF-8 text."""
-
     max_bytes: int | None = None
     """Use at most this many bytes of text; None: all."""
 
     def __post_init__(self) -> None:
-        for key, default, readers in _DATA_READERS:
-            value = getattr(self, key)
-            if value != default and self.name not in readers:
-                raise ConfigError(
-                    f"data.{key}={value!r}: data={self.name} does not read it, only data={' and data='.join(readers)}; "
-                    f"leave it out, or choose {' or '.join(f'data={name}' for name in readers)} as well"
-                )
+        for key, readers in _DATA_READERS.items():
+            rule = f"data={self.name} does not read it, only data={' and data='.join(readers)}; leave it out, or choose"
+            rule += f" data={' or data='.join(readers)} as well"
+            self.need(self.name in readers or getattr(self, key) == getattr(DataConfig, key), key, rule)
         self.need(0.0 < self.val_fraction < 1.0, "val_fraction", "must be between 0 and 1")
         self.least(1, "max_bytes")
         if self.name != "stdlib" and not self.path:
@@ -140,45 +113,32 @@ class TrainConfig(Section):
 
     steps: int = 400
     """Optimizer steps."""
-
     seed: int = 1234
     """Of the model's initial values and of the order of the data."""
-
     eval_every: int = 100
     """Validate before the first step, after every so many steps and after the last; 0: never."""
-
     eval_batches: int = 8
     """Global batches per validation."""
-
     fallback_batch_size: int = 24
     """``train_batch_size`` of a run that gives neither it nor the micro-batch. Divides by 1, 2, 3, 4, 6, 8 ranks."""
-
     log_every: int = 1
     """Steps between two lines on a plain terminal; ``metrics.jsonl`` gets every step."""
-
     timeline_step: int = 3
     """Record the memory of this step of every start, event by event, into ``timeline.json``: counted from 1; a shorter
     run's last; 0: never. The step takes a little longer."""
-
     sample_tokens: int = 300
     """Tokens of text sampled at the end; 0: none."""
-
     sample_temperature: float = 0.8
     """Below 1 the sample is more careful, above 1 wilder."""
-
     save_every: int = 100
     """Save a checkpoint after every so many steps, after the last, on SIGTERM and on Ctrl-C; 0: never."""
-
     save_async: bool = True
     """Write checkpoints in the background; the step waits only until a copy was taken in memory."""
-
     keep_last: int | None = 2
     """How many checkpoints stay; None: all."""
-
     resume: str | None = "auto"
     """auto: go on from the newest checkpoint in the run folder, if there is one; a path: of a run folder, a folder of
     checkpoints or one checkpoint; None: begin at the beginning."""
-
     init_from: str | None = None
     """Begin with the weights of a checkpoint, a safetensors file or a folder of them; None: with random ones."""
 
@@ -199,13 +159,10 @@ class LaunchConfig(Section):
 
     nproc: int | None = None
     """Ranks on this machine; None: one per GPU, or 2 on a machine without GPU."""
-
     threads_per_rank: int | None = None
     """Intra-op threads of each rank; None: cores divided by ranks, at least 1."""
-
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is a GPU for each rank, else CPU."""
-
     max_restarts: int = 0
     """How often the ranks are started again after one has failed or was killed; they go on from the last checkpoint."""
 
@@ -223,22 +180,16 @@ class LoggerConfig(Section):
 
     names: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Any of wandb and tensorboard."""
-
     project: str = "deepzero"
     """W&B project."""
-
     wandb_mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online when logged in, else offline."""
-
     run_name: str | None = None
     """W&B's name for the run; None: what was typed on the command line, or the run folder's name."""
-
     group: str | None = None
     """W&B group; None: the folder of the sweep that the run belongs to, if it does."""
-
     tags: tuple[str, ...] = ()
     """W&B tags."""
-
     gradient_norms_every: int = 0
     """Steps between two measurements of every layer's gradient norm, also for ``metrics.jsonl``; 0: never."""
 
@@ -249,7 +200,7 @@ class LoggerConfig(Section):
             self.need(value is None or 0 < len(value) <= 128, name, "must have 1 to 128 characters")
         for tag in self.tags:
             require(0 < len(tag) <= 64, "logger.tags", tag, "a tag must have 1 to 64 characters")
-        # W&B's own rule; elsewhere it would be an error of W&B's in the middle of the start.
+        # W&B's own rule; else it would be an error of W&B's in the middle of the start.
         ok = 0 < len(self.project) <= 128 and not set(self.project) & set("/\\#?%:")
         self.need(ok, "project", "must have 1 to 128 characters, none of / \\ # ? % :")
 
@@ -288,7 +239,6 @@ class DebugConfig(Section):
 
     detect_anomaly: bool = False
     """torch.autograd's anomaly mode: slow, names the forward operation of a NaN."""
-
     inject_overflow_at: int | None = None
     """fp16 or bf16: multiply the loss by infinity at this step on rank 0, to see how the engine reacts."""
 
@@ -313,10 +263,16 @@ class RunConfig:
     """Print what the run would hold, send and fetch, in order, and run nothing."""
 
     def __post_init__(self) -> None:
-        _refuse_idle_loss_scale(self.engine.precision)
+        precision = self.engine.precision
+        # On the command line a loss scale without fp16 is a mistake. (In DeepSpeed's JSON a block may be switched off.)
+        rule = f"is about fp16's loss scale, and precision.dtype={precision.dtype} has none; leave it out, or choose"
+        for key in fields(PrecisionConfig):
+            idle = precision.dtype != "fp16" and key.name not in ("dtype", "auto_cast")
+            ok = not idle or getattr(precision, key.name) == key.default
+            precision.need(ok, key.name, f"{rule} precision=fp16")
         step, steps = self.debug.inject_overflow_at, self.train.steps
-        ok = step is None or step <= steps
-        require(ok, "debug.inject_overflow_at", step, f"the run ends at train.steps={steps}; choose an earlier step")
+        rule = f"the run ends at train.steps={steps}; choose an earlier step"
+        self.debug.need(step is None or step <= steps, "inject_overflow_at", rule)
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -333,35 +289,18 @@ class RunConfig:
         Raises:
             ConfigError: anything that cannot be used, before a rank has started.
         """
-        engine_keys = [f.name for f in fields(EngineConfig)]
-        own_keys = [f.name for f in fields(cls) if f.name != "engine"]
+        engine_keys = {f.name for f in fields(EngineConfig)}
+        own_keys = {f.name for f in fields(cls)} - {"engine"}
         for key in mapping:
-            if key not in (*engine_keys, *own_keys):
+            if key not in engine_keys | own_keys:
                 # The last three are groups that set keys of others.
-                raise unknown_key(key, (*engine_keys, *own_keys, "experiment", "offload", "zeropp"), "")
+                raise unknown_key(key, {*engine_keys, *own_keys, "experiment", "offload", "zeropp"}, "")
         engine = {key: value for key, value in mapping.items() if key in engine_keys}
         for key, kind in (("optimizer", OptimizerConfig), ("scheduler", SchedulerConfig)):
             if key in engine:
                 engine[key] = _with_params(kind, engine[key], key)
         rest = {key: value for key, value in mapping.items() if key in own_keys}
         return build(cls, {"engine": build(EngineConfig, engine), **rest})
-
-
-def _refuse_idle_loss_scale(precision: PrecisionConfig) -> None:
-    """On the command line a loss scale without fp16 is a mistake. (In DeepSpeed's JSON a block may stand switched off.)
-
-    Raises:
-        ConfigError: a setting of fp16's loss scale differs from its default, and the dtype is another.
-    """
-    if precision.dtype == "fp16":
-        return
-    for key in fields(PrecisionConfig):
-        value = getattr(precision, key.name)
-        if key.name not in ("dtype", "auto_cast") and value != key.default:
-            raise ConfigError(
-                f"precision.{key.name}={value!r} is about fp16's loss scale, and precision.dtype={precision.dtype} has "
-                "none; leave it out, or choose precision=fp16"
-            )
 
 
 def _with_params(cls: type, value: Any, where: str) -> Any:
@@ -371,9 +310,8 @@ def _with_params(cls: type, value: Any, where: str) -> Any:
     settings = dict(value)
     name = settings.pop("_target_", None) or settings.pop("type", None)
     if not isinstance(name, str):
-        raise ConfigError(
-            f"{where} needs a type, for example {where}.type=" + ("AdamW" if cls is OptimizerConfig else "constant")
-        )
+        example = "AdamW" if cls is OptimizerConfig else "constant"
+        raise ConfigError(f"{where} needs a type, for example {where}.type={example}")
     params = settings.pop("params", None)
     if params is not None and settings:
         raise ConfigError(f"{where} has both params and {sorted(settings)}; put all of them in one place")

@@ -18,11 +18,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from deepzero.utils.errors import ConfigError
+
 T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used. The message says which key, which value, and what to write instead."""
 
 
 def require(ok: bool, path: str, value: object, rule: str) -> None:
@@ -50,21 +48,17 @@ class Section:
 
 
 def unknown_key(key: object, valid: typing.Iterable[str], where: str) -> ConfigError:
-    """The error for a key that nobody reads.
+    """The error for a key that nobody reads, with the nearest valid one and the list of all of them.
 
     Args:
         key: the key as the user wrote it.
         valid: the keys that are understood at this place.
         where: dotted path of the mapping that holds the key, ``""`` for the top level.
-
-    Returns:
-        The exception to raise, with the nearest valid key and the list of all of them.
     """
-    names = sorted(valid)
-    path = f"{where}.{key}" if where else str(key)
+    names, prefix = sorted(valid), f"{where}." if where else ""
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.6)
-    hint = f" Did you mean {(where + '.' if where else '') + near[0]!r}?" if near else ""
-    return ConfigError(f"unknown config key {path!r}.{hint} Implemented here: {', '.join(names)}")
+    hint = f" Did you mean {prefix + near[0]!r}?" if near else ""
+    return ConfigError(f"unknown config key {f'{prefix}{key}'!r}.{hint} Implemented here: {', '.join(names)}")
 
 
 def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
@@ -74,9 +68,6 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
         cls: a dataclass; nested dataclass fields are read from nested mappings.
         mapping: keys must be names of fields of ``cls``; missing ones take the field's default.
         where: dotted path of ``mapping``, for messages.
-
-    Returns:
-        An instance of ``cls``.
 
     Raises:
         ConfigError: unknown key, wrong type, or a value that the dataclass itself refuses.
@@ -90,19 +81,14 @@ def build(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where or 'config'} must be a mapping of settings, got {mapping!r}")
-    hints = typing.get_type_hints(cls)
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
+    hints, values = typing.get_type_hints(cls), dict[str, Any]()
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key, value in mapping.items():
         if key not in fields:
             raise unknown_key(key, fields, where)
         values[key] = convert(hints[key], value, f"{where}.{key}" if where else key)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
+    none = dataclasses.MISSING
+    if missing := [n for n, f in fields.items() if n not in values and f.default is none and f.default_factory is none]:
         raise ConfigError(f"{where or 'config'} needs {', '.join(missing)}")
     return cls(**values)
 
@@ -115,16 +101,20 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     if origin is typing.Literal:
         if value not in args:
             near = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
-            raise ConfigError(
-                f"{path}={value!r} is not one of {', '.join(map(str, args))}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{path}={value!r} is not one of {', '.join(map(str, args))}{hint}")
         return value
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        inner = [a for a in args if a is not type(None)]
-        return convert(inner[0], value, path) if len(inner) == 1 else _first_that_fits(inner, value, path)
+        problems = []
+        for inner in args:
+            if inner is not type(None):
+                try:
+                    return convert(inner, value, path)
+                except ConfigError as error:
+                    problems.append(str(error))
+        raise ConfigError("; or ".join(problems))
     if dataclasses.is_dataclass(kind):
         return value if isinstance(value, kind) else build(kind, value, path)  # type: ignore[arg-type]
     if origin in (tuple, list):
@@ -138,37 +128,23 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     return _scalar(kind, value, path)
 
 
-def _first_that_fits(kinds: list[Any], value: Any, path: str) -> Any:
-    problems = []
-    for kind in kinds:
-        try:
-            return convert(kind, value, path)
-        except ConfigError as error:
-            problems.append(str(error))
-    raise ConfigError("; or ".join(problems))
-
-
 def _scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        raise ConfigError(f"{path}={value!r} must be true or false")
-    if isinstance(value, bool) and kind in (int, float):
+    if kind in (bool, str):
+        if not isinstance(value, kind):
+            raise ConfigError(f"{path}={value!r} must be {'true or false' if kind is bool else 'a string'}")
+        return value
+    if kind not in (int, float):
+        raise TypeError(f"{path}: a config field of type {kind} has no reader")
+    if isinstance(value, bool):
         raise ConfigError(f"{path}={value!r} must be a number")
-    if kind in (int, float):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise ConfigError(f"{path}={value!r} must be {'an integer' if kind is int else 'a number'}") from None
-        require(math.isfinite(number), path, value, f"must be {'an integer' if kind is int else 'a finite number'}")
-        if kind is float:
-            return number
-        require(number == int(number), path, value, "must be an integer")
-        whole = int(value) if isinstance(value, int) else int(number)
-        require(abs(whole) < 1 << 63, path, value, "is too large for any size or count: it must fit into 64 bits")
-        return whole
-    if kind is str:
-        if isinstance(value, str):
-            return value
-        raise ConfigError(f"{path}={value!r} must be a string")
-    raise TypeError(f"{path}: a config field of type {kind} has no reader")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ConfigError(f"{path}={value!r} must be {'an integer' if kind is int else 'a number'}") from None
+    require(math.isfinite(number), path, value, f"must be {'an integer' if kind is int else 'a finite number'}")
+    if kind is float:
+        return number
+    require(number == int(number), path, value, "must be an integer")
+    whole = int(value) if isinstance(value, int) else int(number)
+    require(abs(whole) < 1 << 63, path, value, "is too large for any size or count: it must fit into 64 bits")
+    return whole

@@ -13,6 +13,7 @@ from deepzero.config.strict import Section
 from deepzero.layout import ALIGN
 
 MOST = 1 << 20
+"""Elements that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,16 @@ class OffloadOptimizerConfig(Section):
 
     device: Literal["none", "cpu"] = "none"
     """cpu: the CPU keeps the optimizer's states and steps on them. Stages 1, 2 and 3."""
-
     pin_memory: bool = True
     """Lock the pages, without which no copy runs in the background. DeepSpeed's default is false, as its allocator
     rounds up to powers of two; the arena is exact."""
-
     ratio: float = 1.0
     """Part of the states that goes to the host, in whole buckets; the device steps on the rest."""
-
     delayed_update: bool = False
     """One-step delayed parameter update: the CPU steps during the next step's forward and backward pass, which still
     use the parameters from before. Needs CPUAdam."""
-
     delay_after_steps: int = 40
     """The first so many steps are not delayed: early in training parameters change fast."""
-
     threads: int | None = None
     """Of the CPU's step, for each rank; None: the host's cores divided by its ranks."""
 
@@ -46,12 +42,11 @@ class OffloadOptimizerConfig(Section):
         self.need(self.delay_after_steps >= 0, "delay_after_steps", "is negative")
         self.least(1, "threads")
         # What would say nothing is refused; pin_memory alone is harmless.
-        silent = {"ratio": 1.0, "threads": None, "delayed_update": False} if self.device == "none" else {}
-        if not self.delayed_update:
-            silent["delay_after_steps"] = 40
-        for name, default in silent.items():
-            needs = "delayed_update=true" if name == "delay_after_steps" else "device=cpu"
-            self.need(getattr(self, name) == default, name, f"needs {self.where}.{needs}")
+        needs = dict.fromkeys(("ratio", "threads", "delayed_update"), ("device=cpu", self.device == "cpu"))
+        needs["delay_after_steps"] = ("delayed_update=true", self.delayed_update)
+        for name, (what, given) in needs.items():
+            plain = getattr(self, name) == getattr(OffloadOptimizerConfig, name)
+            self.need(given or plain, name, f"needs {self.where}.{what}")
 
 
 @dataclass(frozen=True)
@@ -62,10 +57,8 @@ class OffloadParamConfig(Section):
 
     device: Literal["none", "cpu"] = "none"
     """cpu: a rank's part of the parameters waits in host memory, and is fetched along the trace. Stage 3 alone."""
-
     pin_memory: bool = True
     """As for ``offload_optimizer``; one arena holds both, and is locked when either asks for it."""
-
     max_in_cpu: int | None = None
     """At most so many elements of a rank's parts are kept there; the rest stays on the device. None: all are. (In
     DeepSpeed the key concerns NVMe alone, and its default is 1e9.)"""
@@ -83,25 +76,18 @@ class QuantizationConfig(Section):
 
     weight_bits: int = 8
     """Of gathered parameters: 8, or 4 for bf16 and fp16 runs."""
-
     gradient_bits: int = 4
     """Of gradients: 4 or 8."""
-
     block_size: int = 2048
     """Elements that share a scale, a multiple of 64."""
-
     error_feedback: bool = False
     """qgZ: what a gradient lost on the wire is added to the next one. Takes two bytes an element."""
-
     meter_every: int = 50
     """Measure the signal-to-noise ratio of every bucket in every so-manieth optimizer step; 0: never."""
-
     min_weight_snr_db: float | Literal["never"] | None = None
     """A bucket whose weights fall below this ratio goes unquantised from then on. None: 25 for 8 bits, 8 for 4."""
-
     min_gradient_snr_db: float | Literal["never"] | None = None
     """The same for its gradients. None: 20 for 8 bits, 3 for 4."""
-
     kernel: Literal["auto", "plain", "compiled"] = "auto"
     """compiled: through ``torch.compile``; auto: where there is a compiler, and enough to do."""
 
@@ -132,6 +118,9 @@ class QuantizationConfig(Section):
         return usual[what, bits] if given is None else float(given)
 
 
+_OF_WEIGHTS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+
+
 @dataclass(frozen=True)
 class ZeroConfig(Section):
     """``zero_optimization`` of a DeepSpeed config, ``zero.*`` on the command line."""
@@ -140,61 +129,44 @@ class ZeroConfig(Section):
 
     stage: int = 0
     """Which model states are partitioned: 0 none, 1 optimizer states, 2 and gradients, 3 and parameters."""
-
     reduce_bucket_size: int = 500_000_000
     """At most this many elements are reduced at a time. For small models see ``layout.bucket_limit``."""
-
     allgather_bucket_size: int = 500_000_000
     """At most this many elements are gathered at a time; with ``reduce_bucket_size`` it limits a bucket."""
-
     overlap_comm: bool = False
     """Let reductions run while the backward pass goes on, with two buckets in flight."""
-
     reduce_scatter: bool = True
     """Stage 1 only: false reduces with an all-reduce, as DeepSpeed's first release did, at 1.5 times the volume."""
-
     stage3_prefetch_bucket_size: int = 50_000_000
     """Stage 3: fetch ahead until so many elements are gathered and not yet used; 0: never. A small model is cut into
     small buckets, and then one bucket ahead is the most; see ``build.fetch_limits``."""
-
     stage3_max_live_parameters: int = 1_000_000_000
     """Stage 3: at most this many elements are gathered at any time. A module that needs more at once gets it, with a
     warning."""
-
     stage3_max_reuse_distance: int = 1_000_000_000
     """Stage 3: keep what is used again within so many elements of other parameters. For small models as
     ``stage3_prefetch_bucket_size``: one bucket is the most."""
-
     stage3_param_persistence_threshold: int = 100_000
     """Stage 3: parameters of at most this many elements stay whole on every rank."""
-
     sub_group_size: int = 1_000_000_000
     """Stage 3: the optimizer steps on at most this many elements of a rank's share at a time. What the CPU steps on is
     cut into the layout's buckets instead."""
-
     zero_quantized_weights: bool = False
     """qwZ, stage 3: parameters are gathered in ``quantization.weight_bits`` bits."""
-
     zero_quantized_nontrainable_weights: bool = False
     """qwZ for frozen parameters alone."""
-
     zero_hpz_partition_size: int = 1
     """hpZ, stage 3: so many consecutive ranks, a node's, keep the parameters once more among them; the backward pass
     gathers there. 1: off."""
-
     zero_quantized_gradients: bool = False
     """qgZ: gradients are reduced in ``quantization.gradient_bits`` bits, inside nodes first. Stages 1, 2 and 3."""
-
     mics_shard_size: int = -1
     """MiCS, hybrid sharding, stage 3: parameters are partitioned over so many consecutive ranks and replicated across
     such groups; they are gathered inside alone. Optimizer states stay partitioned over all ranks. -1: off."""
-
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """How qwZ and qgZ quantise."""
-
     offload_optimizer: OffloadOptimizerConfig = field(default_factory=OffloadOptimizerConfig)
     """Optimizer states in host memory."""
-
     offload_param: OffloadParamConfig = field(default_factory=OffloadParamConfig)
     """Parameters in host memory."""
 
@@ -220,15 +192,12 @@ class ZeroConfig(Section):
         rule = f"does not go with zero.zero_hpz_partition_size={size}: with MiCS no gather leaves the group anyway"
         self.need(mics == -1 or size == 1, "mics_shard_size", rule)
         on_host = self.offload_param.device == "cpu" or self.offload_optimizer.delayed_update
-        rule = (
-            "does not go with zero.offload_param or zero.offload_optimizer.delayed_update: every step sends the new "
-            "parameters to the other groups from the device"
-        )
+        rule = "every step sends the new parameters to the other groups from the device"
+        rule = f"does not go with zero.offload_param or zero.offload_optimizer.delayed_update: {rule}"
         self.need(mics == -1 or not on_host, "mics_shard_size", rule)
-        off = {"zero_quantized_weights": False, "zero_quantized_nontrainable_weights": False}
-        for name, value in {**off, "zero_hpz_partition_size": 1, "mics_shard_size": -1}.items():
-            rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
-            self.need(getattr(self, name) == value or self.stage == 3, name, rule)
+        rule = f"gathered parameters are stage 3's, and zero.stage={self.stage}"
+        for name in (*_OF_WEIGHTS, "zero_hpz_partition_size", "mics_shard_size"):
+            self.need(getattr(self, name) == getattr(ZeroConfig, name) or self.stage == 3, name, rule)
         weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         gradients, where = self.zero_quantized_gradients, "zero_quantized_gradients"
         self.need(not gradients or self.stage >= 1, where, "needs reduced gradients: stage 1, 2 or 3")

@@ -36,17 +36,12 @@ Tokens = npt.NDArray[np.integer]
 
 SEPARATOR = 0
 """The byte between two files of text."""
-
 STDLIB_SKIPPED_FOLDERS = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data")
 )
 STDLIB_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
-
-TEXT_HINT = "take your own text with data=text data.path=FILE_OR_FOLDER"
-
 LLM_C_MAGIC = {20240520: "llm.c's .bin for GPT-2", 20240801: "llm.c's .bin for Llama 3"}
 """First int32 of token files that share the suffix with nanoGPT's, and start with a header of 256 numbers."""
-
 SCANNED_TOKENS = 1 << 26
 """A token file of at most this many tokens is scanned whole for its largest id, a larger one in samples."""
 
@@ -57,19 +52,14 @@ class Corpus:
 
     train: Tokens
     """1-D, uint8 (text) or little-endian uint16 (token files, memory-mapped)."""
-
     val: Tokens
     """As ``train``, from other files."""
-
     vocab_size: int
     """Text: 256. Token files do not say: the largest id seen + 1; ``TokenSequences`` checks every batch."""
-
     bytes_per_token: float | None
     """For bits per byte. 1 for text; None for token files, whose text is unknown."""
-
     separator: int | None
     """The token between two files, a good prompt; None for token files."""
-
     description: str
     """One line for the log."""
 
@@ -87,13 +77,7 @@ class Corpus:
 
 
 def load_corpus(cfg: DataConfig) -> Corpus:
-    """Read the corpus that ``cfg`` names.
-
-    Args:
-        cfg: ``data.*``.
-
-    Returns:
-        The corpus; both parts hold at least one token. Whether they hold a sequence is for ``TokenSequences`` to say.
+    """Read the corpus that ``cfg`` names; each part has at least one token, and ``TokenSequences`` counts sequences.
 
     Raises:
         ConfigError: nothing there, nothing in it, or not what it is said to be; names the path and what to do.
@@ -107,17 +91,11 @@ def load_corpus(cfg: DataConfig) -> Corpus:
         return _load_token_files(cfg)
     if cfg.name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = _read_folder(root, [p for p in _walk(root) if p.suffix == ".py" and not _skipped_in_stdlib(p, root)])
+        files = _read_folder(root, [path for path in _walk(root) if path.suffix == ".py" and _was_written(path, root)])
         if not files:
-            raise ConfigError(f"data=stdlib: this Python has no standard library source under {root}; {TEXT_HINT}")
+            hint = "take your own text with data=text data.path=FILE_OR_FOLDER"
+            raise ConfigError(f"data=stdlib: this Python has no standard library source under {root}; {hint}")
         return _from_files(files, cfg, f"Python's standard library under {root}")
-    return _load_text(cfg)
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-def _load_text(cfg: DataConfig) -> Corpus:
     path = Path(str(cfg.path)).expanduser()
     if path.is_file():
         if cfg.glob is not None:
@@ -126,11 +104,11 @@ def _load_text(cfg: DataConfig) -> Corpus:
         if text is None:
             raise ConfigError(f"data.path={path} is not UTF-8 text; convert it, or give token files with data=tokens")
         return _from_files({path.name: text}, cfg, str(path))
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"data.path={path} is a device, a pipe or a socket; give a text file or a folder")
     if not path.is_dir():
-        raise ConfigError(f"data.path={path} does not exist (looked from {Path.cwd()}); give a text file or a folder")
-    chosen = _walk(path) if cfg.glob is None else [p for p in _walk(path) if p.relative_to(path).match(cfg.glob)]
+        missing = f"does not exist (looked from {Path.cwd()})"
+        problem = "is a device, a pipe or a socket" if path.exists() else missing
+        raise ConfigError(f"data.path={path} {problem}; give a text file or a folder")
+    chosen = [file for file in _walk(path) if cfg.glob is None or file.relative_to(path).match(cfg.glob)]
     files = _read_folder(path, chosen, must_be_text=cfg.glob is not None)
     if not files:
         what = "UTF-8 text file" if cfg.glob is None else f"file with text that matches {cfg.glob!r}"
@@ -140,35 +118,33 @@ def _load_text(cfg: DataConfig) -> Corpus:
 
 def _walk(root: Path) -> list[Path]:
     """Every file under ``root``; hidden files and folders (``.git``) are left out, linked folders not entered."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(f"data: {error.filename} cannot be read: {error.strerror}") from error
+
     found = []
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
+    for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     return [path for path in found if path.is_file()]
 
 
-def _unreadable(error: OSError) -> None:
-    raise ConfigError(f"data: {error.filename} cannot be read: {error.strerror}") from error
-
-
-def _skipped_in_stdlib(path: Path, root: Path) -> bool:
+def _was_written(path: Path, root: Path) -> bool:
+    """Whether a file of the standard library is code that a person wrote to be read."""
     parts = path.relative_to(root).parts
-    return any(part in STDLIB_SKIPPED_FOLDERS or part.startswith(STDLIB_SKIPPED_PREFIXES) for part in parts)
+    return not any(part in STDLIB_SKIPPED_FOLDERS or part.startswith(STDLIB_SKIPPED_PREFIXES) for part in parts)
 
 
 def _read_text(path: Path) -> bytes | None:
     """The file's bytes, or None where they are not text: not UTF-8, or with the byte that separates files."""
     try:
         content = path.read_bytes()
+        content.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
-    if bytes((SEPARATOR,)) in content:
-        return None
-    try:
-        content.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    return content
+    return None if bytes((SEPARATOR,)) in content else content
 
 
 def _read_folder(root: Path, paths: list[Path], must_be_text: bool = False) -> dict[str, bytes]:
@@ -191,12 +167,13 @@ def _from_files(files: dict[str, bytes], cfg: DataConfig, where: str) -> Corpus:
         train, val = split_single(content, cfg.val_fraction, cfg.max_bytes)
         split = "split at its tail"
     else:
-        train_names, val_names = split_by_file({n: len(c) + 1 for n, c in files.items()}, cfg.val_fraction)
-        train, val = (_join([files[n] for n in names]) for names in (train_names, val_names))
+        parts = split_by_file({name: len(content) + 1 for name, content in files.items()}, cfg.val_fraction)
+        separator = bytes((SEPARATOR,))
+        train, val = (b"".join(files[name] + separator for name in names) for names in parts)
         if cfg.max_bytes is not None:
             val_limit = int(cfg.max_bytes * cfg.val_fraction)
             train, val = train[: cfg.max_bytes - val_limit], val[:val_limit]
-        split = f"{len(train_names)} files for training, {len(val_names)} for validation"
+        split = f"{len(parts[0])} files for training, {len(parts[1])} for validation"
     if not train or not val:
         raise ConfigError(
             f"data: {where} gives {len(train)} bytes for training and {len(val)} for validation, and both need some; "
@@ -212,22 +189,12 @@ def _from_files(files: dict[str, bytes], cfg: DataConfig, where: str) -> Corpus:
     )
 
 
-def _join(contents: list[bytes]) -> bytes:
-    return b"".join(content + bytes((SEPARATOR,)) for content in contents)
-
-
 def split_by_file(sizes: dict[str, int], val_fraction: float) -> tuple[list[str], list[str]]:
     """Whole files for training and for validation, both in the order of their names' hashes.
 
     Going through the files in that order, one is kept for validation if it still fits into ``val_fraction`` of all
     bytes; if none fits, the smallest is. Hence validation never takes more than its part unless it must, and never all.
-
-    Args:
-        sizes: relative name to bytes, at least two files.
-        val_fraction: between 0 and 1.
-
-    Returns:
-        Names for training, names for validation; neither empty.
+    ``sizes`` is relative name to bytes, of at least two files; neither list is empty.
 
     Example:
         >>> split_by_file({"a": 50, "b": 50, "c": 900}, 0.1)
@@ -260,9 +227,6 @@ def split_single(content: bytes, val_fraction: float, max_bytes: int | None = No
     while 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
         cut -= 1
     return content[:cut], content[cut:]
-
-
-# ---- token files -----------------------------------------------------------------------------------------------------
 
 
 def _load_token_files(cfg: DataConfig) -> Corpus:

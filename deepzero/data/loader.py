@@ -36,11 +36,7 @@ class TokenSequences:
     """
 
     def __init__(
-        self,
-        tokens: npt.NDArray[np.integer],
-        block_size: int,
-        name: str = "corpus",
-        vocab_size: int | None = None,
+        self, tokens: npt.NDArray[np.integer], block_size: int, name: str = "corpus", vocab_size: int | None = None
     ) -> None:
         if tokens.ndim != 1:
             raise ConfigError(f"the {name} must be one stream of tokens, got an array of shape {tokens.shape}")
@@ -50,22 +46,13 @@ class TokenSequences:
                 f"{block_size + 1} (with its last target); use a larger corpus (or another data.val_fraction), "
                 f"or a smaller model.block_size"
             )
-        self.tokens = tokens
-        self.block_size = block_size
-        self.name = name
-        self.vocab_size = vocab_size
+        self.tokens, self.block_size, self.name, self.vocab_size = tokens, block_size, name, vocab_size
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block_size
 
     def batch(self, indices: npt.NDArray[np.integer]) -> tuple[Tensor, Tensor]:
-        """Gather sequences.
-
-        Args:
-            indices: [b], each in ``0 … len(self)-1``.
-
-        Returns:
-            inputs and targets, contiguous int64 [b, T] on the CPU.
+        """Inputs and targets of the sequences ``indices`` [b]: contiguous int64 [b, T] on the CPU.
 
         Raises:
             IndexError: no such sequence.

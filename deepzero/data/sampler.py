@@ -58,14 +58,10 @@ class GlobalBatchSampler:
     def __init__(self, num_sequences: int, global_batch: int, seed: int) -> None:
         if num_sequences < 1:
             raise ConfigError(f"a sampler needs at least one sequence, got {num_sequences}")
-        if global_batch < 1:
-            raise ConfigError(f"train_batch_size={global_batch} must be at least 1")
-        if global_batch > MOST_SEQUENCES:
-            raise ConfigError(f"train_batch_size={global_batch} must be at most {MOST_SEQUENCES:,} sequences")
+        if not 1 <= global_batch <= MOST_SEQUENCES:
+            raise ConfigError(f"train_batch_size={global_batch} must be at least 1 and at most {MOST_SEQUENCES:,}")
         self._first_step = self._first_position = 0
-        self.num_sequences = num_sequences
-        self.global_batch = global_batch
-        self.seed = seed
+        self.num_sequences, self.global_batch, self.seed = num_sequences, global_batch, seed
 
     def go_on(self, step: int, position: int) -> None:
         """Let ``step`` begin at ``position`` of the stream: a run that goes on with another global batch.
@@ -88,17 +84,10 @@ class GlobalBatchSampler:
         return batch
 
     def rank_indices(self, step: int, micro_step: int, rank: int, micro_batch: int, world_size: int) -> Indices:
-        """What one rank takes in one micro-step: int64 [micro_batch].
+        """What one rank takes in one micro-step, both counted from 0: int64 [micro_batch].
 
         The global batch is cut as ``[micro_step][rank][micro_batch]``: over all ranks and micro-steps every sequence is
         taken exactly once.
-
-        Args:
-            step: optimizer step, from 0.
-            micro_step: within the step, from 0.
-            rank: of ``world_size`` data-parallel ranks.
-            micro_batch: sequences per rank and micro-step.
-            world_size: number of ranks.
 
         Raises:
             ConfigError: the global batch does not divide into such pieces.
@@ -119,16 +108,9 @@ class GlobalBatchSampler:
 
 
 def permute(positions: Indices, size: int, seed: int, epoch: int) -> Indices:
-    """Where a shuffle of ``0 … size-1``, chosen by ``seed`` and ``epoch``, sends ``positions``.
+    """Where a shuffle of ``0 … size-1``, chosen by ``seed`` and ``epoch``, sends ``positions``: int64, as they are.
 
-    Args:
-        positions: int64, each in ``0 … size-1``.
-        size: number of things shuffled.
-        seed: any integer.
-        epoch: any integer.
-
-    Returns:
-        int64 of the same shape; distinct positions give distinct results.
+    Distinct positions give distinct results.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = [_key(seed, epoch, number) for number in range(ROUNDS)]

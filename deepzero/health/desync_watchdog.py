@@ -3,10 +3,9 @@
 A collective ends when all ranks have launched it. When rank 0 goes through one module and rank 1 through another, each
 waits for a collective that the other never launches, and nothing happens until ``comm.timeout_seconds`` have passed.
 
-**The watchdog.** Each rank keeps a :class:`~deepzero.comm.flight_recorder.FlightRecorder` of its collectives, and a
-thread looks twice a second at what this rank waits for. Only when one wait has lasted for :data:`DIVERGENCE_SECONDS`
-does it talk to the others, by the store at which the ranks have met (a side channel: the process group itself is what
-hangs). It posts its rank's state and reads the states of the others who wait too.
+**The watchdog.** A thread of each rank looks twice a second at what its rank waits for (``FlightRecorder.waiting``).
+Only when one wait has lasted for :data:`DIVERGENCE_SECONDS` does it talk to the others, by the store at which the ranks
+have met (the process group itself is what hangs): it posts its rank's state and reads those of the others who wait.
 
 **The proof.** A rank is slow because it validates, writes a checkpoint or sits in a debugger; that is no divergence,
 however long it takes. So time proves nothing here. A rank *may go on* when it is not waiting, or when every rank whose
@@ -16,13 +15,9 @@ them were in it at the one moment between.
 
 **The end.** The verdict, a text that names each rank's place, goes to the store. Then each watchdog breaks its rank's
 wait: gloo lets a receive that timed out fail every operation of the group (``ProcessGroup.abort`` does nothing in gloo,
-tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict.
-
-**No end.** While nothing is proved, :mod:`deepzero.health.absence` says who waits for whom, from the same thread.
-
-**Other ends.** A rank that leaves says so, and who misses it raises :class:`RankLeftError` with its reason. Where a
-collective fails and nobody has said why, :mod:`deepzero.health.hang_report` calls the roll; the thread answers for its
-rank.
+tried with torch 2.13). What the wait raises is replaced by :class:`RankDivergenceError` with the verdict; who misses a
+rank that has left raises :class:`RankLeftError` with its reason. For other failures, and while nothing is proved, see
+:mod:`deepzero.health.hang_report`.
 """
 
 from __future__ import annotations
@@ -40,16 +35,8 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import flight_recorder
-from deepzero.comm.flight_recorder import (
-    CollectiveRecord,
-    DepartedRank,
-    DesyncError,
-    GroupObserver,
-    State,
-    user_line,
-)
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, DesyncError, GroupObserver, State, user_line
 from deepzero.comm.process_group import StoreMailbox
-from deepzero.health.absence import Absence
 from deepzero.health.hang_report import (
     ASKING_SECONDS,
     CONNECTION,
@@ -57,23 +44,18 @@ from deepzero.health.hang_report import (
     TIMEOUT,
     CollectiveTimeoutError,
     Diagnosis,
-    NcclStallReporter,
-    StateCollector,
+    RollCall,
     failure_of,
     within,
 )
 from deepzero.utils.threads import start_thread
 
-DIVERGENCE_SECONDS = 3.0
-"""A wait that has lasted longer is looked into."""
+DIVERGENCE_SECONDS = 3.0  # a wait that has lasted longer is looked into
 TICK_SECONDS = 0.5
-ROLL_CALL_TICKS = 2
-"""Every so many ticks the thread looks whether the roll is called, and who is absent."""
-SILENT_LOOKS = 4
-"""A post that has not changed in so many looks is an old one."""
+ROLL_CALL_TICKS = 2  # every so many ticks the thread looks whether the roll is called, and who is absent
+SILENT_LOOKS = 4  # a post that has not changed in so many looks is an old one
 
 _BREAK_TAG = 0x5A53
-_DIVERGENCE = "divergence"
 _DIFFERENT = "ranks have taken different paths and wait for each other:"
 _LEFT = "a rank has left, and others wait for it:"
 _ADVICE = (
@@ -94,11 +76,9 @@ class RankLeftError(RankDivergenceError):
 
 
 def stuck(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> list[int]:
-    """The waiting ranks that can never go on.
+    """The waiting ranks that can never go on: a greatest fixed point, computed from states and not from time.
 
-    Args:
-        states: of the ranks that wait.
-        gone: ranks that have left. All others are taken to be running.
+    ``states`` are those of the ranks that wait. Ranks that are neither there nor in ``gone`` are taken to be running.
     """
     hopeless = {rank for rank in states if rank not in gone}
     while True:
@@ -118,52 +98,34 @@ def stuck(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> list
 
 def verdict(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> str:
     """What every rank raises."""
-    missed = _has_left(states, gone)
+    launches = [state.waiting for state in states.values() if state.waiting is not None]
+    missed = any(peer.sequence < launch.sequence for peer in gone.values() for launch in launches)
     lines = [_LEFT if missed else _DIFFERENT]
     for rank in range(world_size):
-        if rank in gone:
-            lines.append(f"  rank {rank}: {gone[rank].reason}")
-        elif rank in states:
-            lines.append(f"  rank {rank}: {states[rank].text()}")
-        else:
-            lines.append(f"  rank {rank}: its own code is running, it waits for nobody")
-    return "\n".join([*lines, *_first_difference(states), _ADVICE])
-
-
-def _has_left(states: Mapping[int, State], gone: Mapping[int, DepartedRank]) -> bool:
-    """Whether a rank waits for one that has left."""
-    launches = [state.waiting for state in states.values() if state.waiting is not None]
-    return any(peer.sequence < launch.sequence for peer in gone.values() for launch in launches)
-
-
-def _first_difference(states: Mapping[int, State]) -> list[str]:
-    """The first collective that is not the same everywhere, as far back as the trails go."""
+        running = states[rank].text() if rank in states else "its own code is running, it waits for nobody"
+        lines.append(f"  rank {rank}: {gone[rank].reason if rank in gone else running}")
+    # The first collective that is not the same everywhere, as far back as the trails go.
     first, *others = sorted(states)
-    for sequence in sorted(states[first].recent):
-        mine = states[first].recent[sequence]
+    for sequence, mine in sorted(states[first].recent.items()):
         for rank in others:
             theirs = states[rank].recent.get(sequence)
             if theirs is not None and theirs.fingerprint != mine.fingerprint:
                 what = f"rank {first} launched {mine.text()}; rank {rank} launched {theirs.text()}"
-                return [f"  the first difference: {what}"]
-    return []
+                return "\n".join([*lines, f"  the first difference: {what}", _ADVICE])
+    return "\n".join([*lines, _ADVICE])
 
 
 class Watchdog(GroupObserver):
     """One rank's flight recorder and the thread that looks after it, where gloo does the waiting.
 
     Args:
-        store: where the ranks have met.
-        rank: this rank.
-        world_size: how many there are, at least 2.
-        name: of this group, the same on every rank and never used before in ``store``.
+        board: of this group, under a name never used before in its store.
         seconds: a wait that has lasted longer is looked into; None: :data:`DIVERGENCE_SECONDS`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, name: str, seconds: float | None = None) -> None:
+    def __init__(self, board: StoreMailbox, seconds: float | None = None) -> None:
         super().__init__()
-        self._rank, self._world_size, self._seconds = rank, world_size, seconds
-        self._board = StoreMailbox(name, store, rank, world_size)
+        self._board, self._seconds = board, seconds
         self._beat, self._posted = 0, ""
         self._verdict: Diagnosis | None = None
         # The circle that the last look has found, and the beats of its ranks then: found again, it is proved.
@@ -173,8 +135,7 @@ class Watchdog(GroupObserver):
         self._heard: dict[int, tuple[int, int]] = {}
         self._trainer = threading.get_ident()
         self._stop = threading.Event()
-        self._roll_call = StateCollector(self._board, self.trail, self._trainer)
-        self._absence = Absence(self._board, self.trail, self._trainer, host_waits=True)
+        self._roll_call = RollCall(board, self.trail, self._trainer)
         self._thread = start_thread(self._run, "deepzero-divergence")
 
     def explain(self, error: RuntimeError) -> None:
@@ -204,22 +165,23 @@ class Watchdog(GroupObserver):
 
     def _known(self, found: Diagnosis) -> RuntimeError:
         if found.kind == TIMEOUT:
-            return CollectiveTimeoutError(found.text, echo=found.author != self._rank)
+            return CollectiveTimeoutError(found.text, echo=found.author != self._board.rank)
         if found.kind == MISSING:
-            return RankLeftError(f"{found.text}. Rank {self._rank} still needs it: {self._here()}")
+            return self._left(found.text)
         return (RankLeftError if found.text.startswith(_LEFT) else RankDivergenceError)(found.text)
 
     def _missed(self, failure: str) -> RankLeftError | None:
         """The ranks that have said that they leave, and that this one needs."""
-        gone = {
-            rank: peer
-            for rank, peer in self._board.gone().items()
-            if failure == CONNECTION or peer.sequence < self.trail.sequence
-        }
-        if not gone:
-            return None
-        who = "; ".join(f"rank {rank} {peer.reason}" for rank, peer in gone.items())
-        return RankLeftError(f"{who}. Rank {self._rank} still needs it: {self._here()}")
+        gone, lost = self._board.gone().items(), failure == CONNECTION
+        who = [f"rank {rank} {peer.reason}" for rank, peer in gone if lost or peer.sequence < self.trail.sequence]
+        return self._left("; ".join(who)) if who else None
+
+    def _left(self, who: str) -> RankLeftError:
+        waiting, place = self.trail.waiting, self.trail.place()
+        last = waiting or (self.trail.recent[-1] if self.trail.recent else None)
+        doing = f"{'waiting for' if waiting else 'after'} {last.text()}" if last else "before any collective"
+        here = f"in {place}, {doing}" if place else doing
+        return RankLeftError(f"{who}. Rank {self._board.rank} still needs it: it is {here}")
 
     def found(self) -> str | None:
         """The verdict, once there is one: the ranks will not go on together. For threads that wait beside training."""
@@ -228,11 +190,10 @@ class Watchdog(GroupObserver):
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will not come back, and stop watching; ``reason`` completes "rank 3 …"."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        self._thread.join(2 * TICK_SECONDS)
-        self._say_gone(reason)
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join(2 * TICK_SECONDS)
+            self._say_gone(reason)
 
     def _say_gone(self, reason: str) -> None:
         where = self.trail.place()
@@ -254,12 +215,15 @@ class Watchdog(GroupObserver):
                 seen = waiting
                 threshold = DIVERGENCE_SECONDS if self._seconds is None else self._seconds
                 if waiting is not None and ticks * TICK_SECONDS >= threshold and self._look(waiting):
-                    self._break_waits()
+                    # Every operation of the group fails then, here and, since the connections close, on the others.
+                    peer = (self._board.rank + 1) % self._board.world_size
+                    work = dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
                     return
                 looks += 1
                 if looks % ROLL_CALL_TICKS == 0:
-                    self._roll_call.answer()
-                    self._absence.look(time.monotonic())
+                    self._roll_call.look(time.monotonic())
 
     def _look(self, waiting: CollectiveRecord) -> bool:
         """Post this rank's state, read the others'; True when there is a verdict."""
@@ -269,17 +233,17 @@ class Watchdog(GroupObserver):
         if mine.waiting is not waiting or self.trail.waiting is not waiting:
             return False
         if (full := mine.to_json()) != self._posted:  # kilobytes, and a store that is a file keeps each post
-            board.set(f"state/{self._rank}", full)
+            board.set(f"state/{board.rank}", full)
             self._posted = full
-        board.set(f"beat/{self._rank}", str(self._beat))
+        board.set(f"beat/{board.rank}", str(self._beat))
         mine.beat = self._beat
         self._verdict = Diagnosis.read(board)
         if self._verdict is not None:
             return True
-        states = {self._rank: mine}
-        for peer in range(self._world_size):
+        states = {board.rank: mine}
+        for peer in range(board.world_size):
             # The beat comes first: a state that is read after it was there at that beat, or is newer.
-            posted = None if peer == self._rank else board.get(f"beat/{peer}")
+            posted = None if peer == board.rank else board.get(f"beat/{peer}")
             text = posted and board.get(f"state/{peer}")
             if posted and text:
                 state = State.from_json(text)
@@ -291,52 +255,35 @@ class Watchdog(GroupObserver):
                     states[peer] = state
         gone = board.gone()
         circle = {rank: states[rank] for rank in stuck(states, gone)}
-        if not self._confirmed(circle):
-            return False
-        Diagnosis(_DIVERGENCE, self._rank, verdict(circle, gone, self._world_size)).write(board)
-        self._verdict = Diagnosis.read(board)
-        return True
-
-    def _confirmed(self, circle: Mapping[int, State]) -> bool:
-        """Whether all of ``circle`` were in these same waits at one moment.
-
-        Two beats on, since the next post may have been put together before this rank read the last one.
-        """
         found = {rank: (state.waiting, state.sequence) for rank, state in circle.items()}
         if not circle or found != self._found:
             self._found, self._beats = found, {rank: state.beat for rank, state in circle.items()}
             return False
-        return all(state.beat >= self._beats[rank] + 2 for rank, state in circle.items())
-
-    def _break_waits(self) -> None:
-        """Make every operation of the group fail, on this rank and, since the connections close, on the others."""
-        peer = (self._rank + 1) % self._world_size
-        work = dist.irecv(torch.zeros(1), peer, tag=_BREAK_TAG)
-        if work is not None:
-            work.wait(timedelta(milliseconds=1))
-
-    def _here(self) -> str:
-        waiting, place = self.trail.waiting, self.trail.place()
-        last = waiting or (self.trail.recent[-1] if self.trail.recent else None)
-        doing = f"{'waiting for' if waiting else 'after'} {last.text()}" if last else "before any collective"
-        return f"it is in {place}, {doing}" if place else f"it is {doing}"
+        # Whether all of them were in these same waits at one moment: two beats on, since the next post may have been
+        # put together before this rank read the last one.
+        if any(state.beat < self._beats[rank] + 2 for rank, state in circle.items()):
+            return False
+        Diagnosis("divergence", board.rank, verdict(circle, gone, board.world_size)).write(board)
+        self._verdict = Diagnosis.read(board)
+        return True
 
 
 class NcclWatchdog(GroupObserver):
     """The flight recorder and a thread that prints, where NCCL does the waiting: it breaks nothing off.
 
-    NCCL's waits do not hold up the CPU, so that no wait is seen here; see ``hang_report.NcclStallReporter``.
+    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
+    group. A little earlier (nine tenths of it) each rank prints where it is, also one that has nothing to launch for so
+    long; it is one line. Tried with a made-up clock; it has not run on GPUs.
 
     Args:
-        rank: this rank.
-        standstill: prints where this rank is before the backend ends it.
-        board: to ask who is absent; None: nobody is asked.
+        board: of this group, to ask who is absent.
+        timeout_seconds: of the process group.
     """
 
-    def __init__(self, rank: int, standstill: NcclStallReporter, board: StoreMailbox | None = None) -> None:
+    def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:
         super().__init__()
-        self._rank, self._standstill, self._trainer = rank, standstill, threading.get_ident()
-        self._absence = None if board is None else Absence(board, self.trail, self._trainer, host_waits=False)
+        self._seconds = 0.9 * timeout_seconds
+        self._roll_call = RollCall(board, self.trail, threading.get_ident(), host_waits=False)
         self._stop = threading.Event()
         self._thread = start_thread(self._run, "deepzero-divergence")
 
@@ -346,38 +293,31 @@ class NcclWatchdog(GroupObserver):
         self._thread.join(2 * TICK_SECONDS)
 
     def _run(self) -> None:
-        looks = 0
+        looks, answers = 0, True
         while not self._stop.wait(TICK_SECONDS) and self.of_current_group:
-            if self._standstill.look(self.trail, time.monotonic()):
-                text = self._standstill.text(self.trail, self._rank, user_line(self._trainer))
+            if text := self._roll_call.standstill(time.monotonic(), self._seconds):
                 print(text, file=sys.stderr, flush=True)
             looks += 1
-            if self._absence is not None and looks % ROLL_CALL_TICKS == 0:
-                look = partial(self._absence.look, time.monotonic())
+            if answers and looks % ROLL_CALL_TICKS == 0:
                 # A store that is gone, or hangs, must not keep this thread from what it says by itself.
-                if within(ASKING_SECONDS, look) is None:
-                    self._absence = None
-
-
-_groups = 0
+                answers = within(ASKING_SECONDS, partial(self._roll_call.look, time.monotonic())) is not None
 
 
 def watch_group() -> GroupObserver:
     """An observer for the process group that this process is in now. For ``flight_recorder.observe_groups_with``."""
-    global _groups
-    # Counted where there is a group alone: a dry run of one rank must not give the next group another name there.
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return GroupObserver()
-    if _groups == 0:
-        atexit.register(_program_ends)
-    _groups += 1
-    rank, world_size, name = dist.get_rank(), dist.get_world_size(), f"group{_groups}"
+    atexit.unregister(_program_ends)  # once, however many groups there are
+    atexit.register(_program_ends)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
+    # Every rank observes the groups that meet at this store in the same order.
+    name = f"group{store.add(f'deepzero/groups/{rank}', 1)}"
     if _speaks_gloo():
-        return Watchdog(store, rank, world_size, name)
+        return Watchdog(StoreMailbox(name, store, rank, world_size))
     # A connection of its own: NCCL's first launch waits in the store for rank 0, and holds it meanwhile.
     beside = StoreMailbox(name, store.clone(), rank, world_size)  # type: ignore[attr-defined]
-    return NcclWatchdog(rank, NcclStallReporter(_timeout_seconds()), beside)
+    return NcclWatchdog(beside, _timeout_seconds())
 
 
 def _program_ends() -> None:

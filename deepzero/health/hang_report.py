@@ -1,19 +1,14 @@
-"""After a collective has failed: the roll is called, and what the ranks answer says whose fault it was.
+"""Where the ranks are, and who waits for whom: asked and told when a rank is absent, and when a collective has failed.
 
-Two failures say nothing by themselves. A collective *timed out* (``comm.timeout_seconds``): some rank has not come, but
-which, and what does it do instead? And a *connection was lost*, without a word from the rank at its other end: which
-one was killed? In both cases the rank that has noticed calls the roll on the
-:class:`~deepzero.comm.process_group.StoreMailbox`. Every rank answers with its
-:class:`~deepzero.comm.flight_recorder.State`: a rank that waits or sleeps in its own code by the thread of its
-watchdog, which looks for a call once a second. Whoever has not answered after :data:`ROLL_CALL_SECONDS` is taken to be
-gone. The first rank that knows writes the verdict, and all raise that:
+**A rank that is alive but absent** (in its data loader, in a debugger) makes the others wait up to
+``comm.timeout_seconds``. Nothing is broken off; but when a wait has lasted :data:`NOTICE_SECONDS`, the rank that waits
+asks all ranks where they are, over the ``StoreMailbox``, and the threads of their watchdogs answer. Whoever waits with
+the lowest number prints the answer, and again every :data:`AGAIN_SECONDS`.
 
-- ``timeout``: :class:`CollectiveTimeoutError`, with who waits for whom and where each rank is. Each rank also prints
-  its own place, for logs that are kept rank by rank.
-- ``missing``: ``RankLeftError``, with the ranks that gave no sign of life.
-
-When the store is gone too, nobody can be asked, and the error stays what it was; :func:`within` sees to it that asking
-ends. Under NCCL the process group is not asked and not broken, see :class:`NcclStallReporter`.
+**A collective that failed** says little by itself. It *timed out*: which rank has not come, and what does it do
+instead? A *connection was lost*: which rank was killed? Whoever has noticed asks too; who has not answered after
+:data:`ROLL_CALL_SECONDS` is taken to be gone. The first rank that has found out posts a :class:`Diagnosis`, and all
+raise that. When the store is gone too, nobody can be asked, and the error stays what it was (:func:`within`).
 """
 
 from __future__ import annotations
@@ -28,30 +23,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from deepzero.comm.flight_recorder import (
-    CollectiveRecord,
-    DepartedRank,
-    DesyncError,
-    FlightRecorder,
-    State,
-    user_line,
-)
+from deepzero.comm.flight_recorder import CollectiveRecord, DepartedRank, DesyncError, FlightRecorder, State, user_line
 from deepzero.comm.process_group import StoreMailbox
 from deepzero.utils.threads import start_thread
 
-ROLL_CALL_SECONDS = 3.0
-"""Who has not answered by then is taken to be gone."""
-ASKING_SECONDS = 5.0
-"""A store that has not answered by then is gone too."""
+NOTICE_SECONDS, AGAIN_SECONDS = 30.0, 60.0  # a wait that has lasted so long is told, and told again so often
+ROLL_CALL_SECONDS = 3.0  # who has not answered by then is taken to be gone
+ASKING_SECONDS = 5.0  # a store that has not answered by then is gone too
 POLL_SECONDS = 0.1
-SHOWN = 8
-"""Ranks that one sentence names; the others are counted."""
-
-CONNECTION = "connection"
-TIMEOUT = "timeout"
-MISSING = "missing"
+SHOWN = 8  # ranks that one sentence names; the others are counted
+CONNECTION, TIMEOUT, MISSING = "connection", "timeout", "missing"
 
 _TIMED_OUT = re.compile(r"timed out waiting (\d+)\s*ms", re.IGNORECASE)
+_LOST = re.compile(r"connection|pair closure|broken pipe", re.IGNORECASE)
 _NO_ANSWER = "does not answer: killed, stopped, or its machine is gone"
 _ADVICE = "Where a rank is only slow (it loads data, validates, writes a checkpoint), raise comm.timeout_seconds"
 
@@ -61,9 +45,7 @@ T = TypeVar("T")
 class CollectiveTimeoutError(DesyncError):
     """A collective did not complete in ``comm.timeout_seconds``. The message, the same on every rank, says why.
 
-    Args:
-        text: who waits for whom, and where each rank is.
-        echo: whether another rank says it already.
+    It is an ``echo`` where another rank says it already.
     """
 
     def __init__(self, text: str, echo: bool = False) -> None:
@@ -72,11 +54,10 @@ class CollectiveTimeoutError(DesyncError):
 
 
 class Diagnosis(NamedTuple):
-    """What is to be raised on every rank."""
+    """What is to be raised on every rank, and the rank that found it."""
 
     kind: str
     author: int
-    """The rank that found it."""
     text: str
 
     def write(self, board: StoreMailbox) -> None:
@@ -90,86 +71,127 @@ class Diagnosis(NamedTuple):
         return None if text is None else Diagnosis(*json.loads(text))
 
 
-class StateCollector:
-    """One rank's part in calling the roll: it answers, and it calls.
+class RollCall:
+    """One rank's part: it asks where the ranks are, it answers, and it says what it has heard.
+
+    **Who waits.** On gloo a rank waits when its host does (``FlightRecorder.waiting``). NCCL's waits hold up the GPU
+    and not the host. But a rank that is waited for has launched less: there the ranks that have launched most, and
+    nothing since, wait for those that have launched less; where all have launched the same there is nothing to say.
 
     Args:
-        board: where the calls and the answers are.
+        board: where questions and answers are.
         trail: of this rank.
         trainer: number of the thread that trains.
+        host_waits: False where waits do not hold up the host.
     """
 
-    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int) -> None:
-        self._board, self._trail, self._trainer = board, trail, trainer
-        self._failure = ""
-        self._heard: str | None = None
-        self._lock = threading.Lock()
-        self._said = False
+    def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool = True) -> None:
+        self._board, self._trail, self._trainer, self._host_waits = board, trail, trainer, host_waits
+        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
+        self._since: float | None = None
+        self._due = NOTICE_SECONDS
+        self._answered = 0
+        # The number of the question that this rank has asked last while it waits, and when; None: it has its answer.
+        self._asked: tuple[int, float] | None = None
+        self._lock, self._said, self._told = threading.Lock(), False, False
 
-    def answer(self) -> None:
-        """Answer a call, if there is one that has not been answered. For the watchdog's thread."""
-        call = self._board.get("call")
-        if call is None or call == self._heard:
-            return
-        self._heard = call
-        self._post()
-        if call != CONNECTION:
-            self.say()
+    def stands(self, now: float) -> float:
+        """How long this rank has stood where it is, at second ``now`` of any clock that does not jump."""
+        seen = (self._trail.sequence, self._trail.waiting)
+        if self._since is None or seen != self._seen:
+            self._seen, self._since, self._due, self._asked, self._told = seen, now, NOTICE_SECONDS, None, False
+        return now - self._since
+
+    def standstill(self, now: float, seconds: float) -> str:
+        """What is to be printed, once, when nothing was launched for so long; empty: nothing. Without the store."""
+        if self.stands(now) < seconds or self._told or self._trail.sequence == 0:
+            return ""
+        self._told, where = True, self._state(0, 0.0).text()
+        return f"where rank {self._board.rank} is, nothing launched for {seconds:.0f} s: {where}"
+
+    def look(self, now: float) -> bool:
+        """Answer, ask or say, whatever it is time for, and return True. For the watchdog's thread, once a second."""
+        board, stands = self._board, self.stands(now)
+        asked = int(board.get("ask") or 0)
+        if asked > self._answered:
+            self._answered = asked
+            self._post(asked, stands)
+            if board.get("call") not in (None, CONNECTION):
+                self.say()
+        waits = self._trail.waiting is not None if self._host_waits else self._trail.sequence > 0
+        if waits and stands >= self._due:
+            if self._asked is None:
+                self._asked = board.add("ask", 1), now
+            else:  # a later look
+                text = self._heard(self._asked[0], stands, now - self._asked[1] >= ROLL_CALL_SECONDS)
+                if text is not None:
+                    self._asked, self._due = None, stands + AGAIN_SECONDS
+                    print(text, end="", file=sys.stderr, flush=True)
+        return True
 
     def hold(self, failure: str, timeout_seconds: float = 0.0) -> None:
         """Call the roll, and post a verdict if the answers give one. For the rank whose collective has failed.
 
-        Args:
-            failure: :data:`TIMEOUT` or :data:`CONNECTION`.
-            timeout_seconds: how long the collective has waited.
+        ``failure`` is :data:`TIMEOUT`, after ``timeout_seconds``, or :data:`CONNECTION`.
         """
-        self._failure = failure
-        self._post()
+        board, end = self._board, time.monotonic() + ROLL_CALL_SECONDS
         if failure == TIMEOUT:
             # Over an earlier call for a lost connection: on gloo one rank's time-out closes the others' connections.
-            self._board.set("call", f"{timeout_seconds:g}")
+            board.set("call", f"{timeout_seconds:g}")
             self.say()
         else:
-            self._board.set_first("call", CONNECTION)
-        found = self._listen()
-        if found is not None:
-            found.write(self._board)
+            board.set_first("call", CONNECTION)
+        question = board.add("ask", 1)
+        self._post(question, 0.0)
+        while True:
+            over = time.monotonic() >= end
+            states, gone, call = self._answers(question), board.gone(), board.get("call")
+            timed_out = call not in (None, CONNECTION)
+            if Diagnosis.read(board) is not None or (gone and not timed_out):
+                return
+            silent = [rank for rank in range(board.world_size) if rank not in states and rank not in gone]
+            if timed_out and (over or not silent):
+                text = summary(states, gone, board.world_size, float(call or 0))
+                return Diagnosis(TIMEOUT, board.rank, text).write(board)
+            if over:
+                return Diagnosis(MISSING, board.rank, _missing_text(silent)).write(board) if silent else None
+            time.sleep(POLL_SECONDS)
 
     def say(self) -> None:
         """Print where this rank is, once."""
         with self._lock:
             said, self._said = self._said, True
         if not said:
-            print(f"where rank {self._board.rank} is: {self._state().text()}", file=sys.stderr, flush=True)
+            print(f"where rank {self._board.rank} is: {self._state(0, 0.0).text()}", file=sys.stderr, flush=True)
 
-    def _listen(self) -> Diagnosis | None:
-        board = self._board
-        everyone = range(board.world_size)
-        states = {board.rank: self._state()}
-        end = time.monotonic() + ROLL_CALL_SECONDS
-        while True:
-            over = time.monotonic() >= end
-            states.update(self._answers(rank for rank in everyone if rank not in states))
-            gone, call = board.gone(), board.get("call")
-            timed_out = call not in (None, CONNECTION)
-            if Diagnosis.read(board) is not None or (gone and not timed_out):
-                return None
-            silent = [rank for rank in everyone if rank not in states and rank not in gone]
-            if timed_out and (over or not silent):
-                return Diagnosis(TIMEOUT, board.rank, summary(states, gone, board.world_size, float(call or 0)))
-            if over:
-                return Diagnosis(MISSING, board.rank, missing_text(silent)) if silent else None
-            time.sleep(POLL_SECONDS)
+    def _state(self, question: int, stands: float) -> State:
+        return replace(self._trail.state(question, user_line(self._trainer)), seconds=stands)
 
-    def _answers(self, ranks: Iterable[int]) -> dict[int, State]:
-        texts = {rank: self._board.get(f"answer/{rank}") for rank in ranks}
-        return {rank: State.from_json(text) for rank, text in texts.items() if text is not None}
+    def _post(self, question: int, stands: float) -> None:
+        self._board.set(f"here/{self._board.rank}", self._state(question, stands).to_json())
 
-    def _post(self) -> None:
-        self._board.set(f"answer/{self._board.rank}", self._state().to_json())
+    def _answers(self, question: int) -> dict[int, State]:
+        """Of the ranks that have answered this question or a later one."""
+        texts = [self._board.get(f"here/{rank}") for rank in range(self._board.world_size)]
+        states = {rank: State.from_json(text) for rank, text in enumerate(texts) if text is not None}
+        return {rank: state for rank, state in states.items() if state.beat >= question}
 
-    def _state(self) -> State:
-        return replace(self._trail.state(0, user_line(self._trainer)), failure=self._failure)
+    def _heard(self, question: int, stands: float, over: bool) -> str | None:
+        """What is to be said; empty: nothing, or not by this rank; None: not yet, answers are missing."""
+        board, mine = self._board, self._state(question, stands)
+        states, gone = {**self._answers(question), board.rank: mine}, board.gone()
+        for peer in range(board.rank):
+            state = states.get(peer)
+            # It will say so itself; and who has launched more on NCCL waits for this rank, not this rank for it.
+            if state and (state.waiting if self._host_waits else state.sequence >= mine.sequence):
+                return ""
+        if not over and len(states.keys() | gone.keys()) < board.world_size:
+            return None
+        if not self._host_waits:  # who has launched most waits for that, unless nobody has launched less
+            most = max(state.sequence for state in states.values())
+            less = any(state.sequence < most for state in states.values())
+            states = {q: replace(s, waiting=s.recent.get(most) if less else None) for q, s in states.items()}
+        return notice(states, gone, board)
 
 
 def failure_of(error: BaseException) -> tuple[str, float]:
@@ -183,125 +205,9 @@ def failure_of(error: BaseException) -> tuple[str, float]:
         >>> failure_of(RuntimeError("CUDA out of memory"))
         ('', 0.0)
     """
-    timed_out = _TIMED_OUT.search(str(error))
-    if timed_out is not None:
+    if timed_out := _TIMED_OUT.search(str(error)):
         return TIMEOUT, int(timed_out[1]) / 1000
-    text = str(error).lower()
-    lost = "connection" in text or "pair closure" in text or "broken pipe" in text
-    return (CONNECTION if lost else ""), 0.0
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """In words.
-
-    Example:
-        >>> listed([0, 2, 3])
-        'rank 0, rank 2 and rank 3'
-        >>> listed(range(100))
-        'rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6 and 93 more'
-    """
-    names = [f"rank {rank}" for rank in ranks]
-    *most, last = names if len(names) <= SHOWN else [*names[: SHOWN - 1], f"{len(names) - SHOWN + 1} more"]
-    return f"{', '.join(most)} and {last}" if most else last
-
-
-def missing_text(ranks: list[int]) -> str:
-    """What is said of ranks that have not answered."""
-    it = "it was killed or its machine is" if len(ranks) == 1 else "they were killed or their machines are"
-    return f"{listed(ranks)} gave no sign of life: {it} gone"
-
-
-def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int, seconds: float) -> str:
-    """What every rank raises after a time-out: who waits for whom in the first line, then where each rank is.
-
-    Args:
-        states: of the ranks that have answered.
-        gone: ranks that have left.
-        world_size: of the others nothing is known.
-        seconds: how long the collective has waited.
-    """
-    waits = "; ".join(wait_texts(states, gone, world_size))
-    lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {waits}"]
-    for rank in range(world_size):
-        place = states[rank].text() if rank in states else gone[rank].reason if rank in gone else _NO_ANSWER
-        lines.append(f"  rank {rank}: {place}")
-    return "\n".join([*lines, _ADVICE])
-
-
-def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> list[str]:
-    """A sentence for each collective that is waited for: who waits for whom. Arguments as for :func:`summary`."""
-    waits: dict[CollectiveRecord, list[int]] = {}
-    for rank, state in sorted(states.items()):
-        if state.waiting is not None:
-            waits.setdefault(state.waiting, []).append(rank)
-    silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
-    return [_wait_text(launch, ranks, states, gone, silent) for launch, ranks in sorted(waits.items())]
-
-
-def _wait_text(
-    launch: CollectiveRecord,
-    ranks: list[int],
-    states: Mapping[int, State],
-    gone: Mapping[int, DepartedRank],
-    silent: list[int],
-) -> str:
-    """Whom ``ranks`` wait for in ``launch``, and why in vain."""
-    culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
-    culprits += [f"rank {rank}, which {peer.reason}" for rank, peer in gone.items() if peer.sequence < launch.sequence]
-    for rank, state in sorted(states.items()):
-        if not state.lacks(launch):
-            continue
-        instead = state.recent.get(launch.sequence)
-        did = f"has launched {instead.text()} in place of" if instead else "has not launched"
-        if state.waiting is None:
-            now = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
-        else:
-            now = f"rank {rank} is {state.doing()}"
-        culprits.append(f"rank {rank}, which {did} {launch.text()}: {now}")
-    if len(culprits) > SHOWN:
-        culprits[SHOWN - 1 :] = [f"{len(culprits) - SHOWN + 1} more"]
-    verb = "waits" if len(ranks) == 1 else "wait"
-    if not culprits:
-        return f"{listed(ranks)} {verb} for {launch.text()}, which every rank has launched: its messages do not arrive"
-    first = "" if states.keys() - set(ranks) and not silent else f" in {launch.text()},"
-    return f"{listed(ranks)} {verb}{first} for {', and for '.join(culprits)}"
-
-
-class NcclStallReporter:
-    """Notices that nothing has been launched for long: all that a watchdog can see where NCCL does the waiting.
-
-    NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out. A little
-    earlier (nine tenths) each rank prints where it is. A rank that has nothing to launch for so long prints that too;
-    it is one line. Tried with a made-up clock; it has not run on GPUs.
-
-    Args:
-        timeout_seconds: of the process group.
-    """
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.seconds = 0.9 * timeout_seconds
-        self._seen: tuple[int, CollectiveRecord | None] = (0, None)
-        self._since = 0.0
-        self._said = False
-
-    def look(self, trail: FlightRecorder, now: float) -> bool:
-        """Whether it is time to print; true once for each standstill.
-
-        Args:
-            trail: of this rank.
-            now: in seconds, of any clock that does not jump.
-        """
-        seen = (trail.sequence, trail.waiting)
-        if seen != self._seen:
-            self._seen, self._since, self._said = seen, now, False
-        if trail.sequence == 0 or self._said or now - self._since < self.seconds:
-            return False
-        self._said = True
-        return True
-
-    def text(self, trail: FlightRecorder, rank: int, line: str) -> str:
-        """What is printed."""
-        return f"where rank {rank} is, nothing launched for {self.seconds:.0f} s: {trail.state(0, line).text()}"
+    return (CONNECTION if _LOST.search(str(error)) else ""), 0.0
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -314,3 +220,81 @@ def within(seconds: float, ask: Callable[[], T]) -> T | None:
 
     start_thread(run, "deepzero-autopsy").join(seconds)
     return answers[0] if answers else None
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+#
+# `states` are those of the ranks that have answered, `gone` the ranks that have left; of the others nothing is known.
+
+
+def _shorten(words: list[str]) -> list[str]:
+    return words if len(words) <= SHOWN else [*words[: SHOWN - 1], f"{len(words) - SHOWN + 1} more"]
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """In words.
+
+    Example:
+        >>> listed([0, 2, 3])
+        'rank 0, rank 2 and rank 3'
+        >>> listed(range(100))
+        'rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6 and 93 more'
+    """
+    *most, last = _shorten([f"rank {rank}" for rank in ranks])
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _missing_text(ranks: list[int]) -> str:
+    it = "it was killed or its machine is" if len(ranks) == 1 else "they were killed or their machines are"
+    return f"{listed(ranks)} gave no sign of life: {it} gone"
+
+
+def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int, seconds: float) -> str:
+    """What every rank raises after a time-out: who waits for whom in the first line, then where each rank is."""
+    waits = "; ".join(wait_texts(states, gone, world_size))
+    lines = [f"a collective did not complete within {seconds:g} s (comm.timeout_seconds): {waits}"]
+    for rank in range(world_size):
+        place = states[rank].text() if rank in states else gone[rank].reason if rank in gone else _NO_ANSWER
+        lines.append(f"  rank {rank}: {place}")
+    return "\n".join([*lines, _ADVICE])
+
+
+def notice(states: Mapping[int, State], gone: Mapping[int, DepartedRank], board: StoreMailbox) -> str:
+    """Who waits for whom, since when and in what; then a line for each rank that is waited for. Empty: nobody waits."""
+    waits, me = wait_texts(states, gone, board.world_size), states[board.rank]
+    if not waits or me.waiting is None:
+        return ""
+    absent = [rank for rank, state in sorted(states.items()) if state.waiting is None]
+    lines = [f"waiting for {me.seconds:.0f} s{f' ({me.place()})' if me.place() else ''}: {'; '.join(waits)}"]
+    lines += [f"  rank {rank}, for {states[rank].seconds:.0f} s: {states[rank].text()}" for rank in absent[:SHOWN]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def wait_texts(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int) -> list[str]:
+    """A sentence for each collective that is waited for: who waits for whom, and why in vain."""
+    waits: dict[CollectiveRecord, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        if state.waiting is not None:
+            waits.setdefault(state.waiting, []).append(rank)
+    silent = [rank for rank in range(world_size) if rank not in states and rank not in gone]
+    texts = []
+    for launch, ranks in sorted(waits.items()):
+        culprits = [f"rank {rank}, which {_NO_ANSWER}" for rank in silent]
+        culprits += [f"rank {q}, which {peer.reason}" for q, peer in gone.items() if peer.sequence < launch.sequence]
+        culprits += [_culprit(q, state, launch) for q, state in sorted(states.items()) if state.lacks(launch)]
+        who, what = f"{listed(ranks)} {'waits' if len(ranks) == 1 else 'wait'}", launch.text()
+        if not culprits:
+            texts.append(f"{who} for {what}, which every rank has launched: its messages do not arrive")
+        else:
+            first = "" if states.keys() - set(ranks) and not silent else f" in {what},"
+            texts.append(f"{who}{first} for {', and for '.join(_shorten(culprits))}")
+    return texts
+
+
+def _culprit(rank: int, state: State, launch: CollectiveRecord) -> str:
+    """A rank that has not launched what others wait for, and what it does instead."""
+    instead = state.recent.get(launch.sequence)
+    did = f"has launched {instead.text()} in place of" if instead else "has not launched"
+    own = f"rank {rank}'s own code is running" + (f" at {state.line}" if state.line else "")
+    now = own if state.waiting is None else f"rank {rank} is {state.doing()}"
+    return f"rank {rank}, which {did} {launch.text()}: {now}"

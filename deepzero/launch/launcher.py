@@ -5,18 +5,13 @@ Under ``torchrun`` (or anything else that sets ``RANK`` and friends) the ranks e
 when one fails.
 
 - *No door.* The ranks meet at a file that only this user can open (:mod:`deepzero.comm.rendezvous`), and listen for
-  each other on the loopback address. This process listens nowhere.
+  each other on the loopback address. This process listens nowhere. (torch's elastic agent listens on every address of
+  the machine, and unpickles what it finds in its store.)
 - *The rank's own error*, once. Ranks write theirs to files (:mod:`deepzero.launch.rank_process`), the launcher picks
   the cause among the echoes.
 - *Ctrl-C reaches the launcher only.* Ranks live in sessions of their own. Ctrl-C is passed on as SIGTERM, and what else
-  comes as it is: ranks that have asked for time (:mod:`deepzero.launch.preemption`) get it, and are killed after
-  :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again. A signal that is ignored when the launch begins stays
-  ignored (``nohup``, a shell's ``&``).
-- *Restarts* (``max_restarts``). When a rank fails or is killed, all are started again, in a new folder.
-- *Quiet.* The C++ warnings of c10d stay away unless ``TORCH_CPP_LOG_LEVEL`` asks for them.
-
-torch's elastic agent is not used: its stores listen on every address of the machine, and its rendezvous unpickles what
-it finds there.
+  comes as it is: ranks that have asked for time (``rank_process.on_stop_request``) get it, and are killed after
+  :data:`GRACE_SECONDS`, or at once when Ctrl-C is pressed again.
 """
 
 from __future__ import annotations
@@ -37,26 +32,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
-from deepzero.config.strict import ConfigError
-from deepzero.launch.elastic import RESTART_VARIABLE
-from deepzero.launch.rank_process import RankReport, read_reports, root_cause
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE, loopback_variables
+from deepzero.launch.rank_process import RESTART_VARIABLE, RankReport, read_reports, root_cause
+from deepzero.utils.errors import ConfigError
 
 GRACE_SECONDS = 30.0
 """A rank that was told to end, by a signal or since another one has failed, is killed after this long."""
 _POLL_SECONDS = 0.02
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK = "import sys; from deepzero.launch.rank_process import main; main(sys.argv[1])"
 
 
 class RankFailed(RuntimeError):
-    """A rank failed. The message is what its user should read: a headline and the user's own frames.
-
-    Args:
-        headline: which rank, and why.
-        frames: where, shortened.
-        full: the whole traceback.
+    """A rank failed. The message is what its user should read: a ``headline`` (which rank, and why) and, shortened, the
+    user's own ``frames``; ``full`` is the whole traceback.
     """
 
     def __init__(self, headline: str, frames: str = "", full: str = "") -> None:
@@ -74,7 +64,7 @@ class Interrupted(Exception):
 
 def under_launcher() -> bool:
     """Whether torchrun, or another launcher that speaks its language, has started this process as a rank."""
-    return all(name in os.environ for name in _LAUNCHER_VARIABLES)
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def default_nproc() -> int:
@@ -87,9 +77,7 @@ def default_nproc() -> int:
 def choose_device(wanted: str, nproc: int) -> str:
     """``cuda`` or ``cpu`` for ``nproc`` ranks on this machine; says so when it is the CPU though a GPU may be meant.
 
-    Args:
-        wanted: ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
-        nproc: how many ranks.
+    ``wanted`` is ``launch.device``: ``auto``, ``cpu`` or ``cuda``.
 
     Raises:
         ConfigError: ``cuda`` is wanted, and there are too few.
@@ -103,11 +91,11 @@ def choose_device(wanted: str, nproc: int) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus >= nproc:
         return "cuda"
-    few = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else None
+    why = f"{nproc} ranks want a GPU each, and this machine has {gpus}" if gpus else missing_gpu()
     if wanted == "cuda":
-        raise ConfigError(f"launch.device=cuda: {few or missing_gpu() or 'this machine has no GPU'}")
-    if few or missing_gpu():
-        say_cpu(few or str(missing_gpu()))
+        raise ConfigError(f"launch.device=cuda: {why or 'this machine has no GPU'}")
+    if why:
+        say_cpu(why)
     return "cpu"
 
 
@@ -151,10 +139,18 @@ def launch(
 
     job = {"parent": os.getpid(), "sys_path": sys.path, "file": file, "name": name, "args": pickle.dumps(args)}
     joined = False
-    with _folder() as root, _signals() as signals:
+    try:
+        # Among temporary files, not in /dev/shm: systemd empties that when the user logs out, a container's has 64 MB.
+        whole = tempfile.TemporaryDirectory(prefix="deepzero-launch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RankFailed(
+            f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
+            full=traceback.format_exc(),
+        ) from None
+    with whole as root, _Signals() as signals:
         for attempt in range(max_restarts + 1):
             # A folder each: stores and reports of different attempts must not mix.
-            folder = root / str(attempt)
+            folder = Path(root, str(attempt))
             variables = {**environment, RESTART_VARIABLE: str(attempt), LAUNCH_FOLDER_VARIABLE: str(folder)}
             try:
                 _attempt(folder, job, nproc, variables, signals)
@@ -178,9 +174,13 @@ def _attempt(
         try:
             folder.mkdir()
             path.write_bytes(pickle.dumps(job))
-            store = _store_in_memory(folder / STORE)
+            if hasattr(os, "memfd_create"):  # Linux; elsewhere the ranks make a file of that name
+                # The name leads each rank to a file in memory: on a disk that is full a record would be torn, and the
+                # ranks left without a store when they need it to say so.
+                store.append(os.memfd_create("deepzero-store"))
+                (folder / STORE).symlink_to(f"/proc/self/fd/{store[0]}")
             for rank in range(nproc):
-                command = [sys.executable, "-m", "deepzero.launch.rank_process", str(path)]
+                command = [sys.executable, "-c", _RANK, str(path)]
                 variables = _rank_environment(rank, nproc, environment)
                 ranks.append(subprocess.Popen(command, env=variables, start_new_session=True, pass_fds=store))
         except OSError as error:
@@ -206,11 +206,9 @@ def _attempt(
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], signals: _Signals) -> dict[int, int]:
     """Wait for all ranks; end them when one fails, or when a signal asks for it.
 
-    Returns:
-        Exit status of each rank that failed by itself.
+    Returns the exit status of each rank that failed by itself.
     """
-    passed_on = 0
-    deadline = math.inf
+    passed_on, deadline = 0, math.inf
     asked: set[int] = set()  # ranks that have been told to end …
     sent: set[int] = set()  # … and by which signals
 
@@ -262,54 +260,32 @@ def _rank_environment(rank: int, nproc: int, extra: Mapping[str, str]) -> dict[s
     }
     paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc}
-    return {
-        **defaults,
-        **inherited,
-        **loopback_variables(),
-        **extra,
-        **{name: str(number) for name, number in numbers.items()},
-        "PYTHONPATH": os.pathsep.join(paths),
-    }
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder of this user's alone for one launch, among temporary files.
-
-    Not in ``/dev/shm``: systemd empties it when the user logs out, and a container's has 64 MB.
-    """
-    try:
-        folder = tempfile.TemporaryDirectory(prefix="deepzero-launch-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise RankFailed(
-            f"no folder for the ranks to meet in: {type(error).__name__}: {error}; TMPDIR can name a place for it",
-            full=traceback.format_exc(),
-        ) from None
-    with folder as name:
-        yield Path(name)
-
-
-def _store_in_memory(path: Path) -> list[int]:
-    """Let ``path`` lead each rank to a file without a place; returns what ranks have to inherit for that.
-
-    On a disk that is full a record would be torn, and the ranks left without a store when they need it to say so.
-    """
-    if not hasattr(os, "memfd_create"):  # not Linux: the ranks make a file of that name
-        return []
-    handle = os.memfd_create("deepzero-store")
-    path.symlink_to(f"/proc/self/fd/{handle}")
-    return [handle]
+    own = {name: str(number) for name, number in numbers.items()} | {"PYTHONPATH": os.pathsep.join(paths)}
+    return {**defaults, **inherited, **loopback_variables(), **extra, **own}
 
 
 class _Signals:
-    """The signals that have asked this process to end: noted for the loop that waits for ranks."""
+    """The signals that have asked this process to end: noted, during a launch, for the loop that waits for ranks."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._raises = False
+        self._before: dict[int, Any] = {}
 
-    def note(self, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
+            handlers = {number: signal.getsignal(number) for number in _ENDING}
+            self._before = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+        for number in self._before:
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():  # a sweep's next job finds the handlers as they were
+            signal.signal(number, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self.received.append(signum)
         if self._raises:
             raise Interrupted(signum)
@@ -326,45 +302,25 @@ class _Signals:
             self._raises = False
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[_Signals]:
-    """Note signals during a launch; a sweep's next job finds the handlers as they were."""
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    # Who has a signal ignored for this process (`nohup`, a shell's `&`) means it.
-    before = {number: signal.getsignal(number) for number in _ENDING}
-    ours = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for number in ours:
-        signal.signal(number, signals.note)
-    try:
-        yield signals
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
-
-
 def _failure(reports: list[RankReport], exit_codes: Mapping[int, int]) -> Exception:
     """What to tell the user, from what the ranks said and how they ended."""
     cause = root_cause(reports)
     # A rank that left no report did not end by an exception. SIGTERM is the launcher's own way of ending the others.
     silent = set(exit_codes) - {r.rank for r in reports}
     killed = {r: -exit_codes[r] for r in sorted(silent) if exit_codes[r] < 0 and -exit_codes[r] != signal.SIGTERM}
-    if cause is None or (cause.peer_gone and killed):
-        if killed:
-            return RankFailed("\n".join(_killed_text(rank, number) for rank, number in killed.items()))
-        if cause is None:
-            rank, code = next(iter(sorted(exit_codes.items())))
-            return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")
+    if killed and (cause is None or cause.peer_gone):
+        memory = (
+            "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
+            "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
+        )
+        return RankFailed("\n".join(
+            f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
+            + (memory if number == signal.SIGKILL else "")
+            for rank, number in killed.items()
+        ))  # fmt: skip
+    if cause is None:
+        rank, code = min(exit_codes.items())
+        return RankFailed(f"rank {rank} ended with exit status {code} and left no error report")
     if cause.kind == "config":
         return ConfigError(cause.title)
     return RankFailed(f"rank {cause.rank} failed: {cause.title}", cause.frames, cause.full)
-
-
-def _killed_text(rank: int, number: int) -> str:
-    text = f"rank {rank} was killed by signal {number} ({signal.Signals(number).name})"
-    if number == signal.SIGKILL:
-        text += "; when nobody did this by hand, the machine ran out of memory (`dmesg` tells): try a smaller "
-        text += "train_micro_batch_size_per_gpu, model.activation_checkpointing=true or a higher zero.stage"
-    return text

@@ -1,17 +1,15 @@
 """One rank's process, around its program: what it says when it fails, and how it ends when it is told to.
 
-Both ways of starting ranks come through here. ``python train.py`` starts ``python -m deepzero.launch.rank_process JOB``
-once per rank (:mod:`deepzero.launch.launcher` wrote JOB and reads the reports); under ``torchrun`` the process exists
-already and calls :func:`run_here`.
+``python train.py`` starts ``python -c "… main(JOB)"`` once per rank (:mod:`deepzero.launch.launcher` wrote JOB and
+reads the reports); under ``torchrun`` the process exists already and calls :func:`run_here`.
 
 **Telling causes from consequences.** When one rank fails, its neighbours fail a moment later, because a collective
 lost its peer. A user wants the first error, not the three that follow from it. So every failure becomes a
 :class:`RankReport` with its time and a flag for "my peer is gone", and :func:`root_cause` picks.
 
 **Ending at once.** A rank mostly sits inside a C++ wait, where Python's signal handlers do not run. The C-level handler
-does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process. The same thread ends a
-rank whose launcher has vanished, so that a killed launcher leaves no orphan. A program that wants to leave in order on
-SIGTERM and Ctrl-C says so with :func:`deepzero.launch.preemption.on_stop_request`.
+does, and writes a byte to the wakeup pipe; a thread that sleeps on this pipe ends the process, also when the launcher
+has vanished. A program that wants to leave in order says so with :func:`on_stop_request`.
 """
 
 from __future__ import annotations
@@ -36,19 +34,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deepzero.comm import flight_recorder
-from deepzero.config.strict import ConfigError
-from deepzero.launch.preemption import SAME_REQUEST_SECONDS, StopRequest, ask, registered, stop_signal
+from deepzero.utils.errors import ConfigError
 from deepzero.utils.exit_hooks import finish, finish_within
 from deepzero.utils.threads import start_thread
 
-CONFIG_ERROR_EXIT = 2
-"""Exit status for settings that cannot be used, as argparse has it."""
-FAILURE_EXIT = 1
+FAILURE_EXIT, CONFIG_ERROR_EXIT = 1, 2  # the second for settings that cannot be used, as argparse has it
 ORPHAN_POLL_SECONDS = 0.5
-FINISH_SECONDS = 10.0
-"""What a save under way gets when a rank ends with an error."""
+FINISH_SECONDS = 10.0  # what a save under way gets when a rank ends with an error
 CONSEQUENCE_DELAY_SECONDS = 1.5
 """Under torchrun: a rank whose error may be another rank's echo waits this long; torchrun ends it before it speaks."""
+MAX_GRACE_SECONDS = 25.0  # the launcher and torchrun's agent kill a rank 30 seconds after SIGTERM
+SAME_REQUEST_SECONDS = 1.0
+"""Slurm signals every process of a job, and then the launcher or agent passes on what it got itself."""
+RESTART_VARIABLE = "DEEPZERO_RESTART"  # the launcher tells its ranks: "0" in the first attempt
 
 # What gloo, NCCL, TCPStore and c10d say when the other side has gone away.
 _PEER_IS_GONE = re.compile(
@@ -60,23 +58,20 @@ _PEER_IS_GONE = re.compile(
 )
 
 
+# ---- why a rank has ended --------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class RankReport:
     """Why one rank ended."""
 
     rank: int
-    kind: str
-    """``config``: the message says it all. ``error``: anything else."""
-    title: str
-    """One line: type and message. For ``config`` the message alone."""
-    frames: str
-    """The user's own frames, innermost last; empty for ``config``, and where the message says it all."""
-    full: str
-    """The whole traceback, for the run folder."""
-    seconds: float
-    """``time.time()`` of the failure."""
-    peer_gone: bool
-    """Probably the echo of another rank's failure."""
+    kind: str  # ``config``: the message says it all; ``error``: anything else
+    title: str  # one line: type and message; for ``config`` the message alone
+    frames: str  # the user's own, innermost last; empty for ``config``, and where the message says it all
+    full: str  # the whole traceback, for the run folder
+    seconds: float  # ``time.time()`` of the failure
+    peer_gone: bool  # probably the echo of another rank's failure
 
     def text(self) -> str:
         """What the user reads."""
@@ -84,20 +79,23 @@ class RankReport:
             return self.title
         return f"rank {self.rank} failed: {self.title}" + (f"\n{self.frames}" if self.frames else "")
 
+    @property
+    def exit_status(self) -> int:
+        """Of the rank's process."""
+        return CONFIG_ERROR_EXIT if self.kind == "config" else FAILURE_EXIT
+
 
 def describe(error: BaseException, rank: int) -> RankReport:
     """Make a :class:`RankReport` of an exception that is being handled."""
     full = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     if isinstance(error, ConfigError):
         return RankReport(rank, "config", str(error), "", full, time.time(), False)
-    title = _title(error)
     cause = error.__cause__
-    if cause is not None:
-        title += f"\n  caused by {_title(cause)}"
+    title = _title(error) + ("" if cause is None else f"\n  caused by {_title(cause)}")
     chain = " ".join(str(e) for e in (error, cause, error.__context__) if e is not None)
     gone = isinstance(error, (RuntimeError, OSError)) and _PEER_IS_GONE.search(chain) is not None
-    gone = getattr(error, "peer_left", gone)  # the watchdog's errors know
-    frames = "" if getattr(error, "says_it_all", False) else user_frames(error)
+    gone = getattr(error, "peer_left", gone)  # the watchdog has found it out
+    frames = "" if getattr(error, "says_it_all", False) else _user_frames(error)
     return RankReport(rank, "error", title, frames, full, time.time(), gone)
 
 
@@ -106,11 +104,11 @@ def _title(error: BaseException) -> str:
     return type(error).__name__ + (f": {message}" if message else "")
 
 
-def user_frames(error: BaseException, limit: int = 6) -> str:
+def _user_frames(error: BaseException, limit: int = 6) -> str:
     """The last frames outside of installed packages and of this file; the very last ones where all are inside."""
     frames = traceback.extract_tb(error.__traceback__)
-    hidden = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep, "<frozen", "<string>")
-    own = [f for f in frames if f.filename != __file__ and not any(part in f.filename for part in hidden)]
+    hidden = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep, "<frozen", "<string>", __file__)
+    own = [frame for frame in frames if not any(part in frame.filename for part in hidden)]
     return "".join(traceback.format_list((own or list(frames))[-limit:])).rstrip()
 
 
@@ -119,18 +117,77 @@ def root_cause(reports: Iterable[RankReport]) -> RankReport | None:
     return min(reports, key=lambda r: (r.peer_gone, r.seconds), default=None)
 
 
+def write_report(folder: Path, report: RankReport) -> None:
+    """Whole or not at all: the launcher may read while a rank writes."""
+    temporary = folder / f".rank{report.rank}.json"
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(folder / f"rank{report.rank}.json")
+
+
+def read_reports(folder: Path) -> list[RankReport]:
+    """All reports that ranks have left in ``folder``."""
+    return [RankReport(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank*.json"))]
+
+
+# ---- SIGTERM and Ctrl-C: the end, or a request -----------------------------------------------------------------------
+
+
+@dataclass
+class StopRequest:
+    """What a program wants to happen on SIGTERM and SIGINT, and which of them has come."""
+
+    callback: Callable[[], None]
+    grace_seconds: float
+    asked_by: signal.Signals | None = None
+
+
+_registered: StopRequest | None = None
+
+
+def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 20.0) -> None:
+    """On SIGTERM or SIGINT do not end this rank at once: call ``callback``, and end it only if it is still there later.
+
+    The callback is called once, from another thread than the program's, and has to be quick: it sets a flag that the
+    program looks at between two steps. A second of these signals, and SIGHUP at any time, ends the rank at once. What
+    comes within :data:`SAME_REQUEST_SECONDS` is not a second one.
+
+    SIGTERM also comes when another rank has failed. The program need not tell this apart: its next collective raises.
+
+    Args:
+        callback: what to call; None: from now on these signals end this rank at once again.
+        grace_seconds: how long the program may take from the signal to its end.
+
+    Raises:
+        ValueError: ``grace_seconds`` is negative or above :data:`MAX_GRACE_SECONDS`.
+    """
+    global _registered
+    if not 0 <= grace_seconds <= MAX_GRACE_SECONDS:
+        raise ValueError(
+            f"grace_seconds={grace_seconds}: must lie between 0 and {MAX_GRACE_SECONDS:g}, "
+            "because a rank is killed 30 s after SIGTERM"
+        )
+    _registered = None if callback is None else StopRequest(callback, grace_seconds)
+
+
+def stop_signal() -> signal.Signals:
+    """The signal that this rank was asked to stop by; SIGTERM where another rank was asked."""
+    return _registered.asked_by or signal.SIGTERM if _registered is not None else signal.SIGTERM
+
+
 def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> None:
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
-    Where the program has called :func:`~deepzero.launch.preemption.on_stop_request`, the first SIGTERM or SIGINT is
-    passed on to it, and ends the process only when the grace is over.
+    Where the program has called :func:`on_stop_request`, the first SIGTERM or SIGINT is passed on to it, and ends the
+    process only when the grace is over.
 
     Args:
         parent: process number of the launcher; None: do not watch it.
         on_stop: called with the reason in words before the process ends; it has to be quick.
     """
-    if parent is not None:
-        _die_with_parent()
+    if parent is not None and sys.platform == "linux":
+        # The kernel kills this process when its parent ends, even while C code holds Python's lock for good.
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -147,31 +204,24 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
             ready, _, _ = select.select([reader], [], [], ORPHAN_POLL_SECONDS)
             number = os.read(reader, 1)[0] if ready else 0
             asks = number in (signal.SIGTERM, signal.SIGINT)
-            if asks and asked is None and (asked := registered()) is not None:
-                asked_at = time.monotonic()
+            if asks and asked is None and (asked := _registered) is not None:
+                asked.asked_by, asked_at = signal.Signals(number), time.monotonic()
                 try:
-                    ask(asked, number)
-                except Exception:  # and the program knows nothing of the request
+                    asked.callback()
+                except Exception:  # and the program never hears of the request
                     traceback.print_exc()
                     _leave(128 + number, f"stopped by {signal.Signals(number).name}; its callback failed", on_stop)
             elif asks and time.monotonic() < asked_at + SAME_REQUEST_SECONDS:
                 continue
-            elif number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            elif asks or number == signal.SIGHUP:
                 _leave(128 + number, f"stopped by {signal.Signals(number).name}", on_stop)
-            elif asked is not None and time.monotonic() >= asked_at + asked.grace_seconds:
+            elif asked is not None and asked.asked_by and time.monotonic() >= asked_at + asked.grace_seconds:
                 late = f"it had not left {asked.grace_seconds:g} s later"
-                _leave(128 + stop_signal(), f"stopped by {stop_signal().name}; {late}", on_stop)
+                _leave(128 + asked.asked_by, f"stopped by {asked.asked_by.name}; {late}", on_stop)
             elif not ready and parent is not None and os.getppid() != parent:
                 _leave(FAILURE_EXIT, "the launcher has vanished", on_stop)
 
     start_thread(wait_for_the_end, "deepzero-watch")
-
-
-def _die_with_parent() -> None:
-    """Linux: the kernel kills this process when its parent ends, even while C code holds Python's lock for good."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> NoReturn:
@@ -179,12 +229,6 @@ def _leave(status: int, reason: str, on_stop: Callable[[str], None] | None) -> N
         if on_stop is not None:
             on_stop(reason)
     leave(status)
-
-
-def _tell_peers(report: RankReport | None) -> None:
-    """What the other ranks will say of this one when they miss it. Not when it is stopped: that has to be quick."""
-    with contextlib.suppress(Exception):
-        flight_recorder.leave(f"has failed: {report.title.splitlines()[0]}" if report else "has ended its program")
 
 
 def leave(status: int) -> NoReturn:
@@ -200,16 +244,15 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+# ---- under torchrun --------------------------------------------------------------------------------------------------
+
+
 def run_here(program: Callable[..., None], *args: Any, on_failure: Callable[[str], None] | None = None) -> None:
     """Run ``program(*args)`` as a rank that torchrun has started, and end the process if it fails.
 
     The error is printed by the rank that has it. Ranks whose error may be an echo, or the same as their neighbour's,
-    wait a moment first: torchrun ends them as soon as it sees the first one fail.
-
-    Args:
-        program: the rank's program.
-        args: its arguments.
-        on_failure: called with the reason in words when this rank fails or is stopped.
+    wait a moment first: torchrun ends them as soon as it sees the first one fail. ``on_failure`` is called with the
+    reason in words when this rank fails or is stopped.
     """
     faulthandler.enable()
     watch(None, on_failure)
@@ -223,29 +266,67 @@ def fail_as_rank(error: BaseException, on_failure: Callable[[str], None] | None 
     """End a rank that torchrun has started: tell torchrun, tell the user, leave. See :func:`run_here`."""
     report = describe(error, int(os.environ["RANK"]))
     _tell_peers(report)
-    _finish_after(report)
     if report.peer_gone or (report.kind == "config" and os.environ.get("LOCAL_RANK", "0") != "0"):
         time.sleep(CONSEQUENCE_DELAY_SECONDS)
     print(report.text(), file=sys.stderr, flush=True)
-    _tell_torchrun(report)
-    _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.text(), on_failure)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The file that torchrun shows as root cause, in torch's format, with our text in place of a traceback.
+        details = {"py_callstack": report.text(), "timestamp": str(int(report.seconds))}
+        message = {"message": {"message": report.title, "extraInfo": details}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message), encoding="utf-8")
+    _leave(report.exit_status, report.text(), on_failure)
 
 
-def _finish_after(report: RankReport) -> None:
-    """Ranks often have the same error, and a save under way can still become complete; not where a peer is gone."""
+def _tell_peers(report: RankReport) -> None:
+    """What the other ranks will say of this one when they miss it. Not when it is stopped: that has to be quick."""
+    with contextlib.suppress(Exception):
+        flight_recorder.leave(f"has failed: {report.title.splitlines()[0]}")
+    # Ranks often have the same error, and a save under way can still become complete; not where a peer is gone.
     if not report.peer_gone:
         with contextlib.suppress(Exception):
             finish_within(FINISH_SECONDS)
 
 
-def _tell_torchrun(report: RankReport) -> None:
-    """The error file that torchrun shows as root cause, in torch's format, with our text in place of a traceback."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {"py_callstack": report.text(), "timestamp": str(int(report.seconds))}
-        message = {"message": {"message": report.title, "extraInfo": details}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(message), encoding="utf-8")
+def restart_count() -> int:
+    """How often the ranks of this run have been started again; 0 in the first attempt, and without a launcher."""
+    return int(os.environ.get(RESTART_VARIABLE) or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
+
+
+def remember(name: str, value: str) -> None:
+    """Leave a note for this node's ranks in later attempts. Local rank 0 writes it; elsewhere this does nothing.
+
+    Under torchrun nothing of ours is alive between two attempts; but its agent gives every rank a file for its error,
+    ``<folder>/attempt_<n>/<local rank>/error.json``, in a folder that is the same for all attempts (torch's
+    ``DefaultLogsSpecs.reify``): notes lie there. ``name`` has letters, digits and ``_ . -``.
+    """
+    path = _note(name)
+    if path is not None and os.environ.get("LOCAL_RANK") == "0":
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(value, encoding="utf-8")
+        temporary.replace(path)  # whole or not at all: this process may be killed at any instant
+
+
+def recall(name: str) -> str | None:
+    """The note that this node's local rank 0 has left; None when there is none, and when not under torchrun."""
+    path = _note(name)
+    with contextlib.suppress(FileNotFoundError):
+        return None if path is None else path.read_text(encoding="utf-8")
+    return None
+
+
+def _note(name: str) -> Path | None:
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ValueError(f"name={name!r}: a note's name has letters, digits and _ . - only")
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file or RESTART_VARIABLE in os.environ:
+        return None
+    folders = Path(error_file).parents
+    attempt = len(folders) > 2 and re.fullmatch(r"attempt_\d+", folders[1].name)
+    return folders[2] / f"deepzero-{name}" if attempt else None
+
+
+# ---- under our launcher ----------------------------------------------------------------------------------------------
 
 
 def load_program(path: str, name: str) -> Callable[..., None]:
@@ -265,22 +346,9 @@ def load_program(path: str, name: str) -> Callable[..., None]:
     return program
 
 
-def write_report(folder: Path, report: RankReport) -> None:
-    """Whole or not at all: the launcher may read while a rank writes."""
-    temporary = folder / f".rank{report.rank}.json"
-    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    temporary.replace(folder / f"rank{report.rank}.json")
-
-
-def read_reports(folder: Path) -> list[RankReport]:
-    """All reports that ranks have left in ``folder``."""
-    return [RankReport(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank*.json"))]
-
-
 def main(job_path: str) -> NoReturn:
-    """``python -m deepzero.launch.rank_process JOB``: the life of a rank that the launcher has started."""
-    rank = int(os.environ["RANK"])
-    folder = Path(job_path).parent
+    """The life of a rank that the launcher has started with a JOB."""
+    rank, folder = int(os.environ["RANK"]), Path(job_path).parent
     faulthandler.enable()
     # The launcher is a parent that this process can trust: it wrote the job into a folder that only this user can read.
     job = pickle.loads(Path(job_path).read_bytes())
@@ -291,7 +359,8 @@ def main(job_path: str) -> NoReturn:
     try:
         load_program(job["file"], job["name"])(*pickle.loads(job["args"]))
         finish()
-        _tell_peers(None)
+        with contextlib.suppress(Exception):
+            flight_recorder.leave("has ended its program")
         leave(0)
     except BaseException as error:
         report = describe(error, rank)
@@ -301,9 +370,4 @@ def main(job_path: str) -> NoReturn:
             with contextlib.suppress(OSError):
                 print(report.text(), file=sys.stderr, flush=True)
         _tell_peers(report)
-        _finish_after(report)
-        _leave(CONFIG_ERROR_EXIT if report.kind == "config" else FAILURE_EXIT, report.title, None)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        leave(report.exit_status)

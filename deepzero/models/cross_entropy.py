@@ -69,10 +69,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        rows = logits.shape[0]
         wide = torch.promote_types(logits.dtype, torch.float32)
-        log_sums = torch.empty(rows, dtype=wide, device=logits.device)
-        picked = torch.empty(rows, dtype=wide, device=logits.device)
+        log_sums, picked = (torch.empty(logits.shape[0], dtype=wide, device=logits.device) for _ in range(2))
         for part in _chunks(logits):
             chunk = logits[part].to(wide)
             torch.logsumexp(chunk, -1, out=log_sums[part])

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepzero.config.run import ModelConfig
 from deepzero.models.cross_entropy import cross_entropy
-from deepzero.models.generate import generate
+from deepzero.models.generate import TextGenerator
 
 INIT_STD = 0.02
 """GPT-2's standard deviation of weights; the two projections into the residual stream get it divided by √(2L)."""
@@ -117,16 +117,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 def rope_table(tokens: int, head_width: int, device: torch.device) -> Tensor:
-    """Cosines and sines of rope's angles ``t · base^(-2i/D)``.
-
-    Args:
-        tokens: T.
-        head_width: D, even.
-        device: where the table is wanted.
-
-    Returns:
-        fp32 [2, T, 1, D/2]: cosines, then sines; the 1 broadcasts over heads.
-    """
+    """Cosines, then sines, of rope's angles ``t · base^(-2i/D)``: fp32 [2, T, 1, D/2]; the 1 broadcasts over heads."""
     pairs = torch.arange(0, head_width, 2, dtype=torch.float32, device=device)
     frequencies = ROPE_BASE ** (-pairs / head_width)
     angles = torch.arange(tokens, dtype=torch.float32, device=device).unsqueeze(1) * frequencies
@@ -134,15 +125,7 @@ def rope_table(tokens: int, head_width: int, device: torch.device) -> Tensor:
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair ``(x_i, x_{i+D/2})`` of every head by its position's angle, in fp32.
-
-    Args:
-        x: [B, T, heads, D].
-        table: :func:`rope_table`.
-
-    Returns:
-        As ``x``, in its dtype.
-    """
+    """Turn each pair ``(x_i, x_{i+D/2})`` of every head of ``x`` [B, T, heads, D] by its position's angle, in fp32."""
     cos, sin = table[0], table[1]
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -227,11 +210,8 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-class GPT(nn.Module):
+class GPT(TextGenerator):
     """The model. ``torch.manual_seed(s)`` before the constructor fixes every initial value.
-
-    Args:
-        config: shape and style.
 
     Example:
         >>> model = GPT(ModelConfig(n_layer=1, n_embd=8, n_head=2, block_size=4))
@@ -247,11 +227,8 @@ class GPT(nn.Module):
         self.wpe = Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = make_norm(config)
-        self.lm_head: nn.Module
-        if config.tied:
-            self.lm_head = TiedHead(self.wte)
-        else:
-            self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        head = TiedHead(self.wte) if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head: nn.Module = head
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, *, last_only: bool = False) -> Tensor:
         """Logits, or the loss.
@@ -269,67 +246,38 @@ class GPT(nn.Module):
             ValueError: a sequence longer than the model's block, or shapes that differ.
         """
         self._check(input_ids, labels, last_only)
-        tokens = input_ids.shape[1]
+        config, tokens, rope = self.config, input_ids.shape[1], None
         x = self.wte(input_ids)
-        rope = None
         if self.wpe is not None:
             x = x + self.wpe(torch.arange(tokens, device=input_ids.device))
         else:
-            rope = rope_table(tokens, self.config.n_embd // self.config.n_head, input_ids.device)
-        if self.config.dropout:
-            x = F.dropout(x, self.config.dropout, self.training)
+            rope = rope_table(tokens, config.n_embd // config.n_head, input_ids.device)
+        if config.dropout:
+            x = F.dropout(x, config.dropout, self.training)
+        again = config.activation_checkpointing and self.training and torch.is_grad_enabled()
+        # With checkpointing only x survives the forward pass; the backward pass runs the block again. The state of the
+        # random generator is worth saving only where something random happens inside.
+        keep_rng = config.dropout > 0
         for block in self.blocks:
-            x = self._run_block(block, x, rope)
-        x = self.norm(x[:, -1:] if last_only else x)
-        logits = cast(Tensor, self.lm_head(x))
+            if again:
+                x = checkpoint(block, x, rope, use_reentrant=False, preserve_rng_state=keep_rng)
+            else:
+                x = block(x, rope)
+        logits = cast(Tensor, self.lm_head(self.norm(x[:, -1:] if last_only else x)))
         if labels is None:
             return logits
         return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def _run_block(self, block: nn.Module, x: Tensor, rope: Tensor | None) -> Tensor:
-        if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
-            return cast(Tensor, block(x, rope))
-        # Only x survives the forward pass; the backward pass runs the block again. The state of the random generator is
-        # worth saving only where something random happens inside.
-        kept = checkpoint(block, x, rope, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
-        return cast(Tensor, kept)
-
     def _check(self, input_ids: Tensor, labels: Tensor | None, last_only: bool) -> None:
         if input_ids.dim() != 2 or input_ids.shape[1] == 0:
             raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got {tuple(input_ids.shape)}")
-        if input_ids.shape[1] > self.config.block_size:
-            raise ValueError(
-                f"a sequence of {input_ids.shape[1]} tokens is longer than model.block_size={self.config.block_size}"
-            )
+        if (tokens := input_ids.shape[1]) > self.config.block_size:
+            raise ValueError(f"a sequence of {tokens} tokens is longer than model.block_size={self.config.block_size}")
         if labels is not None and (last_only or labels.shape != input_ids.shape):
             raise ValueError(
                 f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}, "
                 f"and last_only={last_only} goes without labels"
             )
-
-    @torch.no_grad()
-    def generate(
-        self,
-        ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Append ``max_new_tokens`` sampled tokens, one at a time. Dropout is off meanwhile.
-
-        Args:
-            ids: int64 [B, T], the prompt; when it is longer than ``block_size``, its end is what the model sees.
-            max_new_tokens: how many to append.
-            temperature: logits are divided by it; 0 takes the likeliest token.
-            generator: source of randomness, on any device; None: torch's global one.
-
-        Returns:
-            int64 [B, T + max_new_tokens].
-
-        Raises:
-            ValueError: a negative temperature or count.
-        """
-        return generate(self, self.config.block_size, ids, max_new_tokens, temperature, generator)
 
     def expert_blocks(self) -> set[str]:
         """Names of the classes that choose experts by the data: none."""

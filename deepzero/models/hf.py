@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepzero.config.run import ModelConfig
 from deepzero.config.strict import ConfigError
 from deepzero.models.cross_entropy import cross_entropy
-from deepzero.models.generate import generate
+from deepzero.models.generate import TextGenerator
 
 
 def check_library(config: ModelConfig) -> None:
@@ -37,7 +36,7 @@ def check_library(config: ModelConfig) -> None:
         )
 
 
-class HFModel(nn.Module):
+class HFModel(TextGenerator):
     """One of them, with the calls of :class:`~deepzero.models.gpt.GPT`.
 
     Args:
@@ -60,12 +59,6 @@ class HFModel(nn.Module):
             return cross_entropy(logits.flatten(0, 1), labels.flatten())
         return logits[:, -1:] if last_only else logits
 
-    def generate(
-        self, ids: Tensor, max_new_tokens: int, temperature: float = 1.0, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """As :meth:`deepzero.models.gpt.GPT.generate`."""
-        return generate(self, self.config.block_size, ids, max_new_tokens, temperature, generator)
-
     def flops_per_token(self) -> float:
         """``6 N + 12 L C T`` with all parameters counted: too much for experts, of which a token uses some."""
         c = self.config
@@ -82,20 +75,15 @@ def _shape(theirs: Any, config: ModelConfig) -> Any:
     theirs.vocab_size, theirs.hidden_size = config.vocab_size, config.n_embd
     theirs.num_hidden_layers, theirs.num_attention_heads = config.n_layer, config.n_head
     theirs.max_position_embeddings, theirs.tie_word_embeddings = config.block_size, config.tied
-    optional = {
-        "num_key_value_heads": config.n_kv_head or config.n_head,
-        "head_dim": config.n_embd // config.n_head,
-        "intermediate_size": hidden,
-        "n_inner": hidden,
-        "moe_intermediate_size": hidden,
-        "shared_expert_intermediate_size": hidden,
-    }
-    known = theirs.to_dict()
-    for name, value in optional.items():
-        if name in known:
-            setattr(theirs, name, value)
-    for name, value in known.items():
-        if "drop" in name and isinstance(value, float):
+    optional = dict.fromkeys(
+        ("intermediate_size", "n_inner", "moe_intermediate_size", "shared_expert_intermediate_size"), hidden
+    )
+    optional["num_key_value_heads"] = config.n_kv_head or config.n_head
+    optional["head_dim"] = config.n_embd // config.n_head
+    for name, value in theirs.to_dict().items():
+        if name in optional:
+            setattr(theirs, name, optional[name])
+        elif "drop" in name and isinstance(value, float):
             setattr(theirs, name, config.dropout)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(theirs, name, None)

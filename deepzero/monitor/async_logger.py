@@ -26,31 +26,24 @@ from deepzero.utils.threads import start_thread
 
 ROOM = 10_000
 """Entries that may wait, some 20 MB: a minute of a logger that stands still, of steps of 6 ms."""
-
 START_SECONDS = 10.0
 """The loop begins when the loggers are there, so that their imports do not disturb its first steps, or after this."""
-
 FINISH_SECONDS = 120.0
 """At the end of a run, for everything that still has to be written or sent."""
-
 STOP_SECONDS = 10.0
 """The same for a run that failed or was asked to stop: it has 20 seconds in all, a checkpoint included."""
-
 PAUSE_SECONDS = 1.0
 """The thread takes what has come together in so long at once: woken at every step it costs several times as much."""
 
 Tell = Callable[[str], None]
-Verb = Literal["step", "validation", "finish"]
+Kind = Literal["train", "validation"]
 
 
 class Sink(Protocol):
     """Whatever wants to know about a run."""
 
-    def step(self, entry: Mapping[str, Any]) -> None:
-        """An optimizer step is over."""
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """A validation is over."""
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
+        """An optimizer step, or a validation, is over."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The run is over, or leaves before its end: ``summary["status"]`` is then not ``finished``."""
@@ -78,8 +71,8 @@ class Background:
         finish_seconds: float = FINISH_SECONDS,
     ) -> None:
         self._name, self._tell = name, tell
-        # Only the loop puts, so that it can count for itself; the end of the run always finds room.
-        self._waiting: queue.Queue[tuple[Verb, Mapping[str, Any]]] = queue.Queue()
+        # Only the loop puts, so that it can count for itself; the end of the run, without a kind, always finds room.
+        self._waiting: queue.Queue[tuple[Kind | None, Mapping[str, Any]]] = queue.Queue()
         self._room, self._limit, self._deadline = room, finish_seconds, math.inf
         """Entries; seconds; an instant of ``time.monotonic``, once the end is announced."""
         self._news: collections.deque[str] = collections.deque()
@@ -93,18 +86,21 @@ class Background:
     def start(self, seconds: float = START_SECONDS) -> None:
         """Wait until the sink is built or has failed, but not longer than so many seconds; tell what it has to say."""
         if not self._ready.wait(seconds):
-            self._news.append(
-                f"{self._name}: not ready after {seconds:g} s; the run begins, and what it missed follows"
-            )
+            late = f"not ready after {seconds:g} s; the run begins, and what it missed follows"
+            self._news.append(f"{self._name}: {late}")
         self._deliver()
 
-    def step(self, entry: Mapping[str, Any]) -> None:
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
         """Pass on, unless the sink has failed. ``entry`` must not be changed afterwards."""
-        self._hand_over("step", entry)
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """Pass on, unless the sink has failed. ``entry`` must not be changed afterwards."""
-        self._hand_over("validation", entry)
+        self._deliver()
+        if self._failed:
+            return
+        if self._waiting.qsize() < self._room:
+            self._waiting.put((kind, entry))
+            return
+        if not self._left_out:
+            self._news.append(f"{self._name}: does not keep up; entries are left out, metrics.jsonl has them all")
+        self._left_out += 1
 
     def announce_end(self, summary: Mapping[str, Any]) -> None:
         """Let the sink write what waits, and close; the time that it has for this begins. Returns at once."""
@@ -112,7 +108,7 @@ class Background:
             self._limit = min(self._limit, STOP_SECONDS)
         self._deadline = time.monotonic() + self._limit
         self._hurry.set()
-        self._waiting.put(("finish", summary))
+        self._waiting.put((None, summary))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Wait until the sink has written what waits, and is closed; not for ever."""
@@ -134,17 +130,6 @@ class Background:
             time.sleep(1e-4)
         self._hurry.clear()
 
-    def _hand_over(self, verb: Verb, entry: Mapping[str, Any]) -> None:
-        self._deliver()
-        if self._failed:
-            return
-        if self._waiting.qsize() < self._room:
-            self._waiting.put((verb, entry))
-            return
-        if not self._left_out:
-            self._news.append(f"{self._name}: does not keep up; entries are left out, metrics.jsonl has them all")
-        self._left_out += 1
-
     def _deliver(self) -> None:
         while self._news:
             self._tell(self._news.popleft())
@@ -155,12 +140,14 @@ class Background:
         try:
             sink = make(self._news.append)
             self._ready.set()
-            verb: Verb = "step"
-            while verb != "finish":
-                verb, entry = self._waiting.get()
-                getattr(sink, verb)(entry)
+            while True:
+                kind, entry = self._waiting.get()
+                if kind is None:
+                    sink.finish(entry)
+                    return
+                sink.write(kind, entry)
                 self._waiting.task_done()
-                if self._waiting.empty() and verb != "finish":
+                if self._waiting.empty():
                     self._hurry.wait(PAUSE_SECONDS)
         except BaseException as error:  # SystemExit too: see above
             self._news.append(f"{self._name}: {type(error).__name__}: {error}; training goes on without {self._name}")
@@ -172,12 +159,7 @@ class Background:
 
 
 def finish_all(sinks: Sequence[Sink], summary: Mapping[str, Any]) -> None:
-    """Close all sinks in the time that one may take: every thread hears of the end before any of them is waited for.
-
-    Args:
-        sinks: those behind a thread among them share their time.
-        summary: of the run, see :meth:`Sink.finish`.
-    """
+    """Close all sinks in the time that one may take: every thread hears of the end before any of them is waited for."""
     for sink in sinks:
         if isinstance(sink, Background):
             sink.announce_end(summary)

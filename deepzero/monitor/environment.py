@@ -17,21 +17,16 @@ GIT_SECONDS = 2.0
 
 
 def environment(gpu: str | None = None) -> dict[str, str]:
-    """Versions and machine as words, for ``summary.json``. It does not raise.
-
-    Args:
-        gpu: the device's name, where ranks have one.
-    """
-    system = {
+    """Versions and machine as words, for ``summary.json``; ``gpu`` names the ranks' device. It does not raise."""
+    found = {
         "deepzero": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count() or 1} logical cores",
+        "gpu": gpu,
+        "commit": _commit(),
     }
-    if gpu is not None:
-        system["gpu"] = gpu
-    commit = _commit()
-    return system if commit is None else {**system, "commit": commit}
+    return {name: words for name, words in found.items() if words is not None}
 
 
 def _commit() -> str | None:
@@ -42,14 +37,14 @@ def _commit() -> str | None:
     """
     if not (CHECKOUT / ".git").exists():
         return None
-    command = ["git", "--no-optional-locks", "-C", str(CHECKOUT), "status", "--porcelain=v2", "--branch"]
-    command.append("--untracked-files=no")
+    status = ["git", "--no-optional-locks", "-C", str(CHECKOUT), "status", "--porcelain=v2", "--branch"]
+    command = [*status, "--untracked-files=no"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):
         return None
-    heads = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("# branch.oid ")]
+    lines = done.stdout.splitlines()
+    heads = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
     if done.returncode != 0 or not heads or heads[0] == "(initial)":
         return None
-    dirty = any(not line.startswith("# ") for line in done.stdout.splitlines())
-    return heads[0][:12] + ("-dirty" if dirty else "")
+    return heads[0][:12] + ("" if all(line.startswith("# ") for line in lines) else "-dirty")

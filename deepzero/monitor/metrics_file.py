@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deepzero.durable import write_whole
+from deepzero.monitor.async_logger import Kind
 from deepzero.monitor.environment import environment
 
 METRICS = "metrics.jsonl"
@@ -32,6 +33,8 @@ ERROR = "error.txt"
 TIMELINE = "timeline.json"
 """The memory of one step, event by event."""
 REPORT = "report.html"
+STOPPED = "stopped by SIG"
+"""So the reason begins, in whichever process it is said, where a signal has ended the run and no fault."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -56,6 +59,22 @@ def _clean(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{value!r} of type {type(value).__name__} has no place in a JSON file")
+
+
+def scalars(kind: Kind, entry: Mapping[str, Any]) -> dict[str, float]:
+    """Every number of an entry but the step, under the name that loggers show it by.
+
+    W&B and TensorBoard make a section of what stands before the first slash: ``kind``, or a name's own section.
+
+    Example:
+        >>> scalars("train", {"step": 3, "loss": 2.5, "skipped": False, "mfu": None, "comm/hidden_fraction": 0.75})
+        {'train/loss': 2.5, 'train/skipped': 0.0, 'comm/hidden_fraction': 0.75}
+    """
+    return {
+        key if "/" in key else f"{kind}/{key}": float(value)
+        for key, value in entry.items()
+        if key != "step" and isinstance(value, (int, float))
+    }
 
 
 def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
@@ -88,19 +107,23 @@ class MetricsFile:
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS
-        kept = kept_metrics(run_dir, first_step)
-        put(self._path, "".join(to_json(entry) + "\n" for entry in kept))
+        put(self._path, "".join(to_json(entry) + "\n" for entry in kept_metrics(run_dir, first_step)))
         # Opened once: opening takes longer than writing. Not a file object, so that a line is one call to the system,
         # whole in the file when it returns.
         self._file: int | None = os.open(self._path, os.O_WRONLY | os.O_APPEND)
 
-    def step(self, entry: Mapping[str, Any]) -> None:
-        """Append an optimizer step."""
-        self._write(entry)
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """Append a validation."""
-        self._write(entry)
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if self._file is None:
+            raise ValueError(f"{self._path}: an entry after the end of the run")
+        line, written = (to_json(entry) + "\n").encode("utf-8"), 0
+        try:
+            while written < len(line):  # a disk that is almost full takes a part, and raises at the next
+                written += os.write(self._file, line[written:])
+        except OSError as error:
+            if written:  # the next line must not begin in the middle of this one
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close: every line was handed to the system, and the summary has a file of its own."""
@@ -111,43 +134,33 @@ class MetricsFile:
             except OSError as error:  # some file systems say only now that there was no room
                 print(f"{self._path}: {error}", file=sys.stderr, flush=True)
 
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        if self._file is None:
-            raise ValueError(f"{self._path}: an entry after the end of the run")
-        line = (to_json(entry) + "\n").encode("utf-8")
-        written = 0
-        try:
-            while written < len(line):  # a disk that is almost full takes a part, and raises at the next
-                written += os.write(self._file, line[written:])
-        except OSError as error:
-            if written:  # the next line must not begin in the middle of this one
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+def read_lines(run_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    """All whole lines of a run's ``metrics.jsonl``, and how many are no JSON objects.
+
+    A torn last line is left out; a power cut may leave others of lines that had not reached the disk.
+    """
+    entries, broken = [], 0
+    for line in filter(None, (run_dir / METRICS).read_bytes().split(b"\n")[:-1]):
+        entry = None
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+        if isinstance(entry, dict):
+            entries.append(entry)
+        else:
+            broken += 1
+    return entries, broken
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole lines of a run's ``metrics.jsonl``; empty when there is none.
-
-    A torn last line is left out, and so is what a power cut has left of lines that had not reached the disk.
-    """
-    path = run_dir / METRICS
-    entries = []
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            entries.append(json.loads(line))
-    return [entry for entry in entries if isinstance(entry, dict)]
+    """The entries of a run's ``metrics.jsonl``; empty when there is none."""
+    return read_lines(run_dir)[0] if (run_dir / METRICS).exists() else []
 
 
 def kept_metrics(run_dir: Path, first_step: int) -> list[dict[str, Any]]:
     """What a run that goes on after ``first_step`` steps keeps: steps up to there, validations before."""
     entries = read_metrics(run_dir) if first_step else []
     return [entry for entry in entries if entry["step"] < first_step + ("loss" in entry)]
-
-
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
-    """Put ``summary.json`` into place, whole."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    put(run_dir / SUMMARY, to_json(summary, indent=2) + "\n")
 
 
 def put(path: Path, text: str) -> None:
@@ -160,6 +173,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     put(path, to_json(value) + "\n")
 
 
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Put ``summary.json`` into place, whole."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    put(run_dir / SUMMARY, to_json(summary, indent=2) + "\n")
+
+
 def write_error(run_dir: Path, traceback: str) -> str:
     """Keep the whole traceback; returns where it is, or, where it cannot be written, what it is."""
     try:
@@ -169,10 +188,6 @@ def write_error(run_dir: Path, traceback: str) -> str:
     return f"whole traceback: {run_dir / ERROR}"
 
 
-STOPPED = "stopped by SIG"
-"""So the reason begins, in whichever process it is said, where a signal has ended the run and no fault."""
-
-
 def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
     """A run that did not finish: why, and how far it came as ``metrics.jsonl`` tells. A finished run's is left alone.
 
@@ -180,27 +195,23 @@ def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], 
     the launcher is torchrun. A disk that does not take it is said on stderr.
     """
     try:
-        summary = None
         with contextlib.suppress(FileNotFoundError, ValueError):  # what is no JSON tells of no finished run
             summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        if not isinstance(summary, dict) or summary.get("status") != "finished":
-            write_summary(run_dir, _failed_summary(run_dir, reason, config, wall_seconds))
+            if isinstance(summary, dict) and summary.get("status") == "finished":
+                return
+        entries = read_metrics(run_dir)
+        last: dict[str, Any] = next((entry for entry in reversed(entries) if "loss" in entry), {})
+        losses = [entry["val_loss"] for entry in entries if "val_loss" in entry] or [None]
+        write_summary(run_dir, {
+            "status": "stopped" if reason.startswith(STOPPED) else "failed",
+            "error": reason,
+            "steps": last.get("step", 0),
+            "loss": last.get("loss"),
+            "val_loss_first": losses[0],
+            "val_loss": losses[-1],
+            "wall_seconds": wall_seconds,
+            "environment": environment(),
+            "config": config,
+        })  # fmt: skip
     except OSError as error:
         print(f"{SUMMARY}: {error}", file=sys.stderr, flush=True)
-
-
-def _failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> dict[str, Any]:
-    entries = read_metrics(run_dir)
-    steps = [entry for entry in entries if "loss" in entry]
-    validations = [entry for entry in entries if "val_loss" in entry]
-    return {
-        "status": "stopped" if reason.startswith(STOPPED) else "failed",
-        "error": reason,
-        "steps": steps[-1]["step"] if steps else 0,
-        "loss": steps[-1]["loss"] if steps else None,
-        "val_loss_first": validations[0]["val_loss"] if validations else None,
-        "val_loss": validations[-1]["val_loss"] if validations else None,
-        "wall_seconds": wall_seconds,
-        "environment": environment(),
-        "config": config,
-    }

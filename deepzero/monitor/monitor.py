@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.async_logger import Background, Sink, Tell, finish_all
+from deepzero.monitor.async_logger import Background, Kind, Sink, Tell, finish_all
 from deepzero.monitor.metrics_file import (
     METRICS,
     SUMMARY,
@@ -39,7 +39,6 @@ class Workload:
     total_steps: int
     """Optimizer steps."""
     tokens_per_step: int
-    """Of a global batch."""
     flops_per_token: float
     """Forward and backward."""
     world_size: int
@@ -82,14 +81,10 @@ class Monitor:
         """
         work = self.workload
         self.tokens_seen += work.tokens_per_step
-        self.last = {
-            **record,
-            "tokens": work.tokens_per_step,
-            "tokens_seen": self.tokens_seen,
-            "step_seconds": seconds,
-            **rates(work.tokens_per_step, seconds, work.flops_per_token, work.world_size, work.peak_flops),
-        }
-        self._pass_on("step", self.last)
+        speed = rates(work.tokens_per_step, seconds, work.flops_per_token, work.world_size, work.peak_flops)
+        counts = {"tokens": work.tokens_per_step, "tokens_seen": self.tokens_seen, "step_seconds": seconds}
+        self.last = {**record, **counts, **speed}
+        self._pass_on("train", self.last)
 
     def validation(self, step: int, loss: float) -> None:
         """A validation after ``step`` optimizer steps is over; ``loss`` in nats per token."""
@@ -99,11 +94,11 @@ class Monitor:
         entry = {"step": step, "val_loss": loss, "val_bits_per_byte": bits, "tokens_seen": self.tokens_seen}
         self._pass_on("validation", entry)
 
-    def _pass_on(self, verb: Literal["step", "validation"], entry: Mapping[str, Any]) -> None:
+    def _pass_on(self, kind: Kind, entry: Mapping[str, Any]) -> None:
         """To every sink. One that cannot write is said once and tried again with the next entry."""
         for sink in self.sinks:
             try:
-                getattr(sink, verb)(entry)
+                sink.write(kind, entry)
             except OSError as error:
                 if not self.left_out:
                     self.line(f"{error}; training goes on, and what cannot be written is left out")
@@ -113,8 +108,7 @@ class Monitor:
         """This run continues one that took ``first_step`` steps, whose entries are ``earlier``."""
         self.first_step, self.tokens_seen = first_step, tokens_seen
         self.validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
-        steps = [dict(entry) for entry in earlier if "loss" in entry]
-        self.last = steps[-1] if steps else {"step": first_step}
+        self.last = dict(next((entry for entry in reversed(earlier) if "loss" in entry), {"step": first_step}))
 
     def stopped(self, reason: str, config: Mapping[str, Any]) -> None:
         """The run leaves before its end, and may be continued: the summary says so until then.
@@ -184,11 +178,11 @@ def make_monitor(
     tokens_seen: int = 0,
     **options: Any,
 ) -> Monitor:
-    """Rank 0's monitor, with every sink that the config asks for.
+    """Rank 0's monitor, with every sink that the config asks for; each logger in a thread of its own.
 
     Args:
         workload: see there.
-        cfg: which loggers.
+        cfg: which loggers, and how.
         run_dir: the run folder.
         config: all settings, for loggers that show them.
         first_step: steps that were taken before this start of the run.
@@ -199,31 +193,16 @@ def make_monitor(
     earlier = kept_metrics(run_dir, first_step)
     monitor = Monitor(workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal)
     monitor.go_on(first_step, tokens_seen, earlier)
-    monitor.sinks += make_loggers(cfg, run_dir, config, first_step, terminal.line)
-    before_the_end(monitor.broken_off)
-    return monitor
-
-
-def make_loggers(
-    cfg: LoggerConfig, run_dir: Path, config: Mapping[str, Any], first_step: int, tell: Tell
-) -> list[Background]:
-    """What ``logger.names`` asks for, each in a thread of its own.
-
-    Args:
-        cfg: which, and how.
-        run_dir: the run folder.
-        config: all settings, for loggers that show them.
-        first_step: steps that were taken before this start of the run.
-        tell: prints a line.
-    """
     makers: dict[str, Callable[[Tell], Sink]] = {
-        "wandb": lambda say: WandB(cfg, run_dir, config, first_step, say),
+        "wandb": lambda tell: WandB(cfg, run_dir, config, first_step, tell),
         "tensorboard": lambda _: TensorBoard(run_dir, config, first_step),
     }
-    loggers = [Background(name, makers[name], tell) for name in dict.fromkeys(cfg.names)]
+    loggers = [Background(name, makers[name], terminal.line) for name in dict.fromkeys(cfg.names)]
     for logger in loggers:  # all of them start at the same time
         logger.start()
-    return loggers
+    monitor.sinks += loggers
+    before_the_end(monitor.broken_off)
+    return monitor
 
 
 def _last_words(summary: Mapping[str, Any], run_dir: Path) -> str:

@@ -12,20 +12,14 @@ from deepzero.config.run import LoggerConfig
 
 LIMIT = 128
 """Characters of a name; W&B's limit for the names of projects and groups, and more than a table shows."""
-
 _ELSEWHERE = ("hydra.", "logger", "launch.device", "launch.max_restarts")
 """How it is watched and where it lies says nothing about a run."""
 
 
 def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
-    """The overrides in one line; of a path the last part. A name that is too long ends in a digest of the whole.
+    """The overrides of a command line, as typed, in one line; of a path the last part. None: nothing is to be said.
 
-    Args:
-        overrides: of the command line, as they were typed; of a sweep's run, its own.
-        limit: characters.
-
-    Returns:
-        None when there is nothing to be said.
+    A name of more than ``limit`` characters ends in a digest of the whole.
 
     Example:
         >>> name_of(["zero.stage=2", "optimizer.lr=3e-4", "logger=wandb", "hydra.run.dir=run", "data.path=/a/b.txt"])
@@ -35,24 +29,22 @@ def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
         >>> name_of(["logger=wandb"]) is None
         True
     """
-    said = [_short(override) for override in overrides if not override.lstrip("+~").startswith(_ELSEWHERE)]
+    said = []
+    for override in overrides:
+        if not override.lstrip("+~").startswith(_ELSEWHERE):
+            key, equals, value = override.partition("=")
+            said.append(key + equals + (Path(value).name or value if "/" in value else value))
     name = ",".join(said)
     if len(name) > limit:
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        name = f"{name[: limit - 9]}~{digest}"
+        name = f"{name[: limit - 9]}~{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return name or None
 
 
-def _short(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return key + equals + (Path(value).name or value if "/" in value else value)
-
-
 def named(cfg: LoggerConfig, overrides: Sequence[str], sweep_dir: str | None) -> LoggerConfig:
-    """Fill in what the settings leave open; W&B's own variables count as settings.
+    """Fill in what ``logger.*`` leaves open; W&B's own variables count as settings.
 
     Args:
-        cfg: ``logger.*``.
+        cfg: the settings.
         overrides: of the command line.
         sweep_dir: the folder of the sweep that this run belongs to; None: it belongs to none.
     """

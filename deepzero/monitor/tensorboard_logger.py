@@ -1,8 +1,8 @@
 """``logger=tensorboard``: event files in ``tensorboard/`` of the run folder. ``tensorboard --logdir RUN_FOLDER``.
 
 All numbers of a step make one event: torch's ``add_scalar`` would make one event, and one trip through its queue, for
-each of them. A run that goes on from a checkpoint hides what an earlier start had written of
-later steps; a run that replaces another one hides all of it.
+each of them. A run that goes on from a checkpoint hides what an earlier start had written of later steps; a run that
+replaces another one hides all of it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from deepzero.monitor.metrics_file import to_json
-from deepzero.monitor.scalars import scalars
+from deepzero.monitor.async_logger import Kind
+from deepzero.monitor.metrics_file import scalars, to_json
 from deepzero.monitor.terminal import ledger_table
 from deepzero.utils.formatting import flatten
 
@@ -39,37 +39,34 @@ class TensorBoard:
         purge = first_step + 1 if first_step else 0
         # A rank that is killed does not close its writer, and somebody may be looking: on disk after a second.
         self._writer = SummaryWriter(str(run_dir / FOLDER), purge_step=purge, flush_secs=1)
-        self._writer.add_text("config", _verbatim(to_json(config, indent=2)), first_step)
+        self._text("config", to_json(config, indent=2), first_step)
         settings = {key: value for key, value in flatten(config).items() if isinstance(value, (bool, int, float, str))}
-        experiment, start, self._end = hparams(settings, dict.fromkeys(WATCHED))
+        *starts, self._end = hparams(settings, dict.fromkeys(WATCHED))
         self._file = cast(Any, self._writer.file_writer)  # it is None only after close()
-        self._file.add_summary(experiment)
-        self._file.add_summary(start)
+        for start in starts:
+            self._file.add_summary(start)
         self._writer.flush()
 
-    def step(self, entry: Mapping[str, Any]) -> None:
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
         """Write all numbers."""
-        self._write(scalars("train", entry), entry["step"])
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """Write all numbers."""
-        self._write(scalars("validation", entry), entry["step"])
-
-    def _write(self, numbers: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        self._file.add_summary(Summary(value=values), step)
+        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in scalars(kind, entry).items()]
+        self._file.add_summary(Summary(value=values), entry["step"])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The ledger and the sample as texts, then close."""
         if summary.get("memory") is not None:
-            self._writer.add_text("ledger", _verbatim(ledger_table(summary)), summary["steps"])
+            self._text("ledger", ledger_table(summary), summary["steps"])
         if summary.get("sample"):
-            self._writer.add_text("sample", _verbatim(str(summary["sample"])), summary["steps"])
+            self._text("sample", str(summary["sample"]), summary["steps"])
         if summary.get("status") == "finished":
             self._file.add_summary(self._end)
         self._writer.close()
+
+    def _text(self, name: str, text: str, step: int) -> None:
+        """As Markdown that is shown letter by letter."""
+        self._writer.add_text(name, "\n".join("    " + line for line in text.splitlines()), step)
 
 
 def _without_its_traceback(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[..., Any]:
@@ -80,8 +77,3 @@ def _without_its_traceback(hook: Callable[[threading.ExceptHookArgs], Any]) -> C
             hook(args)
 
     return said_later
-
-
-def _verbatim(text: str) -> str:
-    """As Markdown that is shown letter by letter."""
-    return "\n".join("    " + line for line in text.splitlines())

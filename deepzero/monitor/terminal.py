@@ -13,7 +13,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from deepzero.monitor.async_logger import Kind
 from deepzero.utils.formatting import short_bytes, short_number
+
+Row = tuple[str, float | None, float, str]
+"""Of the ledger: what, bytes predicted and measured, a note."""
+NOTES = {
+    "activations": "residual of the peak",
+    "snapshot": "of asynchronous saves, host memory",
+    "host_states": "of offload_states",
+    "host_activations": "of cpu_checkpointing",
+}
+"""On memory categories that nobody predicts."""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -37,9 +48,7 @@ class Terminal:
 
     def __init__(self, total_steps: int, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
-        self._total = total_steps
-        self._log_every = log_every
-        self._width = len(str(total_steps))
+        self._total, self._log_every = total_steps, log_every
         self._bar: Any = None
         self._lost = False
         """Standard output has failed, and it was said."""
@@ -55,28 +64,27 @@ class Terminal:
             else:
                 print(text, file=self._stream, flush=True)
 
-    def step(self, entry: Mapping[str, Any]) -> None:
-        """Move the bar, or print a line."""
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
+        """Of a step move the bar, or print a line; of a validation print the loss."""
+        step = entry["step"]
+        place = f"step {step:>{len(str(self._total))}}/{self._total}"
+        if kind == "validation":
+            bits = entry["val_bits_per_byte"]
+            in_bits = f"  ({bits:.3f} bits per byte)" if bits is not None else ""
+            self.line(f"{place}  validation loss {entry['val_loss']:.4f}{in_bits}")
+            return
         if self._bar is None and self._stream.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=self._total, initial=entry["step"] - 1, file=self._stream, unit="step", dynamic_ncols=True
-            )
+            self._bar = tqdm(total=self._total, initial=step - 1, file=self._stream, unit="step", dynamic_ncols=True)
         if self._bar is not None:
             with self._said_once():
                 self._bar.set_postfix_str(_step_text(entry, short=True), refresh=False)
                 self._bar.update(1)
             if entry["skipped"]:
-                self.line(f"step {entry['step']}: overflow, skipped; loss scale was {entry['loss_scale']:g}")
-        elif entry["step"] % self._log_every == 0 or entry["step"] == self._total or entry["skipped"]:
-            self.line(f"step {entry['step']:>{self._width}}/{self._total}  {_step_text(entry, short=False)}")
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """Print the validation loss."""
-        bits = entry["val_bits_per_byte"]
-        text = f"step {entry['step']:>{self._width}}/{self._total}  validation loss {entry['val_loss']:.4f}"
-        self.line(text + (f"  ({bits:.3f} bits per byte)" if bits is not None else ""))
+                self.line(f"step {step}: overflow, skipped; loss scale was {entry['loss_scale']:g}")
+        elif step % self._log_every == 0 or step == self._total or entry["skipped"]:
+            self.line(f"{place}  {_step_text(entry, short=False)}")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Leave the bar as it stands."""
@@ -131,33 +139,27 @@ def ledger_table(report: Mapping[str, Any]) -> str:
         report: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted": {"bytes", …},
             "measured": …}}}``, as the engine's ledger reports.
     """
-    held = report["memory"].items()
-    memory = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
-    memory.append(("all of these", sum(r[1] for r in memory), sum(r[2] for r in memory), ""))
-    notes = {"activations": "residual of the peak", "snapshot": "of asynchronous saves, host memory"}
-    notes |= {"host_states": "of offload_states", "host_activations": "of cpu_checkpointing"}
-    memory += [(name, None, v["measured"], notes.get(name, "")) for name, v in held if v["predicted"] is None]
-    sent = []
+    held, sent = report["memory"].items(), report["communication"].values()
+    rows: list[Row] = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]
+    rows.append(("all of these", sum(row[1] or 0 for row in rows), sum(row[2] for row in rows), ""))
+    rows += [(name, None, v["measured"], NOTES.get(name, "")) for name, v in held if v["predicted"] is None]
+    lines = _section("held by one rank after a backward pass", rows)
+    rows = []
     for kind, values in report["communication"].items():
-        predicted, measured = values["predicted"], values["measured"]
+        measured, padding = values["measured"], values["measured"]["padding_elements"]
         note = f"{measured['calls']:g} calls, {measured['elements']:,.0f} elements"
-        if measured["padding_elements"]:
-            note += f" + {measured['padding_elements']:,.0f} padding"
-        sent.append((kind, None if predicted is None else predicted["bytes"], measured["bytes"], note))
-    crossing = [
-        (values["predicted"] or values["measured"], values["measured"]) for values in report["communication"].values()
+        note += f" + {padding:,.0f} padding" if padding else ""
+        rows.append((kind, (values["predicted"] or {}).get("bytes"), measured["bytes"], note))
+    between = [
+        sum(side.get("between_node_bytes", 0) for side in sides)
+        for sides in ([v["predicted"] or v["measured"] for v in sent], [v["measured"] for v in sent])
     ]
-    between = [sum(pair[side].get("between_node_bytes", 0) for pair in crossing) for side in (0, 1)]
     if any(between):
-        sent.append(("of these, between nodes", between[0], between[1], ""))
-    sections = [
-        _section("held by one rank after a backward pass", memory),
-        _section("sent by one rank in one step", sent),
-    ]
-    return "\n".join(line for section in sections for line in section)
+        rows.append(("of these, between nodes", *between, ""))
+    return "\n".join([*lines, *_section("sent by one rank in one step", rows)])
 
 
-def _section(title: str, rows: list[tuple[str, float | None, float, str]]) -> list[str]:
+def _section(title: str, rows: list[Row]) -> list[str]:
     width = max([36, *(len(row[0]) for row in rows)])
     lines = [f"{title:<{width + 2}}{'predicted':>14}{'measured':>14}{'ratio':>9}"]
     for name, predicted, measured, note in rows:

@@ -28,11 +28,7 @@ _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Floating-point operations per second that one device can do; None when it is not known.
-
-    Args:
-        device_name: as ``torch.cuda.get_device_name`` gives it.
-        dtype: bf16, fp16 or fp32.
+    """Operations per second that one device can do in bf16, fp16 or fp32; None when it is not known.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
@@ -40,33 +36,25 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         >>> peak_flops("a CPU", "bf16") is None
         True
     """
-    column = ("bf16", "fp16", "fp32").index(dtype) + 1
-    for row in _PEAKS:
-        if row[0] in device_name:
-            tera = row[column]
-            return None if tera is None else float(tera) * 1e12
-    return None
+    column = ("bf16", "fp16", "fp32").index(dtype)
+    tera = next((peaks[column] for name, *peaks in _PEAKS if name in device_name), None)
+    return None if tera is None else tera * 1e12
 
 
 def rates(tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None) -> dict[str, float]:
-    """One step's speed.
+    """``tokens_per_second`` and ``tflops`` of a step over all ranks, and, given a peak, ``mfu`` between 0 and 1.
 
     Args:
         tokens: of the step, over all ranks.
         seconds: that it took.
         flops_per_token: forward and backward.
         world_size: ranks, each on a device of its own.
-        peak: one device's, per second; None leaves ``mfu`` out.
-
-    Returns:
-        ``tokens_per_second`` and ``tflops`` over all ranks, and ``mfu`` between 0 and 1.
+        peak: one device's operations per second.
 
     Example:
         >>> rates(1000, 0.5, 2e9, world_size=2, peak=1e13)
         {'tokens_per_second': 2000.0, 'tflops': 4.0, 'mfu': 0.2}
     """
-    per_second = tokens / seconds
-    result = {"tokens_per_second": per_second, "tflops": per_second * flops_per_token / 1e12}
-    if peak is not None:
-        result["mfu"] = per_second * flops_per_token / (world_size * peak)
-    return result
+    flops = tokens / seconds * flops_per_token
+    result = {"tokens_per_second": tokens / seconds, "tflops": flops / 1e12}
+    return result if peak is None else {**result, "mfu": flops / (world_size * peak)}

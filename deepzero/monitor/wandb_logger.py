@@ -22,24 +22,29 @@ from typing import Any, Literal
 from urllib.parse import urlparse
 
 from deepzero.config.run import LoggerConfig
-from deepzero.monitor.async_logger import Tell
-from deepzero.monitor.metrics_file import put
-from deepzero.monitor.scalars import COMMUNICATION_COLUMNS, MEMORY_COLUMNS, communication_rows, memory_rows, scalars
+from deepzero.monitor.async_logger import Kind, Tell
+from deepzero.monitor.metrics_file import REPORT, put, scalars
 
 WandbMode = Literal["online", "offline", "disabled"]
 MODES: dict[str, WandbMode] = {
     "online": "online", "offline": "offline", "disabled": "disabled", "run": "online", "dryrun": "offline",
 }  # fmt: skip
 """Words of ``WANDB_MODE``, W&B's old ones for two of them included."""
-
 FOLDER = "wandb"
 RUN_ID = "run_id"
 """A file in ``wandb/`` of the run folder."""
-TRACES, REPORT = "traces", "report.html"
-"""What of the run folder goes along, where it is there: the profiler's files, and the report."""
-
+TRACES = "traces"
+"""The profiler's files in the run folder, which go along, as the report does."""
 START_SECONDS = 30.0
 """An online run that W&B's server has not accepted after this long goes on without W&B."""
+TABLES = {
+    "memory": ("Bytes held by one rank", ("category", "predicted_bytes", "measured_bytes", "measured/predicted")),
+    "communication": (
+        "Bytes sent by one rank in one step",
+        ("kind", "predicted_bytes", "measured_bytes", "measured/predicted", "calls", "elements", "padding_elements"),
+    ),
+}
+"""The ledger's two tables: title of the chart, columns."""
 
 
 class WandB:
@@ -61,14 +66,13 @@ class WandB:
         mode, earlier = wandb_mode(cfg, tell), earlier_id(run_dir, first_step)
         if os.environ.get("WANDB_MODE") and os.environ["WANDB_MODE"] not in MODES:
             os.environ["WANDB_MODE"] = "offline"  # W&B reads it too, and starts with no word that it does not know
-        name = cfg.run_name or (None if os.environ.get("WANDB_NAME") else run_dir.name)
         self._run_dir = run_dir
         self._run = wandb.init(
             project=cfg.project,
             dir=str(run_dir),
             config=dict(config),
             mode=mode,
-            name=name,
+            name=cfg.run_name or (None if os.environ.get("WANDB_NAME") else run_dir.name),
             group=cfg.group,
             tags=list(cfg.tags) or None,
             id=earlier,
@@ -80,28 +84,34 @@ class WandB:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if mode == "offline":
-            part = shlex.quote(str(Path(self._run.dir).parent))
-            everything = f"{shlex.quote(str(run_dir / FOLDER))}/offline-run-*"
-            command = f"wandb sync {part if earlier is None else everything}"
-            tell(f"wandb: offline, nothing leaves this machine; to upload: {command}")
+            parts = shlex.quote(str(Path(self._run.dir).parent))
+            if earlier is not None:
+                parts = f"{shlex.quote(str(run_dir / FOLDER))}/offline-run-*"
+            tell(f"wandb: offline, nothing leaves this machine; to upload: wandb sync {parts}")
         elif mode == "online":
             tell(f"wandb: {self._run.url}")
 
-    def step(self, entry: Mapping[str, Any]) -> None:
+    def write(self, kind: Kind, entry: Mapping[str, Any]) -> None:
         """A row of all numbers."""
-        self._run.log({**scalars("train", entry), "step": entry["step"]})
-
-    def validation(self, entry: Mapping[str, Any]) -> None:
-        """A row of all numbers."""
-        self._run.log({**scalars("validation", entry), "step": entry["step"]})
+        self._run.log({**scalars(kind, entry), "step": entry["step"]})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Hand over the summary, tables, sample, traces and report, and close; with status 1 unless it finished."""
+        import wandb
+
+        report = self._run_dir / REPORT
         try:
             self._run.summary.update({k: v for k, v in summary.items() if isinstance(v, (int, float, str))})
-            if last := {**self._ledger(summary), **self._texts(summary)}:
+            last = self._ledger(summary)
+            if summary.get("sample"):  # letter by letter
+                last["sample/text"] = wandb.Html(f"<pre>{html.escape(str(summary['sample']))}</pre>")
+            if report.is_file():
+                last["report/html"] = wandb.Html(report.read_text(encoding="utf-8"), inject=False)
+            if last:
                 self._run.log({**last, "step": summary["steps"]})
-            self._artifacts()
+            traces = self._run_dir / TRACES
+            self._artifact("traces", "profile", traces, sorted(traces.glob("**/*")))
+            self._artifact("report", "report", self._run_dir, [report])
         finally:
             self._run.finish(exit_code=0 if summary.get("status") == "finished" else 1)
 
@@ -110,44 +120,53 @@ class WandB:
         import wandb
 
         found: dict[str, Any] = {}
-        for name, columns, rows in (
-            ("memory", MEMORY_COLUMNS, memory_rows(summary)),
-            ("communication", COMMUNICATION_COLUMNS, communication_rows(summary)),
-        ):
-            if not rows:
-                continue
-            found[f"ledger/{name}"] = wandb.Table(columns=list(columns), data=rows)
-            bars = [[f"{row[0]}, {what}", row[at]] for row in rows for at, what in ((1, "predicted"), (2, "measured"))]
-            table = wandb.Table(columns=["what", "bytes"], data=[bar for bar in bars if bar[1] is not None])
-            title = "held by one rank" if name == "memory" else "sent by one rank in one step"
-            found[f"ledger/{name}_bars"] = wandb.plot.bar(table, "what", "bytes", title=f"Bytes {title}")
+        for name, (title, columns) in TABLES.items():
+            rows = memory_rows(summary) if name == "memory" else communication_rows(summary)
+            if rows:
+                found[f"ledger/{name}"] = wandb.Table(columns=list(columns), data=rows)
+                bars = [
+                    [f"{row[0]}, {what}", row[at]] for row in rows for at, what in ((1, "predicted"), (2, "measured"))
+                ]
+                table = wandb.Table(columns=["what", "bytes"], data=[bar for bar in bars if bar[1] is not None])
+                found[f"ledger/{name}_bars"] = wandb.plot.bar(table, "what", "bytes", title=title)
         return found
 
-    def _texts(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """The sample, letter by letter, and the report as W&B shows it in its page."""
+    def _artifact(self, name: str, kind: str, folder: Path, paths: list[Path]) -> None:
+        """Files to be downloaded, those that are there. W&B's trace viewer opens artifacts of the type ``profile``."""
         import wandb
 
-        found: dict[str, Any] = {}
-        if summary.get("sample"):
-            found["sample/text"] = wandb.Html(f"<pre>{html.escape(str(summary['sample']))}</pre>")
-        if (report := self._run_dir / REPORT).is_file():
-            found["report/html"] = wandb.Html(report.read_text(encoding="utf-8"), inject=False)
-        return found
+        if files := [path for path in paths if path.is_file()]:
+            artifact = wandb.Artifact(f"{name}-{self._run.id}", type=kind)
+            for file in files:  # where they are: W&B would copy them into the home directory, and traces are large
+                place = str(file.relative_to(folder))
+                artifact.add_file(str(file), name=place, policy="immutable", skip_cache=True)
+            self._run.log_artifact(artifact)
 
-    def _artifacts(self) -> None:
-        """Files to be downloaded. W&B's trace viewer opens artifacts of the type ``profile``."""
-        import wandb
 
-        traces = [path for path in sorted((self._run_dir / TRACES).glob("**/*")) if path.is_file()]
-        report = [path] if (path := self._run_dir / REPORT).is_file() else []
-        for name, kind, files in (("traces", "profile", traces), ("report", "report", report)):
-            if files:
-                artifact = wandb.Artifact(f"{name}-{self._run.id}", type=kind)
-                for file in files:
-                    # Where they are: W&B would copy them into the home directory, and traces are large.
-                    place = file.relative_to(self._run_dir / TRACES) if kind == "profile" else file.name
-                    artifact.add_file(str(file), name=str(place), policy="immutable", skip_cache=True)
-                self._run.log_artifact(artifact)
+def memory_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
+    """Bytes held by one rank, by category, in the order of the columns; empty when nothing was trained.
+
+    Example:
+        >>> memory_rows({"memory": {"masters": {"predicted": 40, "measured": 40}, "activations": {"predicted": None,
+        ...     "measured": 9}}})
+        [['masters', 40, 40, 1.0], ['activations', None, 9, None]]
+    """
+    held = summary.get("memory") or {}
+    return [[name, v["predicted"], v["measured"], _ratio(v["predicted"], v["measured"])] for name, v in held.items()]
+
+
+def communication_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
+    """What one rank sends in one step, by kind, in the order of the columns; empty likewise."""
+    rows = []
+    for kind, values in (summary.get("communication") or {}).items():
+        predicted, measured = (values["predicted"] or {}).get("bytes"), values["measured"]
+        counts = [measured[name] for name in ("calls", "elements", "padding_elements")]
+        rows.append([kind, predicted, measured["bytes"], _ratio(predicted, measured["bytes"]), *counts])
+    return rows
+
+
+def _ratio(predicted: float | None, measured: float) -> float | None:
+    return measured / predicted if predicted else None
 
 
 def earlier_id(run_dir: Path, first_step: int) -> str | None:
@@ -161,15 +180,12 @@ def earlier_id(run_dir: Path, first_step: int) -> str | None:
 def wandb_mode(cfg: LoggerConfig, tell: Tell) -> WandbMode:
     """As configured, else as W&B's own variable ``WANDB_MODE`` says, else by login.
 
-    Args:
-        cfg: ``wandb_mode``.
-        tell: gets a line where the variable says what is not known. Nothing leaves the machine then: whoever has set it
-            may have meant just that.
+    Where the variable says what is not known, ``tell`` gets a line, and nothing leaves the machine: whoever has set it
+    may have meant just that.
     """
     if cfg.wandb_mode != "auto":
         return cfg.wandb_mode
-    wanted = os.environ.get("WANDB_MODE", "")
-    if wanted:
+    if wanted := os.environ.get("WANDB_MODE", ""):
         word = wanted.strip().lower()
         if word not in MODES:
             known = ", ".join(MODES)

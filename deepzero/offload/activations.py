@@ -12,11 +12,8 @@ inside their blocks out of sight of hooks that were there before. So hooks on sa
 pass see exactly what is kept until the backward pass. Without checkpointing that is every activation.
 
 What moves is a *storage*: two tensors on one storage, or one that is saved twice, are copied once and keep their
-strides. It stays where it is when it holds a parameter, when it is small, or when what was saved is a small part of it
-(a batch that is a view of a whole data set).
-
-Autograd notices when a saved tensor was changed in place before it is used. Here a change may also come between pack
-and a copy that is under way; the same look at the tensor's version finds both, and raises.
+strides. Autograd notices when a saved tensor was changed in place before it is used; here a change may also come
+between pack and a copy that is under way. The same look at the tensor's version finds both, and raises.
 
 Sources: ``cpu_checkpointing`` in DeepSpeed's ``runtime/activation_checkpointing/checkpointing.py``, which copies the
 inputs of its own ``checkpoint`` function one by one and waits for each; ``torch.autograd.graph.save_on_cpu``, which
@@ -37,21 +34,20 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
-from deepzero.offload.arena import HostArena, PageLockError, Region
-from deepzero.offload.copy_streams import HostDeviceCopier, PendingCopy, bytes_of_storage
+from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats, PendingCopy, bytes_of_storage
+from deepzero.offload.pinned_arena import HostArena, PageLockError, Region
+from deepzero.runtime.engine import Engine
+from deepzero.runtime.zero.partition_parameters import ZeroParameter
 
 log = logging.getLogger(__name__)
 
 ACTIVATIONS_TO_HOST, ACTIVATIONS_TO_DEVICE = "offload.activations_to_host", "offload.activations_to_device"
 HOST_ACTIVATIONS = "host_activations"
 """The ledger's word for the buffers."""
-
 LEAVING = 2
 """Storages that are on their way down and still on the device: one that travels, one that waits."""
-
 SMALLEST_PART = 4
 """A storage moves when a saved tensor has at least so great a part of it: q, k and v of one projection have a third."""
-
 SPARE_BYTES = 64 << 20
 """Free buffers that are always kept."""
 
@@ -73,8 +69,7 @@ class HostBuffers:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """1-D bytes, that many exactly; contents are whatever was there."""
-        free = self._free.get(nbytes)
-        if free:
+        if free := self._free.get(nbytes):
             buffer, copies = free.pop()
             if self.poison:
                 # The next copy comes after these in the streams' order; what the CPU writes does not.
@@ -83,14 +78,9 @@ class HostBuffers:
                 buffer.fill_(0xFF)  # NaN in every dtype
             return buffer
         self._make_room()
-        arena = self._arena([Region(HOST_ACTIVATIONS, nbytes, torch.uint8)])
-        made = arena.allocate(HOST_ACTIVATIONS, nbytes, torch.uint8)
-        self._arenas[made.data_ptr()] = arena
-        return made
-
-    def _arena(self, regions: list[Region]) -> HostArena:
+        region = Region(HOST_ACTIVATIONS, nbytes, torch.uint8)
         try:
-            return HostArena(regions, self.device, self.pin)
+            arena = HostArena([region], self.device, self.pin)
         except PageLockError:
             self.pin = False
             log.warning(
@@ -98,16 +88,18 @@ class HostBuffers:
                 "and never in the background (said once). Raise the limit of locked memory (ulimit -l); "
                 "activation_checkpointing.cpu_checkpointing_pin_memory=false does without"
             )
-            return HostArena(regions, self.device, False)
+            arena = HostArena([region], self.device, False)
+        made = arena.allocate(*region)
+        self._arenas[made.data_ptr()] = arena
+        return made
 
     def _make_room(self) -> None:
         """Sequences of ever other lengths need ever other sizes: give up the free ones when they outweigh the used."""
         free = sum(nbytes * len(some) for nbytes, some in self._free.items())
         used = sum(arena.nbytes for arena in self._arenas.values()) - free
         if free > max(used, SPARE_BYTES):
-            for some in self._free.values():
-                for buffer, _ in some:
-                    self._arenas.pop(buffer.data_ptr()).close()
+            for buffer, _ in itertools.chain(*self._free.values()):
+                self._arenas.pop(buffer.data_ptr()).close()
             self._free.clear()
 
     def give(self, buffer: torch.Tensor, copies: list[PendingCopy]) -> None:
@@ -128,16 +120,15 @@ class Parked:
         self.host = buffers.take(self.nbytes)
         # While this refers to it, no other storage gets the same identity.
         self.source = StorageWeakRef(storage)
+        # Packed before this one, so needed after it.
         self.before = weakref.ref(before) if before is not None else None
-        """Packed before this one, needed after it."""
+        # Its bytes on the device, while somebody uses them; and the same, kept until another one is used: what two
+        # functions saved, one after the other, is fetched once.
         self.here: TensorWeakRef | None = None
-        """Its bytes on the device, while somebody uses them."""
         self.flat: torch.Tensor | None = None
-        """The same, kept until another one is used: what two functions saved, one after the other, is fetched once."""
+        # The backward pass that has used it, or for which it has been fetched ahead.
         self.asked_by = -1
-        """The backward pass that has used it, or for which it has been fetched ahead."""
-        self.copies: list[PendingCopy] = []
-        """Down, and up."""
+        self.copies: list[PendingCopy] = []  # down, and up
         weakref.finalize(self, buffers.give, self.host, self.copies).atexit = False
 
 
@@ -176,6 +167,7 @@ class HostActivations:
         self._leaving: deque[tuple[torch.Tensor, Parked, PendingCopy]] = deque()
         # Fetched ahead, by serial: nobody has asked for them yet.
         self._ahead: dict[int, tuple[torch.Tensor, PendingCopy]] = {}
+        # Packed last, and fetched last.
         self._last: weakref.ref[Parked] | None = None
         self._used: weakref.ref[Parked] | None = None
         self._stays: set[int] = set()
@@ -200,27 +192,26 @@ class HostActivations:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the plain view of a storage that is worth a copy."""
+        """Whether it is the plain view of a storage that is worth a copy, and no parameter's."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
         if tensor.device != self.wire.device or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False  # more than bytes in a storage
-        nbytes = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        # What is a small part of it may be a batch that is a view of a whole data set.
         enough = nbytes >= self.min_bytes and tensor.nbytes * SMALLEST_PART >= nbytes > 0
-        return enough and tensor.untyped_storage()._cdata not in self._stays
+        return enough and storage._cdata not in self._stays
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Launch the copy down; or what comes back is the tensor itself, which stays."""
         if not self._moves(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        parked = self._parked.get(key)
+        parked = self._parked.get(storage._cdata)
         if parked is None or parked.version != tensor._version:
-            before = self._last() if self._last is not None else None
-            parked = Parked(tensor, self.buffers, next(self._serials), before)
-            self._parked[key] = parked
-            self._last = weakref.ref(parked)
+            parked = Parked(tensor, self.buffers, next(self._serials), self._last() if self._last is not None else None)
+            self._parked[storage._cdata], self._last = parked, weakref.ref(parked)
             copy = self.wire.to_host(ACTIVATIONS_TO_HOST, parked.host, bytes_of_storage(storage, tensor.device))
             parked.copies.append(copy)
             # The tensor lives until its copy has left; the buffer belongs to the copy as long.
@@ -234,16 +225,16 @@ class HostActivations:
         The device waits, the program does not: memory that is free is the next kernel's.
         """
         while len(self._leaving) > keep:
-            _, _, copy = self._leaving.popleft()
+            tensor, _, copy = self._leaving.popleft()
             copy.wait()
+            del tensor  # not before the wait is in the stream
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
+    def _unpack(self, saved: Any) -> Any:
         """The tensor again, with the strides it had. May be called more than once."""
         if not isinstance(saved, Saved):
-            kept: torch.Tensor = saved
-            return kept
+            return saved
         if saved.watch._version != saved.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -251,7 +242,9 @@ class HostActivations:
                 f"{saved.version} was saved"
             )
         flat = self._fetch(saved.parked)
-        return _view(flat, saved)
+        with torch.no_grad():
+            whole = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+            return whole.as_strided(saved.shape, saved.stride, saved.offset)
 
     @torch.no_grad()
     def _fetch(self, parked: Parked) -> torch.Tensor:
@@ -267,15 +260,14 @@ class HostActivations:
         used = self._used() if self._used is not None else None
         if used is not None:
             used.flat = None
-        parked.flat, self._used = here, weakref.ref(parked)
-        parked.asked_by = task
+        parked.flat, self._used, parked.asked_by = here, weakref.ref(parked), task
         before = parked.before() if parked.before is not None else None
         if before is not None and task != -1 and before.asked_by != task:
             before.asked_by = task
             if before.here is None or before.here() is None:
                 self._ahead[before.serial] = self._launch(before)
         if copy is not None:
-            copy.wait()
+            copy.wait()  # behind the launch of the next one, which travels meanwhile
         return here
 
     def _launch(self, parked: Parked) -> tuple[torch.Tensor, PendingCopy]:
@@ -284,7 +276,18 @@ class HostActivations:
         return flat, parked.copies[-1]
 
 
-@torch.no_grad()
-def _view(flat: torch.Tensor, saved: Saved) -> torch.Tensor:
-    whole = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
-    return whole.as_strided(saved.shape, saved.stride, saved.offset)
+def build_host_activations(engine: Engine) -> HostActivations:
+    """``activation_checkpointing.cpu_checkpointing``: what autograd keeps in a forward pass goes to host memory."""
+    settings, comm = engine.config.activation_checkpointing, engine.comm
+
+    def lasting() -> list[torch.Tensor]:
+        """Not activations: parameters and buffers. Partitioned parameters are known by their hooks."""
+        whole = [param for param in engine.module.parameters() if not isinstance(param, ZeroParameter)]
+        return [*whole, *engine.module.buffers()]
+
+    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+    smallest, pin = settings.cpu_checkpointing_min_bytes, settings.cpu_checkpointing_pin_memory
+    made = HostActivations(wire, lasting, smallest, pin)
+    comm.ledger.watch(HOST_ACTIVATIONS, made.buffers.tensors)
+    engine.around_forward.append(made.watching)
+    return made

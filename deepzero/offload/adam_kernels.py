@@ -1,25 +1,18 @@
-"""Adam's arithmetic on the CPU in one pass over memory: the lines to compile, and chunks that stay in cache.
+"""Adam's arithmetic on the CPU in one pass over memory: three kernels, and which of them an optimizer steps with.
 
 A step reads the gradient and reads and writes the parameter and two moments; nothing is computed that a processor would
-call work. So time is bytes. With a bf16 gradient and a bf16 copy of the new parameter, 28 bytes an element must move::
+call work, so time is bytes. With a bf16 gradient and a bf16 copy of the new parameter, 28 bytes an element must move; a
+fused Adam between a cast of the whole gradient and one of the whole parameter moves 40. Three ways to move 28:
 
-    read  grad 2   param 4   exp_avg 4   exp_avg_sq 4        write  param 4   exp_avg 4   exp_avg_sq 4   out 2
-
-Casting the whole gradient to fp32 first and the whole parameter to bf16 afterwards moves 40, and that is what a fused
-Adam with casts around it does. Three ways to move 28:
-
-``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between a cast of the gradient into a
-               scratch and a cast of the parameter out of the cache.
+``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between two casts in the cache.
 ``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors. Needs a C++ compiler.
-``numba``      the same lines through Numba, which brings its own compiler.
+``numba``      the same lines through Numba (:mod:`deepzero.offload.adam_numba`), which brings its own compiler.
 
-**What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition
-into one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64
-elements, as the shares of torch's threads are, so that the same elements fall into the scalar loop for every chunk size
-and thread count.
-``compiled`` and ``numba`` round after each operation (contraction is off), so that an element's bits depend on its own
-numbers alone, and are those of :func:`adam_lines` run line by line in plain torch; each compiled function is compared
-with that once, before it is used (:mod:`deepzero.offload.adam_compiled`).
+**What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition into
+one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64 elements, as
+the shares of torch's threads are, so that the same elements fall into the scalar loop for every chunk size and thread
+count. ``compiled`` and ``numba`` round after each operation (contraction is off): an element's bits depend on its own
+numbers alone, and are those of :func:`adam_lines` in plain torch, with which each is compared before it is used.
 
 Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's
 ``csrc/adam/cpu_adam_impl.cpp`` does it with hand-written vector intrinsics. Left out: AMSGrad, maximization.
@@ -30,62 +23,58 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterable
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from deepzero.offload.threads import in_threads
+from deepzero.utils.compile import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.utils.threads import thread_pool
 
 CHUNK = 3 << 16
 """Elements, a multiple of 64. What is touched twice of a chunk, 8 bytes an element, stays in a core's L2 cache; shorter
 chunks would cost more in calls, some ten microseconds for each."""
-
 BLOCK = 8
 """Chunks that a thread takes at once from what is left, at most."""
+SAMPLE = 2051
+"""Elements that a kernel is compiled and checked with: full vectors and blocks, and a rest."""
+COMPILE_FROM = 1 << 23
+"""Elements. Below, a step saves less than 2 ms by being compiled; compiling takes ten seconds in C++, one in Numba."""
+COMPILERS = {"compiled": "a C++ compiler", "numba": "Numba"}
+"""In the order in which ``auto`` tries them: the C++ compiler's code is a fifth faster, and the bits are the same."""
+KERNELS = ("auto", "chunked", *COMPILERS)
 
 Variant: TypeAlias = "tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]"
 """What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``."""
-
 Lines: TypeAlias = Callable[..., None]
+Kernel: TypeAlias = "ChunkedAdam | CompiledAdam"
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The tensors of one parameter: all contiguous, of one shape, on one device."""
 
-    param: torch.Tensor
-    """fp32; bf16 or fp16 are widened for the arithmetic and rounded back."""
-    exp_avg: torch.Tensor
-    """fp32, the mean of gradients."""
-    exp_avg_sq: torch.Tensor
-    """fp32, the mean of squared gradients."""
-    grad: torch.Tensor
-    """bf16, fp16, fp32 or fp64. Only read."""
-    out: torch.Tensor | None
-    """Where the new parameter is written once more, in bf16, fp16 or fp32."""
+    param: torch.Tensor  # fp32; bf16 or fp16 are widened for the arithmetic and rounded back
+    exp_avg: torch.Tensor  # fp32, the mean of gradients
+    exp_avg_sq: torch.Tensor  # fp32, the mean of squared gradients
+    grad: torch.Tensor  # bf16, fp16, fp32 or fp64; only read
+    out: torch.Tensor | None = None  # the new parameter is written here once more, in bf16, fp16 or fp32
 
-    @property
-    def variant(self) -> tuple[torch.dtype, torch.dtype, torch.dtype | None]:
-        """Dtypes of parameter, gradient and output."""
-        return self.param.dtype, self.grad.dtype, None if self.out is None else self.out.dtype
-
-    def pieces(self, start: int, end: int, size: int) -> Iterable[tuple[Any, ...]]:
-        """Views of ``size`` elements of all five, side by side, from ``start`` on; the last ones may be shorter."""
-        tensors = (self.param, self.exp_avg, self.exp_avg_sq, self.grad)
-        views = [tensor.detach().view(-1)[start:end].split(size) for tensor in tensors]
-        outs = itertools.repeat(None) if self.out is None else self.out.detach().view(-1)[start:end].split(size)
-        return zip(*views, outs, strict=False)
+    def flat(self) -> list[Any]:
+        """All five as 1-D views."""
+        return [None if tensor is None else tensor.detach().view(-1) for tensor in self]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The hyper-parameters of one parameter in one step."""
+    """The hyper-parameters of one parameter in one step; ``step`` counts from 1."""
 
     step: float
-    """This step's number, from 1."""
     lr: float
     beta1: float
     beta2: float
@@ -97,6 +86,14 @@ class Numbers:
     scale: float
     """Gradients are divided by it; a number that fp32 can hold."""
 
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: float, scale: float) -> Numbers:
+        """Those of a parameter group, whose numbers may be tensors."""
+        lr, eps, weight_decay = (float(group[name]) for name in ("lr", "eps", "weight_decay"))
+        beta1, beta2 = map(float, group["betas"])
+        modes = group["decoupled_weight_decay"], group["bias_correction"]
+        return cls(step, lr, beta1, beta2, eps, weight_decay, *modes, scale)
+
     def tensor(self) -> torch.Tensor:
         """fp32 ``[9]`` for :func:`adam_lines`, each number computed in float64 and rounded once, as torch does it."""
         correction1 = 1.0 - self.beta1**self.step if self.bias_correction else 1.0
@@ -106,23 +103,72 @@ class Numbers:
         return torch.tensor([*numbers, self.lr / correction1, math.sqrt(correction2), self.eps], dtype=torch.float32)
 
 
-class Kernel(Protocol):
-    """One way of doing a step's arithmetic on CPU tensors."""
+# ---- threads ---------------------------------------------------------------------------------------------------------
 
-    name: str
 
-    def ready(self, variants: Iterable[Variant]) -> None:
-        """Make what these need. Called before anything is written."""
+def in_threads(starts: range, act: Callable[[int, int], None]) -> None:
+    """``act(thread, start)`` for all ``starts``, in as many threads as torch has, inside which torch uses one core.
 
-    def update(self, segment: Segment, numbers: Numbers) -> None:
-        """One step on one parameter."""
+    Torch divides every operation among its own threads and waits for all of them at its end. A pass over memory in
+    chunks makes hundreds of such waits, and GNU's OpenMP waits by spinning: where the cores have other work too, the
+    thread that spins keeps the one it waits for from its core, and a step on 50 M elements took 2.7 s instead of 0.12 s
+    (two cores, load 5). Threads that take start after start from a common heap wait once, at the end.
+
+    Args:
+        starts: one alone is done here.
+        act: sees gradients switched off. What it raises is raised here, after all threads have ended.
+
+    Example:
+        >>> seen = []
+        >>> in_threads(range(0, 30, 10), lambda thread, start: seen.append(start))
+        >>> sorted(seen)
+        [0, 10, 20]
+    """
+    left = iter(starts)  # of all threads: a range gives its next number in one step under Python's lock
+
+    def work(thread: int) -> None:
+        with torch.no_grad():  # a thread has its own gradient mode
+            for start in left:
+                act(thread, start)
+
+    count = min(torch.get_num_threads(), len(starts))
+    if count <= 1:
+        work(0)
+        return
+    with _MAKING:
+        pool = _pool(os.getpid(), count)
+    errors = [future.exception() for future in [pool.submit(work, thread) for thread in range(count)]]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+_MAKING = threading.Lock()
+
+
+@functools.cache
+def _pool(_process: int, count: int) -> ThreadPoolExecutor:
+    """Threads are kept; a fork copies the executor and not its threads, so each process has its own."""
+    before, met = torch.get_num_threads(), threading.Barrier(count)
+
+    def begin() -> None:
+        torch.get_num_threads()  # a new thread's first look sets it to the process's number, also after it has been set
+        torch.set_num_threads(1)
+        met.wait()
+
+    pool = thread_pool(count, "deepzero-offload")
+    for future in [pool.submit(begin) for _ in range(count)]:
+        future.result()
+    # A thread's number of threads is its own, but torch also gives the last one that was set to threads yet to come.
+    torch.set_num_threads(before)
+    return pool
 
 
 # ---- chunked ---------------------------------------------------------------------------------------------------------
 
 
 class ChunkedAdam:
-    """Torch's fused kernel on one chunk after the other, in as many threads as torch has.
+    """Torch's fused kernel on one chunk after the other.
 
     Args:
         chunk: elements, a multiple of 64. No result depends on it.
@@ -134,91 +180,61 @@ class ChunkedAdam:
         if chunk <= 0 or chunk % 64:
             raise ValueError(f"chunk={chunk} must be a positive multiple of 64, as the shares of torch's threads are")
         self.chunk = chunk
-        # For each thread, kept: fresh memory costs more than the casts. One optimizer does not step twice at once.
-        self._scratch: list[_Scratch] = []
+        # For each thread fp32 room for a chunk of the parameter and one of the gradient. Kept: fresh memory costs more
+        # than the casts. One optimizer does not step twice at once.
+        self._rooms: list[torch.Tensor] = []
 
     def ready(self, variants: Iterable[Variant]) -> None:
-        """Nothing to make."""
+        """Nothing has to be made."""
 
     def update(self, segment: Segment, numbers: Numbers) -> None:
         """One step on one parameter."""
+        flat, numel, threads = segment.flat(), segment.param.numel(), torch.get_num_threads()
+        fused = _fused(numbers, segment.param.device)
         # The fused kernel writes the divided gradient back, and the gradient is the caller's: it divides a copy.
-        scale = None if numbers.scale == 1.0 else torch.tensor(numbers.scale, dtype=torch.float32)
-        fused = _fused(numbers, scale)
-        none: list[torch.Tensor] = []
-        steps = [torch.tensor(_counted(numbers), dtype=torch.float32)]
-        copies_grad = segment.grad.dtype != torch.float32 or scale is not None
+        copies_grad = segment.grad.dtype != torch.float32 or numbers.scale != 1.0
         copies_param = segment.param.dtype != torch.float32
-        numel, threads = segment.param.numel(), torch.get_num_threads()
         # Each thread comes back several times, so that one which lost its core leaves the rest to the others.
         block = self.chunk * max(1, min(BLOCK, numel // (4 * threads * self.chunk)))
-        starts = deque(range(0, numel, block))
-        threads = max(1, min(threads, len(starts)))
-        while len(self._scratch) < threads:
-            self._scratch.append(_Scratch(self.chunk))
+        starts = range(0, numel, block)
+        while len(self._rooms) < min(threads, len(starts)):
+            self._rooms.append(torch.empty(2, self.chunk, dtype=torch.float32))
 
-        def work(i: int) -> None:
-            scratch = self._scratch[i]
-            while True:
-                try:
-                    start = starts.popleft()
-                except IndexError:  # nothing is left
-                    return
-                for param, exp_avg, exp_avg_sq, grad, out in segment.pieces(start, start + block, self.chunk):
-                    wide = scratch.widened(param, 0) if copies_param else param
-                    if copies_grad:
-                        grad = scratch.widened(grad, 1)
-                    fused([wide], [grad], [exp_avg], [exp_avg_sq], none, steps)
-                    if copies_param:
-                        param.copy_(wide)
-                    if out is not None:
-                        out.copy_(param)
+        def work(thread: int, start: int) -> None:
+            rooms = self._rooms[thread]
+            views = [itertools.repeat(None) if t is None else t[start : start + block].split(self.chunk) for t in flat]
+            for param, exp_avg, exp_avg_sq, grad, out in zip(*views, strict=False):
+                n = param.numel()
+                wide = rooms[0, :n].copy_(param) if copies_param else param
+                fused(wide, rooms[1, :n].copy_(grad) if copies_grad else grad, exp_avg, exp_avg_sq)
+                if copies_param:
+                    param.copy_(wide)
+                if out is not None:
+                    out.copy_(param)
 
-        in_threads(threads, work)
+        in_threads(starts, work)
 
 
-class _Scratch:
-    """fp32 room for a chunk of the parameter and one of the gradient; touched when it is first used."""
-
-    def __init__(self, chunk: int) -> None:
-        self.rooms = torch.empty(2, chunk, dtype=torch.float32).unbind()
-
-    def widened(self, narrow: torch.Tensor, which: int) -> torch.Tensor:
-        """A chunk in fp32, good until the next one is widened into the same room."""
-        room, n = self.rooms[which], narrow.numel()
-        return (room if n == room.numel() else room[:n]).copy_(narrow)
-
-
-def _counted(numbers: Numbers) -> float:
-    """The step number for the fused kernel. Both corrections are ``1 - beta**step``, which is exactly 1 at infinity."""
-    return numbers.step if numbers.bias_correction else math.inf
-
-
-def _fused(numbers: Numbers, scale: torch.Tensor | None) -> Callable[..., None]:
-    """Torch's fused kernel with everything but the lists of tensors filled in; built once, as it is called often."""
-    return functools.partial(
+def _fused(numbers: Numbers, device: torch.device) -> Lines:
+    """Torch's fused kernel for parameter, gradient and both moments, all fp32."""
+    number = functools.partial(torch.full, (), dtype=torch.float32, device=device)
+    # Both corrections are ``1 - beta**step``, which is exactly 1 at infinity.
+    step = [number(fill_value=numbers.step if numbers.bias_correction else math.inf)]
+    kernel = functools.partial(
         torch._fused_adamw_ if numbers.decoupled else torch._fused_adam_,
-        lr=numbers.lr,
-        beta1=numbers.beta1,
-        beta2=numbers.beta2,
-        weight_decay=numbers.weight_decay,
-        eps=numbers.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=scale,
-    )
+        lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps,
+        amsgrad=False, maximize=False, grad_scale=None if numbers.scale == 1.0 else number(fill_value=numbers.scale),
+    )  # fmt: skip
+    return lambda *tensors: kernel(*([tensor] for tensor in tensors), [], step)
 
 
 def update_on_device(segment: Segment, numbers: Numbers) -> None:
     """One step where the tensors lie on a GPU: torch's fused kernel on the whole tensor, casts around it."""
-    device = segment.param.device
-    scale = None if numbers.scale == 1.0 else torch.full((), numbers.scale, dtype=torch.float32, device=device)
-    step = torch.full((), _counted(numbers), dtype=torch.float32, device=device)
-    param, grad = segment.param.detach(), segment.grad.detach()
-    # As on the CPU, the kernel writes the divided gradient back, so it gets a copy.
-    grad = grad.to(torch.float32, copy=scale is not None)
+    param = segment.param.detach()
     wide = param.to(torch.float32)
-    _fused(numbers, scale)([wide], [grad], [segment.exp_avg], [segment.exp_avg_sq], [], [step])
+    # As on the CPU, the kernel writes the divided gradient back, so it gets a copy.
+    grad = segment.grad.detach().to(torch.float32, copy=numbers.scale != 1.0)
+    _fused(numbers, param.device)(wide, grad, segment.exp_avg, segment.exp_avg_sq)
     if wide is not param:
         param.copy_(wide)
     if segment.out is not None:
@@ -241,17 +257,10 @@ def adam_lines(
     """Adam and AdamW, written down once: what is compiled, and what the compiled is compared with.
 
     Dividing by a scale of 1, adding 0 times the parameter and multiplying it by a decay of 1 change no bit, so one
-    compiled function serves both modes with and without a scale.
-
-    Args:
-        root: the square root, ``torch.sqrt`` for the compiler and :func:`exact_root` for plain torch.
-        small_weight: ``1 - beta1 < 0.5``; the two forms of the same line lose nothing near a weight of 0, or of 1.
-        param: fp32, or narrower and widened here.
-        exp_avg: fp32.
-        exp_avg_sq: fp32.
-        grad: any float dtype.
-        out: receives the new parameter too; None with a narrow ``param``, which is rounded before it is passed on.
-        numbers: :meth:`Numbers.tensor`. Numbers in a tensor change without a recompilation.
+    compiled function serves both modes with and without a scale. ``root`` is ``torch.sqrt`` for the compiler and
+    :func:`exact_root` for plain torch; ``small_weight`` is ``1 - beta1 < 0.5``, as the two forms of a mean lose nothing
+    near a weight of 0, or of 1; ``out`` is None with a narrow ``param``, which is rounded before it is passed on;
+    ``numbers`` is :meth:`Numbers.tensor`, as numbers in a tensor change without a recompilation.
     """
     scale, l2, decay, weight, beta2, weight2, step_size, correction2, eps = numbers.unbind()
     wide = param.to(torch.float32)
@@ -275,10 +284,183 @@ def line_by_line(small_weight: bool) -> Lines:
     """``adam_lines`` in plain torch, without its first two arguments, by chunks: its temporaries are fresh memory."""
 
     def lines(*tensors: Any) -> None:
-        *flat, numbers = tensors
-        pieces = [None if t is None else t.split(CHUNK) for t in flat]
-        for i in range(len(pieces[0] or ())):
-            chunk: list[Any] = [None if piece is None else piece[i] for piece in pieces]
-            adam_lines(exact_root, small_weight, *[*chunk, numbers])
+        views = [itertools.repeat(None) if t is None else t.split(CHUNK) for t in tensors[:-1]]
+        for chunk in zip(*views, strict=False):
+            given: list[Any] = [*chunk, tensors[-1]]
+            adam_lines(exact_root, small_weight, *given)
 
     return lines
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+class CompiledAdam:
+    """:func:`adam_lines`, compiled once for each :data:`Variant` in the process.
+
+    Args:
+        strict: what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
+            cannot be compiled runs line by line, with a warning: slower, the same bits.
+        name: by whom, ``compiled`` (``torch.compile``) or ``numba``.
+    """
+
+    def __init__(self, strict: bool, name: str = "compiled") -> None:
+        self.strict, self.name = strict, name
+        self._plain: dict[Variant, Lines] = {}  # what could not be compiled
+
+    def ready(self, variants: Iterable[Variant]) -> None:
+        """Compile.
+
+        Raises:
+            CompilationError: only with ``strict``.
+        """
+        for variant in map(_without_narrow_out, variants):
+            try:
+                if variant not in self._plain:
+                    compiled(self.name, variant)
+            except CompilationError as error:
+                if self.strict:
+                    raise
+                _warn(f"{error}. This step and later ones run uncompiled for these dtypes: slower, with the same bits")
+                self._plain[variant] = line_by_line(variant[3])
+
+    def update(self, segment: Segment, numbers: Numbers) -> None:
+        """One step on one parameter."""
+        *flat, out = segment.flat()
+        small_weight = numbers.beta1 > 0.5
+        variant = _without_narrow_out((flat[0].dtype, flat[3].dtype, None if out is None else out.dtype, small_weight))
+        # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
+        torch.get_num_threads()
+        # torch.compile treats sizes 0 and 1 as constants of the program. The lines are quick enough for them.
+        lines = self._plain.get(variant) if flat[0].numel() > 1 else line_by_line(small_weight)
+        lines = lines or compiled(self.name, variant)
+        lines(*flat, None if variant[2] is None else out, numbers.tensor())
+        if out is not None and variant[2] is None:
+            out.copy_(flat[0])
+
+
+def _without_narrow_out(variant: Variant) -> Variant:
+    """A narrow parameter is rounded before it is passed on, and inductor may leave out a rounding on the way."""
+    return variant if variant[0] == torch.float32 else (variant[0], variant[1], None, variant[3])
+
+
+def why_not(name: str) -> str:
+    """Why a kernel (``compiled`` or ``numba``) cannot be had here, as far as can be told without trying; or empty."""
+    if name == "compiled":
+        return why_not_compiled()
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return "Numba is switched off by NUMBA_DISABLE_JIT"
+    try:
+        return "" if find_spec("numba") is not None else "no Numba (pip install 'deepzero[numba]')"
+    except ValueError as error:  # something else stands under its name
+        return f"no Numba ({error})"
+
+
+_COMPILING = threading.RLock()
+
+
+def compiled(name: str, variant: Variant) -> Lines:
+    """``adam_lines`` without its first two arguments, compiled by ``name``. The first call takes seconds.
+
+    Raises:
+        CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
+    """
+    with _COMPILING:  # a delayed update's thread may need the same one
+        return _compile_and_check(name, variant)
+
+
+@functools.cache
+def _compile_and_check(name: str, variant: Variant) -> Lines:
+    if missing := why_not(name):
+        raise CompilationError(missing)
+    with compilation("Numba" if name == "numba" else "torch.compile"):
+        got, expected = _sample(variant), _sample(variant)
+        lines = (_by_numba if name == "numba" else _by_torch)(variant, got)
+        lines(*got)
+    adam_lines(exact_root, variant[3], *expected)
+    for one, other in zip(got, expected, strict=True):
+        if one is not None and other is not None and not torch.equal(one, other):
+            raise CompilationError(
+                "the compiled code gives other bits than the same lines in torch, so they would depend on where an "
+                f"element lies{'; is a flag like -ffast-math set?' if name == 'compiled' else ''}"
+            )
+    return lines
+
+
+def _by_torch(variant: Variant, sample: list[Any]) -> Lines:
+    """One function for all lengths, numbers and thread counts."""
+    from torch._dynamo import mark_dynamic  # seconds; only who compiles waits for them
+
+    for tensor in sample[:5]:
+        if tensor is not None:
+            mark_dynamic(tensor, 0)
+    names = "_".join(str(dtype).removeprefix("torch.") for dtype in variant[:3])
+    call = compile_apart(adam_lines, f"adam_{names}{'' if variant[3] else '_large_weight'}")
+    return functools.partial(call, torch.sqrt, variant[3])
+
+
+def _by_numba(variant: Variant, _sample: list[Any]) -> Lines:
+    from deepzero.offload.adam_numba import numba_lines  # a second
+
+    part = numba_lines(variant)
+
+    def lines(*tensors: Any) -> None:
+        numel, threads = tensors[0].numel(), torch.get_num_threads()
+        # Each thread comes back a few times, so that one which lost its core leaves the rest to the others. Not more
+        # often: it may have to wait for Python's lock, up to 5 ms while another thread computes in Python.
+        share = max(1024, numel if threads == 1 else numel // (4 * threads))
+        in_threads(range(0, numel, share), lambda _thread, start: part(start, start + share, *tensors))
+
+    return lines
+
+
+def _sample(variant: Variant) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    param, m, v, grad = (torch.randn(SAMPLE, generator=generator, dtype=torch.float32) for _ in range(4))
+    numbers = Numbers(3.0, 0.01, 0.9 if variant[3] else 0.3, 0.99, 1e-8, 0.1, True, True, 3.0)
+    out = None if variant[2] is None else torch.zeros(SAMPLE, dtype=variant[2])
+    return [param.to(variant[0]), m, v.square_(), grad.to(variant[1]), out, numbers.tensor()]
+
+
+# ---- which one -------------------------------------------------------------------------------------------------------
+
+
+def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tuple[Kernel, str]:
+    """The kernel for the lifetime of an optimizer, and why this one, in a few words.
+
+    Args:
+        request: one of :data:`KERNELS`.
+        numel: elements that a step updates.
+        variants: what the first step needs; compiled here, so that a failure is known before anything is written.
+
+    Raises:
+        RuntimeError: ``compiled`` or ``numba`` was asked for and cannot be had.
+    """
+    if request == "chunked":
+        return ChunkedAdam(), "as asked for"
+    if request != "auto":
+        made = CompiledAdam(True, request)
+        try:
+            made.ready(variants)
+        except CompilationError as error:
+            advice = "Use kernel='chunked', which needs no compiler, or 'auto'"
+            raise RuntimeError(f"CPUAdam(kernel={request!r}): {error}. {advice}") from error
+        return made, "as asked for"
+    if numel < COMPILE_FROM:
+        return ChunkedAdam(), f"{numel:,} elements are too few to compile for, below {COMPILE_FROM:,}"
+    without: list[str] = []  # what could not be had, and why
+    for name, compiler in COMPILERS.items():
+        missing = why_not(name)
+        if not missing:
+            try:
+                CompiledAdam(True, name).ready(variants)
+                return CompiledAdam(False, name), "; ".join([f"{numel:,} elements and {compiler}", *without])
+            except CompilationError as error:
+                missing = f"compiling failed ({error})"
+                _warn(f"the {name} kernel is not used: {error}")
+        without.append(missing)
+    return ChunkedAdam(), "; ".join(without)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"CPUAdam: {message}", RuntimeWarning, stacklevel=2)

@@ -2,22 +2,20 @@
 
 :func:`~deepzero.offload.adam_kernels.adam_lines` says what is computed, on whole tensors; :func:`_adam` says it again
 for one element after the other, operation by operation in the same order, which is all that Numba can read. Both have
-the same bits: nothing here may contract, reorder or approximate (Numba's ``fastmath`` is off), and each variant is
-compared with the lines before it is used (:mod:`deepzero.offload.adam_compiled`).
+the same bits: nothing here may contract, reorder or approximate (Numba's ``fastmath`` is off). Which NaN comes out of a
+NaN is another matter: here that of bf16 is 0x7FC0, and torch's vector loops write 0xFFFF.
 
 A step goes through the tensors in blocks of :data:`BLOCK` elements. What is narrow is widened into a room of a block's
 extent, in the cache; the arithmetic runs from there; what is to be narrow is rounded on its way out. Three short loops
 in place of one, because LLVM turns a loop into vector instructions only when it can tell that its arrays do not
 overlap, and asks no more than eight such questions a loop.
 
-Which NaN comes out of a NaN is another matter: here that of bf16 is 0x7FC0, and torch's vector loops write 0xFFFF.
-
 Imported late: Numba takes a second.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,9 +24,6 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
-
-from deepzero.offload.adam_kernels import Lines, Variant
-from deepzero.offload.threads import in_threads
 
 BLOCK = 1024
 """Elements: five arrays of them and their rooms stay in a core's L1 cache."""
@@ -41,95 +36,69 @@ _compile = njit(nogil=True, error_model="numpy")
 # ---- numbers of 16 bits, which Numba does not have: read and written as uint16 ---------------------------------------
 
 
-@intrinsic
-def _float_of(_context: Any, _bits: Any) -> Any:
-    """The fp32 number with these 32 bits."""
-    return types.float32(types.uint32), lambda _c, build, _s, given: build.bitcast(given[0], ir.FloatType())
+def _instruction(result: Any, argument: Any, generate: Callable[[Any, Any], Any]) -> Any:
+    """A function of one number, for compiled code alone; ``generate(builder, value)`` writes its LLVM instructions."""
+
+    @intrinsic
+    def instruction(_context: Any, _value: Any) -> Any:
+        return result(argument), lambda _context, builder, _signature, given: generate(builder, given[0])
+
+    return instruction
 
 
-@intrinsic
-def _bits_of(_context: Any, _number: Any) -> Any:
-    """The 32 bits of an fp32 number."""
-    return types.uint32(types.float32), lambda _c, build, _s, given: build.bitcast(given[0], ir.IntType(32))
-
-
-@intrinsic
-def _float_of_half(_context: Any, _bits: Any) -> Any:
-    """The fp16 number with these 16 bits, in fp32."""
-
-    def generate(_c: Any, build: Any, _s: Any, given: Any) -> Any:
-        return build.fpext(build.bitcast(given[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _half_of(_context: Any, _number: Any) -> Any:
-    """The 16 bits of an fp32 number rounded to fp16, to nearest, ties to even."""
-
-    def generate(_c: Any, build: Any, _s: Any, given: Any) -> Any:
-        return build.bitcast(build.fptrunc(given[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
-
-
-# Reading returns the fp32 array to compute with: the room, filled, or the source itself.
+_float, _half = ir.FloatType(), ir.HalfType()
+_float_of = _instruction(types.float32, types.uint32, lambda b, bits: b.bitcast(bits, _float))
+_bits_of = _instruction(types.uint32, types.float32, lambda b, number: b.bitcast(number, ir.IntType(32)))
+_fp16_of = _instruction(types.float32, types.uint16, lambda b, bits: b.fpext(b.bitcast(bits, _half), _float))
+# To nearest, ties to even.
+_bits_of_fp16 = _instruction(
+    types.uint16, types.float32, lambda b, number: b.bitcast(b.fptrunc(number, _half), ir.IntType(16))
+)
 
 
 @_compile
-def _read_fp32(source, _room):  # type: ignore[no-untyped-def]
+def _bf16_of(bits):  # type: ignore[no-untyped-def]
+    return _float_of(np.uint32(np.uint32(bits) << np.uint32(16)))  # Numba shifts into 64 bits
+
+
+@_compile
+def _bits_of_bf16(number):  # type: ignore[no-untyped-def]
+    bits = _bits_of(number)
+    # Half of what is cut off rounds up, an exact half only to an even number.
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded if number == number else np.uint32(0x7FC0))  # or else: not a number
+
+
+def _loop(convert: Any) -> Any:
+    """A compiled ``target[i] = convert(source[i])``, which returns ``target``."""
+    convert = _compile(convert) if not hasattr(convert, "py_func") else convert
+
+    @_compile
+    def loop(source, target):  # type: ignore[no-untyped-def]
+        for i in range(len(source)):
+            target[i] = convert(source[i])
+        return target
+
+    return loop
+
+
+@_compile
+def _as_it_is(source, _target):  # type: ignore[no-untyped-def]
     return source
 
 
-@_compile
-def _read_fp64(source, room):  # type: ignore[no-untyped-def]
-    for i in range(len(source)):
-        room[i] = np.float32(source[i])
-    return room
-
-
-@_compile
-def _read_bf16(source, room):  # type: ignore[no-untyped-def]
-    for i in range(len(source)):
-        room[i] = _float_of(np.uint32(np.uint32(source[i]) << np.uint32(16)))  # Numba shifts into 64 bits
-    return room
-
-
-@_compile
-def _read_fp16(source, room):  # type: ignore[no-untyped-def]
-    for i in range(len(source)):
-        room[i] = _float_of_half(source[i])
-    return room
-
-
-@_compile
-def _write_nowhere(_wide, _target):  # type: ignore[no-untyped-def]
-    pass
-
-
-@_compile
-def _write_fp32(wide, target):  # type: ignore[no-untyped-def]
-    for i in range(len(wide)):
-        target[i] = wide[i]
-
-
-@_compile
-def _write_bf16(wide, target):  # type: ignore[no-untyped-def]
-    for i in range(len(wide)):
-        bits = _bits_of(wide[i])
-        # Half of what is cut off rounds up, an exact half only to an even number.
-        rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        target[i] = np.uint16(rounded if wide[i] == wide[i] else np.uint32(0x7FC0))  # or else: not a number
-
-
-@_compile
-def _write_fp16(wide, target):  # type: ignore[no-untyped-def]
-    for i in range(len(wide)):
-        target[i] = _half_of(wide[i])
-
-
-_READ = {torch.float32: _read_fp32, torch.bfloat16: _read_bf16, torch.float16: _read_fp16, torch.float64: _read_fp64}
-_WRITE = {torch.float32: _write_fp32, torch.bfloat16: _write_bf16, torch.float16: _write_fp16}
+# Reading returns the fp32 array to compute with: the room, filled, or the source itself.
+_READ = {
+    torch.float32: _as_it_is,
+    torch.float64: _loop(lambda number: np.float32(number)),
+    torch.bfloat16: _loop(_bf16_of),
+    torch.float16: _loop(lambda bits: _fp16_of(bits)),
+}
+_WRITE = {
+    torch.float32: _loop(lambda number: number),
+    torch.bfloat16: _loop(_bits_of_bf16),
+    torch.float16: _loop(lambda number: _bits_of_fp16(number)),
+}
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -175,11 +144,13 @@ def _blocks(  # type: ignore[no-untyped-def]
         write_out(wide, out[a:b])
 
 
-def numba_lines(variant: Variant) -> Lines:
-    """``adam_lines`` without its first two arguments, for some dtypes. The first call compiles, in about a second.
+def numba_lines(variant: tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]) -> Callable[..., None]:
+    """A part of ``adam_lines``: takes the first and the last element's number, and what that takes after its first two.
+
+    The first call compiles, in about a second.
 
     Args:
-        variant: dtypes of parameter, gradient and output, and which of the two forms of the mean.
+        variant: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``.
 
     Raises:
         RuntimeError: fp16 on a processor without instructions for it.
@@ -189,30 +160,15 @@ def numba_lines(variant: Variant) -> Lines:
         raise RuntimeError("this processor has no instructions that convert fp16")
     functions = (
         _READ[param],
-        _write_nowhere if param == torch.float32 else _WRITE[param],  # fp32 is updated where it lies
+        _as_it_is if param == torch.float32 else _WRITE[param],  # fp32 is updated where it lies
         _READ[grad],
-        _write_nowhere if out is None else _WRITE[out],
+        _as_it_is if out is None else _WRITE[out],
         _mean_small_weight if small_weight else _mean_large_weight,
     )
 
-    def lines(*tensors: Any) -> None:
-        updated, *others, written, numbers = tensors
-        arrays = [_array(t) for t in (updated, *others, updated if written is None else written, numbers)]
-        numel, threads = len(arrays[0]), torch.get_num_threads()
-        # Each thread comes back a few times, so that one which lost its core leaves the rest to the others. Not more
-        # often: it may have to wait for Python's lock, up to 5 ms while another thread computes in Python.
-        share = max(BLOCK, numel if threads == 1 else numel // (4 * threads))
-        starts = deque(range(0, numel, share))
-
-        def work(_thread: int) -> None:
-            while True:
-                try:
-                    start = starts.popleft()
-                except IndexError:  # nothing is left
-                    return
-                _blocks(*functions, *arrays, start, min(start + share, numel))
-
-        in_threads(max(1, min(threads, len(starts))), work)
+    def lines(start: int, end: int, *tensors: Any) -> None:
+        arrays = [_array(tensors[0] if tensor is None else tensor) for tensor in tensors]
+        _blocks(*functions, *arrays, start, min(end, len(arrays[0])))
 
     return lines
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -68,74 +68,58 @@ class CopyStats:
 
 
 class OffloadStats:
-    """The legs of the pipeline, of the step under way and of the last one."""
+    """The legs of the pipeline, by kind: of the step under way and of the last one."""
 
     def __init__(self) -> None:
-        self.legs: dict[str, CopyStats] = {}
-        self.last_step: dict[str, CopyStats] = {}
-        self._open: deque[_Timing] = deque()
-
-    def leg(self, kind: str) -> CopyStats:
-        """The step's account of ``kind``."""
-        return self.legs.setdefault(kind, CopyStats())
-
-    def later(self, timing: _Timing) -> None:
-        """A GPU's copy: its events are read when they have happened."""
-        self._open.append(timing)
+        self.legs, self.last_step = defaultdict[str, CopyStats](CopyStats), dict[str, CopyStats]()
+        # A GPU's copies, whose events are read when they have happened.
+        self.timed: deque[PendingCopy] = deque()
 
     def close_step(self) -> None:
         """An optimizer step is complete. On a GPU copies may still run: they count in the step in which they end."""
-        while self._open and self._open[0].is_over():
-            timing = self._open.popleft()
-            self.leg(timing.kind).add(timing.bytes, timing.seconds(), timing.waited())
-        self.last_step, self.legs = self.legs, {}
-
-
-class _Timing:
-    """The events of one copy on a GPU: begin, end, and around the place where the compute stream waited."""
-
-    def __init__(self, kind: str, moved: int) -> None:
-        self.kind, self.bytes = kind, moved
-        self.begin, self.end, self.before, self.after = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        self.in_stream = False
-        self.blocked_seconds = 0.0
-
-    def is_over(self) -> bool:
-        return bool(self.end.query()) and (not self.in_stream or bool(self.after.query()))
-
-    def seconds(self) -> float:
-        return float(self.begin.elapsed_time(self.end)) / 1000
-
-    def waited(self) -> float:
-        stalled = float(self.before.elapsed_time(self.after)) / 1000 if self.in_stream else 0.0
-        return self.blocked_seconds + stalled
+        while self.timed and (times := self.timed[0].times()) is not None:
+            copy = self.timed.popleft()
+            self.legs[copy.kind].add(copy.nbytes, *times)
+        self.last_step, self.legs = dict(self.legs), defaultdict(CopyStats)
 
 
 class PendingCopy:
-    """A copy under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned."""
+    """A copy under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned.
+
+    Args:
+        chaos: delays it.
+        kind: the ledger's name for it.
+        nbytes: how many.
+        stream: on which it was launched; None without a GPU.
+        put_off: makes the copy, which has not begun.
+    """
 
     def __init__(
         self,
         chaos: Chaos,
-        put_off: Callable[[], None] | None = None,
+        kind: str,
+        nbytes: int,
         stream: torch.cuda.Stream | None = None,
-        timing: _Timing | None = None,
+        put_off: Callable[[], None] | None = None,
     ) -> None:
-        self._chaos, self._put_off, self._stream, self._timing = chaos, put_off, stream, timing
-        self._waited = False
-        self._lock = threading.Lock()
+        self.kind, self.nbytes = kind, nbytes
+        self._chaos, self._stream, self._put_off = chaos, stream, put_off
+        self._waited, self._blocked_seconds, self._lock = False, 0.0, threading.Lock()
+        if stream is not None:
+            # Two around the copy, and two around the place where the compute stream waited for it.
+            events = (torch.cuda.Event(enable_timing=True) for _ in range(4))
+            self.begin, self.end, self._before, self._after = events
 
     def wait(self) -> None:
         """The current stream goes on when the destination is complete. Waiting twice is harmless."""
         if self._waited:
             return
-        self._waited = True
-        if self._timing is not None and self._stream is not None:
+        if self._stream is not None:
             stream = torch.cuda.current_stream(self._stream.device)
-            self._timing.before.record(stream)
-            stream.wait_event(self._timing.end)
-            self._timing.after.record(stream)
-            self._timing.in_stream = True
+            self._before.record(stream)
+            stream.wait_event(self.end)
+            self._after.record(stream)
+        self._waited = True
         self._catch_up()
 
     @contextlib.contextmanager
@@ -145,25 +129,29 @@ class PendingCopy:
         Args:
             alone: nothing is issued, as there is only one rank; so the copy may still be put off.
         """
-        if self._stream is None:
-            if not alone:
-                self.finish()
+        if self._stream is None and not alone:
+            self.finish()
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
 
     def finish(self) -> None:
         """The program goes on when the destination is complete and the source may be written over."""
-        if self._timing is not None and not self._timing.end.query():
+        if self._stream is not None and not self.end.query():
             began = time.perf_counter()
-            self._timing.end.synchronize()
-            self._timing.blocked_seconds += time.perf_counter() - began
+            self.end.synchronize()
+            self._blocked_seconds += time.perf_counter() - began
         self._catch_up()
 
     def is_over(self) -> bool:
         """Whether nothing is left to do, as far as the program knows."""
-        return self._put_off is None and (self._timing is None or self._timing.end.query())
+        return self._put_off is None and (self._stream is None or self.end.query())
+
+    def times(self) -> tuple[float, float] | None:
+        """Of a GPU's copy, the seconds that it took, and those that somebody stood still for it; None: not over yet."""
+        if not self.end.query() or (self._waited and not self._after.query()):
+            return None
+        stalled = self._before.elapsed_time(self._after) / 1000 if self._waited else 0.0
+        return self.begin.elapsed_time(self.end) / 1000, self._blocked_seconds + stalled
 
     def _catch_up(self) -> None:
         if self._put_off is None:
@@ -187,9 +175,7 @@ class HostDeviceCopier:
 
     def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, meter: OffloadStats) -> None:
         self.device, self.ledger, self.chaos, self.meter = device, ledger, chaos, meter
-        streams = device.type == "cuda"
-        self._down = torch.cuda.Stream(device) if streams else None
-        self._up = torch.cuda.Stream(device) if streams else None
+        self._streams = {way: torch.cuda.Stream(device) for way in ("D2H", "H2D") if device.type == "cuda"}
         # From host memory, in the order of their launches; none that is over is before one that is not.
         self._reading: deque[PendingCopy] = deque()
 
@@ -205,7 +191,7 @@ class HostDeviceCopier:
             padding: how many of the elements are padding.
             where: which bucket, for traces.
         """
-        return self._launch("D2H", kind, host, source, self._down, padding, where)
+        return self._launch("D2H", kind, host, source, padding, where)
 
     def to_device(
         self, kind: str, target: torch.Tensor, host: torch.Tensor, padding: int = 0, where: str = ""
@@ -213,7 +199,7 @@ class HostDeviceCopier:
         """Launch ``target.copy_(host)``, when the current stream is done with ``target``; as :meth:`to_host`."""
         while self._reading and self._reading[0].is_over():
             self._reading.popleft()
-        self._reading.append(self._launch("H2D", kind, target, host, self._up, padding, where))
+        self._reading.append(self._launch("H2D", kind, target, host, padding, where))
         return self._reading[-1]
 
     def finish_reads(self) -> None:
@@ -223,43 +209,34 @@ class HostDeviceCopier:
         self._reading.clear()
 
     def _launch(
-        self,
-        verb: str,
-        kind: str,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        stream: torch.cuda.Stream | None,
-        padding: int,
-        where: str,
+        self, way: str, kind: str, target: torch.Tensor, source: torch.Tensor, padding: int, where: str
     ) -> PendingCopy:
         if target.dtype != source.dtype or target.numel() != source.numel():
-            raise RuntimeError(
-                f"{kind}: cannot copy {source.numel()} x {source.dtype} to {target.numel()} x {target.dtype}"
-            )
+            wrong = f"{source.numel()} x {source.dtype} to {target.numel()} x {target.dtype}"
+            raise RuntimeError(f"{kind}: cannot copy {wrong}")
         self.chaos.delay()
         self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
-        if stream is None:
-            return self._in_line(verb, kind, target, source, where)
-        timing = _Timing(kind, source.nbytes)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream), profiler_ranges.moving(verb, kind, where):
-            stream.wait_event(ready)
-            timing.begin.record(stream)
-            target.copy_(source, non_blocking=True)
-            timing.end.record(stream)
-        self.meter.later(timing)
-        return PendingCopy(self.chaos, None, stream, timing)
+        if self._streams:
+            stream, ready = self._streams[way], torch.cuda.Event()
+            copy = PendingCopy(self.chaos, kind, source.nbytes, stream)
+            # Both tensors are the compute stream's until here: the copy begins behind what has been issued there.
+            ready.record(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream), profiler_ranges.moving(way, kind, where):
+                stream.wait_event(ready)
+                copy.begin.record(stream)
+                target.copy_(source, non_blocking=True)
+                copy.end.record(stream)
+            self.meter.timed.append(copy)
+            return copy
 
-    def _in_line(self, verb: str, kind: str, target: torch.Tensor, source: torch.Tensor, where: str) -> PendingCopy:
-        def copy() -> None:
+        def in_line() -> None:
             began = time.perf_counter()
-            with torch.no_grad(), profiler_ranges.moving(verb, kind, where):
+            with torch.no_grad(), profiler_ranges.moving(way, kind, where):
                 target.copy_(source)
             took = time.perf_counter() - began
-            self.meter.leg(kind).add(source.nbytes, took, took)
+            self.meter.legs[kind].add(source.nbytes, took, took)
 
-        if self.chaos.puts_off():
-            return PendingCopy(self.chaos, copy)
-        copy()
-        return PendingCopy(self.chaos)
+        put_off = self.chaos.puts_off()
+        if not put_off:
+            in_line()
+        return PendingCopy(self.chaos, kind, source.nbytes, put_off=in_line if put_off else None)

@@ -1,15 +1,14 @@
 """CPUAdam: Adam and AdamW for parameters and state in the CPU's memory, one pass over it for each step.
 
 ZeRO-Offload keeps the fp32 masters and both moments on the CPU: 12 bytes an element that the GPU does not hold. What
-remains to be done there is one Adam step, and what enters and leaves is narrow: the reduced gradient comes in bf16,
-the new parameter goes back in bf16. ``step(grads, out, scale)`` takes and gives them so; both casts and the division
-by loss scale, ranks and clipping happen on the way through the cache::
+remains to be done there is one Adam step, and what enters and leaves is narrow: the reduced gradient comes in bf16, the
+new parameter goes back in bf16. Both casts and the division by loss scale, ranks and clipping happen on the way through
+the cache (:mod:`deepzero.offload.adam_kernels`)::
 
     grad (bf16) --widen--> / scale --> exp_avg, exp_avg_sq, param (fp32, in place) --round--> out (bf16)
 
 Everything else is torch's: state and its names, hooks, schedulers, GradScaler's attributes, state dicts that
-``torch.optim.AdamW`` loads and writes. The arithmetic and what decides its bits are in
-:mod:`deepzero.offload.adam_kernels`.
+``torch.optim.AdamW`` loads and writes.
 
 Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's ``ops/adam/cpu_adam.py`` for
 the arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
@@ -17,35 +16,28 @@ the arguments. Left out: AMSGrad, maximization, moments narrower than fp32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from deepzero.offload.adam_checks import (
-    GRAD_DTYPES,
-    PARAM_DTYPES,
-    check_numbers,
-    check_param,
-    check_tensor,
-    one_number,
-    subset,
-)
-from deepzero.offload.adam_choice import KERNELS, choose_kernel
-from deepzero.offload.adam_kernels import Kernel, Numbers, Segment, Variant, update_on_device
-from deepzero.offload.arena import zeros_on_large_pages
+from deepzero.comm.process_group import real_device_type
+from deepzero.offload.adam_kernels import KERNELS, Kernel, Numbers, Segment, Variant, choose_kernel, update_on_device
+from deepzero.offload.pinned_arena import zeros_on_large_pages
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters, and of what is written into ``out``."""
+GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A parameter that this step updates, and how an error names it."""
+class _Place(NamedTuple):
+    """A parameter, its group, and how an error names it."""
 
     name: str
     group: dict[str, Any]
     param: torch.Tensor
-    grad: torch.Tensor
-    out: torch.Tensor | None
 
 
 class CPUAdam(torch.optim.Optimizer):
@@ -60,11 +52,10 @@ class CPUAdam(torch.optim.Optimizer):
         weight_decay: decay rate.
         adamw_mode: AdamW's decay of the parameters; False: Adam's, added to the gradient.
         bias_correction: divide the means by what they lack in their first steps.
-        amsgrad: only False, as DeepSpeed has it.
-        fp32_optimizer_states: only True; both moments are fp32.
         kernel: ``compiled`` by a C++ compiler, by ``numba``, ``chunked``, or ``auto``: the first of them that is there,
             and chunked where there is too little to do. The bits of the first two are the same and differ from chunked
             in the last place, so a choice lasts as long as the optimizer; name one to have them on another machine.
+        switches: DeepSpeed's :attr:`switches`, with the values that they have there.
 
     Raises:
         ValueError: a number out of range, an option that is not there, a parameter that is not contiguous.
@@ -79,9 +70,17 @@ class CPUAdam(torch.optim.Optimizer):
         ([0.5, 0.5, 0.5], 'chunked')
     """
 
+    switches: ClassVar[dict[str, bool]] = {"amsgrad": False, "fp32_optimizer_states": True}
+    """Arguments of DeepSpeedCPUAdam that have one value here: both moments are fp32, and there is no third."""
+
     # torch's contract with GradScaler, and OptimizerShard's: around a step they set the attributes grad_scale and
     # found_inf, and delete them. **They must not exist in between**, because GradScaler multiplies what it finds.
     _step_supports_amp_scaling = True
+
+    # Of the class as well: what torch unpickles and copies has no other attributes than its own and ``_request``.
+    _request = "auto"
+    _kernel: Kernel | None = None
+    _reason = ""
 
     def __init__(
         self,
@@ -93,47 +92,44 @@ class CPUAdam(torch.optim.Optimizer):
         adamw_mode: bool = True,
         bias_correction: bool = True,
         *,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
         kernel: str = "auto",
+        **switches: bool,
     ) -> None:
+        if unknown := switches.keys() - self.switches:
+            raise TypeError(f"CPUAdam() got an unexpected keyword argument {min(unknown)!r}")
         if kernel not in KERNELS:
             raise ValueError(f"CPUAdam(kernel={kernel!r}) must be one of {', '.join(KERNELS)}")
-        if not fp32_optimizer_states:
+        if not switches.get("fp32_optimizer_states", True):
             raise ValueError("CPUAdam(fp32_optimizer_states=False) is not implemented: both moments are kept in fp32")
-        self._request, self._kernel, self._reason = kernel, None, ""
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bool(bias_correction),
-            "amsgrad": amsgrad,
-            # torch's name, so that AdamW's state dicts say the same thing in the same word.
-            "decoupled_weight_decay": bool(adamw_mode),
-        }
-        super().__init__(params, defaults)
+        self._request = kernel
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        # torch's names, so that AdamW's state dicts say the same thing in the same words.
+        defaults |= {"bias_correction": bool(bias_correction), "amsgrad": switches.get("amsgrad", False)}
+        super().__init__(params, {**defaults, "decoupled_weight_decay": bool(adamw_mode)})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, and everything that is wrong with the group's numbers and parameters is said at once."""
         if "adamw_mode" in param_group:
             param_group = {**param_group, "decoupled_weight_decay": bool(param_group["adamw_mode"])}
             del param_group["adamw_mode"]
-        check_numbers({**self.defaults, **param_group}, f"param_groups[{len(self.param_groups)}]")
+        where = f"param_groups[{len(self.param_groups)}]"
+        check_numbers({**self.defaults, **param_group}, where)
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
         try:
-            for i, param in enumerate(group["params"]):
-                check_param(param, f"param_groups[{len(self.param_groups) - 1}]['params'][{i}]", placeholders=True)
+            for i, param in enumerate(self.param_groups[-1]["params"]):
+                check_param(param, f"{where}['params'][{i}]", placeholders=True)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
-    # ---- which kernel ------------------------------------------------------------------------------------------------
+    def _places(self) -> list[_Place]:
+        return [
+            _Place(f"param_groups[{g}]['params'][{i}]", group, param)
+            for g, group in enumerate(self.param_groups)
+            for i, param in enumerate(group["params"])
+        ]
 
-    _request: str
-    _kernel: Kernel | None
-    _reason: str
+    # ---- which kernel ------------------------------------------------------------------------------------------------
 
     @property
     def kernel(self) -> str:
@@ -155,8 +151,7 @@ class CPUAdam(torch.optim.Optimizer):
         """
         kinds = {
             (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)
-            for group in self.param_groups
-            for param in group["params"]
+            for _, group, param in self._places()
             if param.device.type == "cpu" or masters
         }
         self._ready(kinds, masters)
@@ -170,23 +165,15 @@ class CPUAdam(torch.optim.Optimizer):
     def _ready(self, kinds: Iterable[Variant], numel: int | None = None) -> Kernel:
         wanted = sorted(kinds, key=str)
         if self._kernel is None:
-            params = [p for group in self.param_groups for p in group["params"] if p.device.type == "cpu"]
-            numel = sum(param.numel() for param in params) if numel is None else numel
+            if numel is None:
+                numel = sum(param.numel() for *_, param in self._places() if param.device.type == "cpu")
             self._kernel, self._reason = choose_kernel(self._request, numel, wanted)
         self._kernel.ready(wanted)
         return self._kernel
 
     def use(self, kernel: str, why: str) -> None:
-        """Step with this kernel from now on: before the first step, where others have decided.
-
-        Args:
-            kernel: ``chunked``, ``compiled`` or ``numba``.
-            why: for :meth:`describe`.
-        """
-        self._kernel = None
-        self._request, request = kernel, self._request
-        self._ready(())
-        self._request, self._reason = request, why
+        """Step with this kernel (no longer ``auto``) from now on, before the first step; ``why``: see describe()."""
+        self._kernel, self._reason = choose_kernel(kernel, 0, ())[0], why
 
     def twin(self) -> CPUAdam:
         """Another CPUAdam over the same parameters and the same state, with the settings of this moment."""
@@ -240,68 +227,65 @@ class CPUAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        divisor = self._divisor(scale)
+        divisor, grad_scale = one_number(scale, "scale"), getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            if divisor != 1.0:
+                raise ValueError(f"CPUAdam.step(scale={divisor}): the attribute grad_scale is set too; use one of them")
+            divisor = one_number(grad_scale, "grad_scale")
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item() != 0:
             return loss
         targets = self._targets(grads, out, only)
         kinds = {
-            (t.param.dtype, t.grad.dtype, None if t.out is None else t.out.dtype, t.group["betas"][0] > 0.5)
-            for t in targets
-            if t.param.device.type == "cpu"
+            (param.dtype, grad.dtype, None if written is None else written.dtype, group["betas"][0] > 0.5)
+            for (_, group, param), grad, written in targets
+            if param.device.type == "cpu"
         }
         kernel = self._ready(kinds) if kinds else None
-        states = [self._state_of(target) for target in targets]
-        for target, state in zip(targets, states, strict=True):
+        states = [self._state_of(place) for place, *_ in targets]  # all are checked before one is written
+        for (place, grad, written), state in zip(targets, states, strict=True):
             state["step"] += 1
-            segment = Segment(target.param, state["exp_avg"], state["exp_avg_sq"], target.grad, target.out)
-            numbers = _numbers(target.group, float(state["step"]), divisor)
-            if kernel is None or target.param.device.type != "cpu":
-                update_on_device(segment, numbers)
-            else:
-                kernel.update(segment, numbers)
+            on_cpu = place.param.device.type == "cpu"
+            update = kernel.update if kernel is not None and on_cpu else update_on_device
+            segment = Segment(place.param, state["exp_avg"], state["exp_avg_sq"], grad, written)
+            update(segment, Numbers.of(place.group, float(state["step"]), divisor))
         return loss
-
-    def _divisor(self, scale: float | torch.Tensor) -> float:
-        value = one_number(scale, "scale")
-        grad_scale = getattr(self, "grad_scale", None)
-        if grad_scale is not None:
-            if value != 1.0:
-                raise ValueError(f"CPUAdam.step(scale={value}): the attribute grad_scale is set too; use one of them")
-            value = one_number(grad_scale, "grad_scale")
-        return value
 
     def _targets(
         self,
         grads: Sequence[torch.Tensor | None] | None,
         out: Sequence[torch.Tensor | None] | None,
         only: Sequence[torch.Tensor] | None,
-    ) -> list[_Target]:
-        """The parameters that have a gradient, with all that belongs to them, checked."""
-        places = {
-            id(param): (f"param_groups[{g}]['params'][{i}]", group, param)
-            for g, group in enumerate(self.param_groups)
-            for i, param in enumerate(group["params"])
-        }
-        chosen = list(places.values()) if only is None else subset(list(only), places)
-        whose = "of the optimizer" if only is None else "in only="
+    ) -> list[tuple[_Place, torch.Tensor, torch.Tensor | None]]:
+        """The parameters that have a gradient, with that and their output, checked."""
+        chosen = self._places()
+        if only is not None:
+            places = {id(place.param): place for place in chosen}
+            for i, param in enumerate(only):
+                if id(param) not in places:
+                    raise ValueError(f"CPUAdam.step(only=...): only[{i}] is not a parameter of this optimizer")
+            chosen = [places[id(param)] for param in only]
+            if len({id(param) for param in only}) != len(chosen):
+                raise ValueError("CPUAdam.step(only=...) names a parameter twice, which would be stepped twice")
         for name, given in (("grads", grads), ("out", out)):
             if given is not None and not isinstance(given, (list, tuple)):
                 raise TypeError(f"CPUAdam.step({name}=...) must be a list of tensors, not {type(given).__name__}")
             if given is not None and len(given) != len(chosen):
-                text = f"CPUAdam.step({name}=...) has {len(given)} entries for the {len(chosen)} parameters {whose}"
-                raise ValueError(f"{text}; give one entry for each, None for a parameter without")
+                raise ValueError(
+                    f"CPUAdam.step({name}=...) has {len(given)} entries for the {len(chosen)} parameters "
+                    f"{'of the optimizer' if only is None else 'in only='}; give one entry for each, None for a "
+                    "parameter without"
+                )
         targets = []
-        for i, (name, group, param) in enumerate(chosen):
-            grad = param.grad if grads is None else grads[i]
+        for i, place in enumerate(chosen):
+            grad, written = place.param.grad if grads is None else grads[i], None if out is None else out[i]
             if grad is None:
                 continue
-            target = _Target(name, group, param, grad, None if out is None else out[i])
-            check_param(param, name)
-            check_tensor(grad, f"the gradient of {name}", param, GRAD_DTYPES)
-            if target.out is not None:
-                check_tensor(target.out, f"the output for {name}", param, PARAM_DTYPES)
-            targets.append(target)
+            check_param(place.param, place.name)
+            check_tensor(grad, f"the gradient of {place.name}", place.param, GRAD_DTYPES)
+            if written is not None:
+                check_tensor(written, f"the output for {place.name}", place.param, PARAM_DTYPES)
+            targets.append((place, grad, written))
         for g, group in enumerate(self.param_groups):
             check_numbers(group, f"param_groups[{g}]")
         return targets
@@ -311,23 +295,20 @@ class CPUAdam(torch.optim.Optimizer):
     @staticmethod
     def initial_state(param: torch.Tensor) -> dict[str, torch.Tensor]:
         """What the first step starts from, under torch's names: ``step`` on the CPU, both moments fp32 zeros."""
-        exp_avg, exp_avg_sq = (
-            torch.zeros(param.shape, dtype=torch.float32, device=param.device, requires_grad=False) for _ in range(2)
-        )
         step = torch.zeros((), dtype=torch.float32, device="cpu")
-        return {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        zeros = {key: torch.zeros(param.shape, dtype=torch.float32, device=param.device) for key in MOMENTS}
+        return {"step": step, **zeros}
 
-    def _state_of(self, target: _Target) -> dict[str, Any]:
-        state = self.state[target.param]
+    def _state_of(self, place: _Place) -> dict[str, Any]:
+        state, param = self.state[place.param], place.param
         if not state:
-            state.update(self.initial_state(target.param))
-            if target.param.device.type == "cpu":
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = zeros_on_large_pages(target.param.shape, torch.float32)
-        for key in ("exp_avg", "exp_avg_sq"):
-            if key not in state or "step" not in state:
-                raise ValueError(f"the state of {target.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")
-            check_tensor(state[key], f"the state {key} of {target.name}", target.param, (torch.float32,))
+            state.update(self.initial_state(param))
+            if param.device.type == "cpu":
+                state.update({key: zeros_on_large_pages(param.shape, torch.float32) for key in MOMENTS})
+        if not state.keys() >= {"step", *MOMENTS}:
+            raise ValueError(f"the state of {place.name} has {sorted(state)}: it needs step, exp_avg, exp_avg_sq")
+        for key in MOMENTS:
+            check_tensor(state[key], f"the state {key} of {place.name}", param, (torch.float32,))
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -337,9 +318,8 @@ class CPUAdam(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved, params, strict=True):
-            for key in ("exp_avg", "exp_avg_sq"):
+        for number, (*_, param) in zip(saved, self._places(), strict=True):
+            for key in MOMENTS:
                 value = state_dict["state"].get(number, {}).get(key)
                 if value is not None and param.dtype != torch.float32:
                     self.state[param][key] = value.to(dtype=torch.float32, device=param.device, copy=True)
@@ -351,33 +331,79 @@ class CPUAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by torch's ``load_state_dict``, with groups that another class may have written."""
         super().__setstate__(state)
-        for name, value in (("_request", "auto"), ("_kernel", None), ("_reason", "")):
-            self.__dict__.setdefault(name, value)
         for g, group in enumerate(self.param_groups):
             for name in ("bias_correction", "amsgrad", "decoupled_weight_decay"):
                 group.setdefault(name, self.defaults[name])
             if group.get("maximize"):
                 raise ValueError(f"param_groups[{g}]: maximize=True is not implemented by CPUAdam; negate the loss")
             check_numbers(group, f"param_groups[{g}]")
-            for param in group["params"]:
-                own = self.state.get(param)
-                if own and "step" in own:
+            for own in filter(None, map(self.state.get, group["params"])):
+                if "step" in own:
                     own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused, before anything is written ---------------------------------------------------------------------
 
 
-def _numbers(group: Mapping[str, Any], step: float, scale: float) -> Numbers:
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    return Numbers(
-        step,
-        lr=float(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=group["decoupled_weight_decay"],
-        bias_correction=group["bias_correction"],
-        scale=scale,
-    )
+def one_number(value: float | torch.Tensor, name: str) -> float:
+    """As fp32 holds it."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"CPUAdam.step(): {name} has shape {list(value.shape)}; give a number or a one-element tensor")
+    try:
+        number = torch.tensor(float(value), dtype=torch.float32).item()
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"CPUAdam.step(): {name}={value!r} is not a number") from error
+    if not 0.0 < number < math.inf:
+        problem = "gradients are divided by it: it must be positive and finite in fp32"
+        raise ValueError(f"CPUAdam.step(): {name}={float(value)}, but {problem}")
+    return number
+
+
+def check_numbers(group: Mapping[str, Any], where: str) -> None:
+    """Refuse hyper-parameters that a step could not use."""
+    if group.get("amsgrad"):
+        raise ValueError(f"{where}: amsgrad=True is not implemented by CPUAdam; torch.optim.AdamW has it")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{where}: betas={betas!r} must be two numbers")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{where}: betas[{i}]={float(beta)} must be at least 0 and below 1")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= float(group[name]) < math.inf:
+            raise ValueError(f"{where}: {name}={float(group[name])} must be finite and not negative")
+
+
+def check_param(param: torch.Tensor, name: str, placeholders: bool = False) -> None:
+    """Refuse a parameter that a step could not update; before the first step a placeholder may stand for it."""
+    if param.dtype not in PARAM_DTYPES:
+        raise ValueError(f"{name} has dtype {param.dtype}; CPUAdam takes {_listed(PARAM_DTYPES)}")
+    with torch._C.DisableTorchFunctionSubclass():  # zero.Init leaves one element, spread; a master takes its place
+        fits = param.layout == torch.strided and (param.is_contiguous() or (placeholders and not any(param.stride())))
+    if not fits:
+        raise ValueError(f"{name} of shape {list(param.shape)} is not contiguous; give CPUAdam param.contiguous()")
+    if real_device_type(param.device) not in ("cpu", "cuda"):
+        raise ValueError(f"{name} lies on {param.device}; CPUAdam steps parameters on cpu and cuda")
+
+
+def check_tensor(tensor: Any, what: str, param: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse a gradient, output or moment that does not fit its parameter."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} is {type(tensor).__name__}, not a tensor")
+    problem = ""
+    if tensor.layout != torch.strided:
+        problem = f"is sparse ({tensor.layout}); CPUAdam needs it dense: to_dense()"
+    elif tensor.dtype not in dtypes:
+        problem = f"has dtype {tensor.dtype}; CPUAdam takes {_listed(dtypes)}"
+    elif tensor.shape != param.shape:
+        problem = f"has shape {list(tensor.shape)}, the parameter has {list(param.shape)}"
+    elif tensor.device != param.device:
+        problem = f"lies on {tensor.device}, the parameter on {param.device}; copy it there first"
+    elif not tensor.is_contiguous():
+        problem = f"of shape {list(tensor.shape)} is not contiguous; pass a contiguous tensor"
+    if problem:
+        raise ValueError(f"{what} {problem}")
+
+
+def _listed(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

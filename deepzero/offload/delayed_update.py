@@ -23,9 +23,9 @@ Source: section 5.2 of the ZeRO-Offload paper, "One-Step Delayed Parameter Updat
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -37,29 +37,20 @@ from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.optimizer_offload import HostOptimizerShard, HostParamUpload, bytes_of_step, cpu_threads
-from deepzero.runtime.zero.optimizer_shard import SubGroup
 from deepzero.utils.threads import start_thread
-
-Work = Sequence[tuple[SubGroup, HostParamUpload, list[torch.Tensor]]]
-"""What the thread steps on, the way of the new parameters, and the gradients."""
 
 
 class DelayedOptimizerShard(HostOptimizerShard):
-    """A :class:`HostOptimizerShard` whose step in host memory is applied one step late.
+    """A :class:`HostOptimizerShard` whose step in host memory is applied one step late. Arguments are as there.
 
     Its optimizer has to be :class:`CPUAdam`: the thread steps with a twin of it that has the settings of the hand-over,
     whatever a schedule does to the original meanwhile.
-
-    Args:
-        after: steps without delay.
-        given: as for :class:`HostOptimizerShard`.
-        more: the same.
 
     Raises:
         ConfigError: another optimizer.
     """
 
-    def __init__(self, after: int, *given: Any, **more: Any) -> None:
+    def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         if not isinstance(self.optimizer, CPUAdam):
             raise ConfigError(
@@ -67,14 +58,11 @@ class DelayedOptimizerShard(HostOptimizerShard):
                 f"optimizer is {type(self.optimizer).__name__}; choose CPUAdam (Adam or AdamW in the config), or "
                 "switch delayed_update off"
             )
-        self.after = after
         self.steps = 0
         self.update_pending = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        # What the thread will have moved, in bytes and seconds; None: no thread runs.
+        self._update: Future[tuple[int, float]] | None = None
         self._broken: str | None = None
-        self._seconds = 0.0
-        self._bytes = 0
         for group in self.groups:
             group.before_write = partial(self._refuse_write, group.before_write)
 
@@ -88,34 +76,41 @@ class DelayedOptimizerShard(HostOptimizerShard):
     def step(self, divisor: float) -> None:
         """Send what the last update has written, step on the device, hand over what is for the host."""
         self._send()
-        for sub_group in self.sub_groups:
-            self._optimizer_step(sub_group, divisor)
+        super().step(divisor)
+
+    def _step_on_host(self, divisor: float) -> None:
         self.steps += 1
-        if self.steps <= self.after:
-            self._step_on_host(divisor)
+        if self.steps <= self.settings.delay_after_steps:
+            super()._step_on_host(divisor)
             return
         twin: CPUAdam = self.optimizer.twin()  # type: ignore[attr-defined]
         # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
-        work = [(group, upload, [part.grad.detach() for part in group.parts]) for group, upload in self.on_host]
+        grads = [[part.grad.detach() for part in upload.sub_group.parts] for upload in self.uploads]
         self.gradients.swap()
         for part, grad in zip(self.parts, self._grad_fragments(), strict=True):
             part.grad.set_(grad)  # type: ignore[call-overload]
-        self.update_pending = True
+        self.update_pending, self._update = True, Future()
         # No daemon: a program that ends meanwhile waits for it.
-        self._thread = start_thread(self._run, "deepzero-delayed-update", twin, work, divisor, daemon=False)
+        start_thread(self._run, "deepzero-delayed-update", self._update, twin, grads, divisor, daemon=False)
 
-    def _run(self, twin: CPUAdam, work: Work, divisor: float) -> None:
-        began = time.perf_counter()
+    def _run(
+        self, update: Future[tuple[int, float]], twin: CPUAdam, grads: Sequence[list[torch.Tensor]], divisor: float
+    ) -> None:
+        began, moved = time.perf_counter(), 0
         try:
             with torch.no_grad(), cpu_threads(self.threads):
-                for sub_group, upload, grads in work:
-                    outs = upload.output_fragments()
-                    with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
-                        twin.step(grads=grads, out=outs, scale=divisor, only=sub_group.masters)
-                    self._bytes += bytes_of_step(self.optimizer, sub_group, outs)
+                for upload, sums in zip(self.uploads, grads, strict=True):
+                    moved += self._update_one(twin, upload, sums, divisor)
         except BaseException as error:
-            self._error = error
-        self._seconds = time.perf_counter() - began
+            update.set_exception(error)
+        else:
+            update.set_result((moved, time.perf_counter() - began))
+
+    def _update_one(self, twin: CPUAdam, upload: HostParamUpload, sums: list[torch.Tensor], divisor: float) -> int:
+        outs = upload.output_fragments()
+        with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
+            twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
+        return bytes_of_step(self.optimizer, upload.sub_group, outs)
 
     def _check_unwritten(self) -> None:
         """Wait; raise when the update failed, or when a parameter was written that it would change."""
@@ -137,19 +132,17 @@ class DelayedOptimizerShard(HostOptimizerShard):
         """
         if self._broken is not None:
             raise RuntimeError(self._broken)
-        if self._thread is None:
+        if self._update is None:
             return
         began = time.perf_counter()
-        self._thread.join()
-        self._thread = None
-        self.meter.leg(ADAM).add(self._bytes, self._seconds, time.perf_counter() - began)
-        self._bytes, self._seconds = 0, 0.0
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self._update.exception()  # stands still until the thread is over
+        update, self._update = self._update, None
+        if error is not None:
             self._broken = (
                 f"the delayed update failed ({error!r}), and masters are half old, half new; load a checkpoint"
             )
             raise RuntimeError(self._broken) from error
+        self.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
 
     def apply_pending_update(self) -> bool:
         """Wait, and send what was written: after the next publication the parameters are those of the masters.
@@ -171,12 +164,10 @@ class DelayedOptimizerShard(HostOptimizerShard):
         return self._send()
 
     def _send(self) -> bool:
-        if not self.update_pending:
-            return False
-        self.update_pending = False
-        for upload in self.uploads:
+        pending, self.update_pending = self.update_pending, False
+        for upload in self.uploads if pending else ():
             upload.send()
-        return True
+        return pending
 
     def drop_pending_update(self) -> None:
         """Forget what the update has written: everything is about to be replaced."""

@@ -12,6 +12,7 @@ happen to such a bucket::
     ranks                           | gather 0  | gather 1 ...       (stages 1 and 2)
 
 :class:`HostOptimizerShard` implements ``runtime/zero/optimizer_shard.py``, which is all that the core sees of it.
+``offload_plan.py`` decides what is here and takes the memory.
 
 Sources: section 4 of the ZeRO-Offload paper ("transferred to the CPU memory … as soon as they become available", "we
 tile the parameters … and overlap"); ZeRO-Offload++ for ``ratio``.
@@ -20,6 +21,7 @@ tile the parameters … and overlap"); ZeRO-Offload++ for ``ratio``.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,25 +31,162 @@ from typing import Any
 import torch
 
 from deepzero.comm import profiler_ranges
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.reduce_scatter import Measure
-from deepzero.layout import Bucket, Fragment, OffloadPlan
-from deepzero.offload.arena import HostArena, Region
-from deepzero.offload.copy_streams import ADAM, TO_DEVICE, TO_HOST, HostDeviceCopier, OffloadStats, PendingCopy
-from deepzero.runtime.zero.optimizer_shard import (
-    GradOutput,
-    MasterFragment,
-    OptimizerShard,
-    ParamGroup,
-    SubGroup,
+from deepzero.config.zero import OffloadOptimizerConfig
+from deepzero.layout import Bucket, OffloadPlan
+from deepzero.offload.copy_streams import (
+    ADAM,
+    FETCH,
+    FETCH_BETWEEN_STEPS,
+    TO_DEVICE,
+    TO_HOST,
+    HostDeviceCopier,
+    OffloadStats,
+    PendingCopy,
 )
+from deepzero.offload.cpu_adam import CPUAdam
+from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
+from deepzero.runtime.zero.optimizer_shard import GradOutput, MasterFragment, OptimizerShard, ParamGroup, SubGroup
+from deepzero.runtime.zero.parameter_all_gather import DeviceShard
 
-GRADIENTS, STAGING = "host_gradients", "host_buffers"
+GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
 
 CHUNK = 1 << 17
 """Elements that are added at a time, and measured while they are in the core's cache."""
 
-OnUploaded = Callable[[int, Bucket, "PendingCopy | None"], None]
-"""(group, bucket, copy): new parameters are in place, or will be when the copy has arrived."""
+
+@dataclass
+class Offload:
+    """The host's side of one rank: what is carved out of the arena, in the order of its plan, and the way there."""
+
+    arena: HostArena
+    wire: HostDeviceCopier
+    threads: int
+    """Of the CPU's step."""
+    settings: OffloadOptimizerConfig
+    rooms: list[Region]
+    """Of each trained group: what its optimizer state takes."""
+    sums: HostGradLayout | None
+    staging: list[Region]
+    shard_class: type[HostOptimizerShard]
+    shard: HostOptimizerShard | None = None
+    """Made by :meth:`build_shard`, where the CPU steps on anything."""
+
+    @property
+    def meter(self) -> OffloadStats:
+        """Bytes and seconds of the pipeline."""
+        return self.wire.meter
+
+    def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """1-D memory of the arena."""
+        return self.arena.allocate(category, numel, dtype)
+
+    def finish_reads(self) -> None:
+        """Wait until no copy reads the arena."""
+        self.wire.finish_reads()
+
+    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> HostShard:
+        """How a bucket's parameters in host memory reach the device."""
+        return HostShard(self.wire, bucket, comm, where)
+
+    def move_moments(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
+        """Let the optimizer's state for what the CPU steps on lie in the arena, one column for each kind of state."""
+        for group, plan in zip(groups, self.rooms, strict=True):
+            if not plan.numel:
+                continue
+            room, extent = self.allocate(MOMENTS, plan.numel, plan.dtype), group.placement.optimizer_numel
+            columns: dict[str, torch.Tensor] = {}
+            for fragment, master in zip(group.fragments, group.masters, strict=True):
+                state = optimizer.state.get(master, {}) if fragment.shard_start < extent else {}
+                for key, value in state.items():
+                    if torch.is_tensor(value) and value.dim() and value.shape == master.shape:
+                        if key not in columns:
+                            column, room = room.tensor_split([extent * value.itemsize])
+                            columns[key] = column.view(value.dtype)
+                        state[key] = columns[key][fragment.shard_start :][: fragment.numel].copy_(value)
+
+    def build_shard(
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: Sequence[ParamGroup],
+        grad_dtype: torch.dtype,
+        rank: int,
+        **more: Any,
+    ) -> OptimizerShard:
+        """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
+        for group in groups:
+            if group.before_write is None:  # partitioned groups have it since they were built
+                group.before_write = self.finish_reads
+        if self.sums is None:  # only parameters are on the host
+            return OptimizerShard(optimizer, groups, grad_dtype, rank, **more)
+        self.shard = self.shard_class(self, optimizer, groups, grad_dtype, rank, **more)
+        return self.shard
+
+    @property
+    def uploads(self) -> list[HostParamUpload]:
+        """The ways back of all buckets that the CPU steps on."""
+        return self.shard.uploads if self.shard is not None else []
+
+    def upload_masters(self) -> None:
+        """Let the parameters follow masters on the host that have been loaded."""
+        for upload in self.uploads:
+            upload.upload_masters()
+
+    def buffers_on_device(self) -> list[torch.Tensor]:
+        """What is kept on the device for the copies."""
+        return [slot.device for slot in self.shard.gradients.slots] if self.shard is not None else []
+
+    def describe(self, optimizer: torch.optim.Optimizer) -> str:
+        """One line: sizes, whether locked, threads, kernel."""
+        how = type(optimizer).__name__
+        if isinstance(optimizer, CPUAdam):
+            how = optimizer.describe()
+        elif isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            how = f"torch's {how}; CPUAdam would take one pass over memory"
+        locked = "page-locked" if self.arena.pinned else "not page-locked"
+        sizes = describe_bytes(self.arena.regions)
+        return f"offload per rank: {sizes} of host memory, {locked}; {self.threads} threads; {how}"
+
+
+# ---- 1 fetch: parameters in host memory (offload_param) --------------------------------------------------------------
+
+
+class HostShard(DeviceShard):
+    """The source of a bucket's shard that lies in host memory; every gather copies it to the device anew."""
+
+    on_host = True
+
+    def __init__(self, copier: HostDeviceCopier, bucket: Bucket, comm: Communicator, where: str) -> None:
+        self._copier, self._comm, self._where = copier, comm, where
+        self._padding = bucket.padding_of(comm.rank)
+        self._copy: PendingCopy | None = None
+        self._last: PendingCopy | None = None
+        comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
+
+    @contextlib.contextmanager
+    def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Copy the shard to ``place``. Inside the context the current stream is behind the copy.
+
+        What is launched there is ordered behind the copy on the copy's own stream: the model goes on computing, as it
+        does while others send.
+        """
+        counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
+        self._copy = self._last = self._copier.to_device(counted, place, shard, self._padding, self._where)
+        with self._copy.afterwards(alone=self._comm.world_size == 1):
+            yield place
+
+    def wait(self) -> None:
+        """Let the current stream wait for the copy."""
+        if self._copy is not None:
+            self._copy.wait()
+            self._copy = None
+
+    def finish(self) -> None:
+        """Block until the last copy has read the shard: the CPU will overwrite it."""
+        if self._last is not None:
+            self._last.finish()
+            self._last = None
 
 
 # ---- 3 gradient ready: down to the host ------------------------------------------------------------------------------
@@ -59,9 +198,9 @@ class StagingSlot:
 
     ::
 
-        acquire             grad_reduced            settle (before the slot is used again, or at the boundary)
+        acquire             leave                   settle (before the slot is used again, or at the boundary)
         reduce into it      copy down, own stream   the copy is there; add it to the sum, take its norm
-        ---- free ----> filled ------ in flight -------> arrived ------> free
+        ---- free ----> taken -------- in flight -------> arrived ------> free
     """
 
     device: torch.Tensor
@@ -83,52 +222,47 @@ class StagingSlot:
 
 @dataclass(frozen=True)
 class HostGradLayout:
-    """What the arena holds for gradients: which buckets, and in how many copies."""
+    """What the arena holds for the reduced gradients of the trained groups."""
 
-    counts: tuple[int, ...]
-    """For each group, how many buckets, from the first, live on the host."""
-    extents: tuple[int, ...]
-    """For each group, elements of the shard that those buckets have, padding included."""
+    placements: Sequence[OffloadPlan]
     copies: int
     """2 while the step of the last gradients may still run when the next ones come (delayed update), else 1."""
     dtype: torch.dtype
-    largest_shard: int
     slots: int
     """One more than the reducer has buckets, so that no reduction waits for the copy of the one before it."""
 
+    @property
+    def largest_shard(self) -> int:
+        """Elements of the largest shard of a bucket on the host."""
+        return max(b.shard_numel for p in self.placements for b in p.layout.buckets if p.steps_on_host(b))
+
     def regions(self) -> list[Region]:
         """The plan of the arena's part."""
-        sums = [Region(GRADIENTS, extent, self.dtype) for extent in self.extents for _ in range(self.copies)]
-        return sums + [Region(STAGING, self.largest_shard, torch.float32) for _ in range(self.slots)]
+        sums = [Region(GRADIENTS, p.optimizer_numel, self.dtype) for p in self.placements for _ in range(self.copies)]
+        return sums + [Region(STAGING, self.largest_shard, torch.float32)] * self.slots
 
 
 class HostGradients:
-    """``grad_S`` of the buckets that live on the host.
+    """``grad_S`` of the buckets that live on the host, carved out of the arena as ``plan.regions`` says.
 
     The first micro-batch of a step arrives where the optimizer will read it. Later ones arrive in the slot's host half
     and are added by the CPU, in the accumulation dtype and in the order of the micro-batches, which gives the bits that
     adding on the device gives.
-
-    Args:
-        plan: sizes.
-        arena: is carved here, as ``plan.regions`` says.
-        wire: to the host.
     """
 
     def __init__(self, plan: HostGradLayout, arena: HostArena, wire: HostDeviceCopier) -> None:
         self.plan, self.wire = plan, wire
-        self._sums = [[arena.allocate(GRADIENTS, n, plan.dtype) for _ in range(plan.copies)] for n in plan.extents]
-        self._current = 0
-        # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
-        self._slots = [
-            StagingSlot(torch.zeros(plan.largest_shard, dtype=torch.float32, device=wire.device), host)
-            for host in [arena.allocate(STAGING, plan.largest_shard, torch.float32) for _ in range(plan.slots)]
+        self._sums = [
+            [arena.allocate(GRADIENTS, placement.optimizer_numel, plan.dtype) for _ in range(plan.copies)]
+            for placement in plan.placements
         ]
-        self._next = 0
-
-    def holds(self, group: int, bucket: Bucket) -> bool:
-        """Whether the host has this bucket's sums."""
-        return bucket.index < self.plan.counts[group]
+        self._current = self._next = 0
+        # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
+        extent = plan.largest_shard
+        self.slots = [
+            StagingSlot(torch.zeros(extent, dtype=torch.float32, device=wire.device), host)
+            for host in [arena.allocate(STAGING, extent, torch.float32) for _ in range(plan.slots)]
+        ]
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
@@ -145,8 +279,8 @@ class HostGradients:
             bucket: what will be reduced.
             accumulate: it will be added to a sum that is on the host; then it travels in fp32.
         """
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
+        slot = self.slots[self._next]
+        self._next = (self._next + 1) % len(self.slots)
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
         slot.settle()
@@ -168,29 +302,23 @@ class HostGradients:
             measure: sees the sum on the host when something was added to it.
         """
         target, where = self.sum_of(group, bucket), f"bucket {bucket.index}"
+        arrived = slot.host[: bucket.shard_numel] if accumulate else target
+        source = slot.device.view(arrived.dtype)[: bucket.shard_numel]
+        slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, where)
         if accumulate:
-            arrived = slot.host[: bucket.shard_numel]
-            slot.copy = self.wire.to_host(TO_HOST, arrived, slot.device[: bucket.shard_numel], padding, where)
             slot.on_arrival = lambda: _add(target, arrived, measure)
-        else:
-            source = slot.device.view(self.plan.dtype)[: bucket.shard_numel]
-            slot.copy = self.wire.to_host(TO_HOST, target, source, padding, where)
         slot.taken = False
 
     def drain(self) -> None:
-        """Wait for everything that has left. Afterwards the sums may be read."""
-        for step in range(len(self._slots)):
-            self._slots[(self._next + step) % len(self._slots)].settle()
+        """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
+        for slot in (*self.slots[self._next :], *self.slots[: self._next]):
+            slot.settle()
 
     def discard(self) -> None:
         """Free all slots, also those that an exception has kept from leaving."""
         self.drain()
-        for slot in self._slots:
+        for slot in self.slots:
             slot.taken = False
-
-    def buffers(self) -> list[torch.Tensor]:
-        """What is kept on the device."""
-        return [slot.device for slot in self._slots]
 
 
 @torch.no_grad()
@@ -206,85 +334,46 @@ def _add(target: torch.Tensor, arrived: torch.Tensor, measure: Measure | None) -
 # ---- 6 publish: back to the device -----------------------------------------------------------------------------------
 
 
-def staged_numels(placement: OffloadPlan, dtype: torch.dtype) -> list[int]:
-    """Elements of the buckets whose new parameters go through staging."""
-    if dtype == torch.float32:
-        return []  # the masters themselves are sent
-    layout = placement.layout
-    return [i.shard_numel for i in layout.buckets if placement.steps_on_host(i) and not placement.keeps_on_host(i)]
+@dataclass
+class StagingBuffer:
+    """What the CPU has written and a copy reads: a buffer that some uploads use in turn, or masters (None)."""
 
+    memory: torch.Tensor | None = None
+    copy: PendingCopy | None = None
 
-def staging_regions(numels: Sequence[int], dtype: torch.dtype, whole: bool) -> list[Region]:
-    """What the arena has to hold for staging: two buffers in turn; with ``whole`` one for each of ``numels``."""
-    if not numels:
-        return []
-    extents = list(numels) if whole else [max(numels)] * min(2, len(numels))
-    return [Region(STAGING, extent, dtype) for extent in extents]
-
-
-class Staging:
-    """Buffers that are written by the CPU and read by copies, in turn.
-
-    A delayed update keeps what it wrote until the next boundary, and so has a buffer for every bucket.
-    """
-
-    def __init__(self, regions: Sequence[Region], arena: HostArena) -> None:
-        self._buffers = [arena.allocate(STAGING, region.numel, region.dtype) for region in regions]
-        self._copies: list[PendingCopy | None] = [None] * len(regions)
-
-    def take(self, turn: int, numel: int) -> tuple[int, torch.Tensor]:
-        """The buffer whose turn it is, when what it held has left."""
-        number = turn % len(self._buffers)
-        copy = self._copies[number]
-        if copy is not None:
-            copy.finish()
-        return number, self._buffers[number][:numel]
-
-    def sent(self, number: int, copy: PendingCopy) -> None:
-        """Let the buffer belong to ``copy``."""
-        self._copies[number] = copy
+    def finish(self) -> None:
+        """Wait until the last copy has left: the CPU is about to write over what it reads."""
+        if self.copy is not None:
+            self.copy.finish()
+            self.copy = None
 
 
 class HostParamUpload:
     """One bucket's new parameters, from the CPU's step to where the model reads them.
 
     Args:
-        number: the group's.
-        group: to which the bucket belongs.
+        shard: whose groups these are.
+        number: of the group to which the bucket belongs.
         bucket: which the CPU steps on.
-        rank: this rank.
-        wire: to the device.
-        staging: None where nothing goes through it.
-        turn: how many of those before it go through staging.
-        on_uploaded: called when something is on its way, or there.
+        inside: what the optimizer has of it.
+        staging: where the CPU writes what travels.
     """
 
     def __init__(
         self,
+        shard: HostOptimizerShard,
         number: int,
-        group: ParamGroup,
         bucket: Bucket,
-        rank: int,
-        wire: HostDeviceCopier,
-        staging: Staging | None,
-        turn: int,
-        on_uploaded: OnUploaded,
+        inside: Sequence[MasterFragment],
+        staging: StagingBuffer,
     ) -> None:
-        self.number, self.group, self.bucket, self.wire, self._uploaded = number, group, bucket, wire, on_uploaded
+        self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
+        self.group = shard.groups[number]
+        self.sub_group = SubGroup(inside)
+        self.masters = self.sub_group.masters
         first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-        inside = [
-            (fragment, master)
-            for fragment, master in zip(group.fragments, group.masters, strict=True)
-            if first <= fragment.shard_start < last
-        ]
-        self.fragments: list[Fragment] = [fragment for fragment, _ in inside]
-        self.masters = [master for _, master in inside]
-        self._padding = bucket.padding_of(rank)
-        self._on_host = group.placement.keeps_on_host(bucket)
-        self._staging = staging if group.dtype != torch.float32 and not self._on_host else None
-        self._turn = turn
-        self._taken: tuple[int, torch.Tensor] | None = None
-        self._copy: PendingCopy | None = None
+        self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
+        self._on_host = self.group.placement.keeps_on_host(bucket)
 
     def output_fragments(self) -> list[torch.Tensor | None]:
         """One tensor of the compute dtype for each fragment, into which the CPU writes the updated parameter.
@@ -292,23 +381,18 @@ class HostParamUpload:
         An entry is None in fp32 runs: there the master is uploaded itself, or the parameter *is* the master. Waits
         until the previous upload from the same memory has completed.
         """
-        if self._copy is not None:
-            self._copy.finish()
-            self._copy = None
+        self._staging.finish()
         if self._on_host:  # offload_param: the step writes where the parameters live, and nothing travels here
             self.group.wait_for_fetches(self.bucket)
-            if self.group.dtype == torch.float32 and self.group.placement.own_masters_at(self.bucket):
-                return [None] * len(self.fragments)
-            return [self.group.param_fragment(fragment) for fragment in self.fragments]
-        if self._staging is None:
+            if not self.group.placement.own_masters_at(self.bucket):
+                return [self.group.param_fragment(fragment) for fragment in self.fragments]
+        if self._on_host or self._staging.memory is None:
             return [None] * len(self.fragments)
-        self._taken = self._staging.take(self._turn, self.bucket.shard_numel)
-        staged, cursor = self._taken[1], 0
+        staged, cursor = self._staging.memory[: self.bucket.shard_numel], 0
         runs = [(fragment.shard_start - self.bucket.shard_offset, fragment.numel) for fragment in self.fragments]
-        for start, numel in runs:  # padding between parameters is zero on the device, too
+        for start, numel in [*runs, (staged.numel(), 0)]:  # padding between parameters is zero on the device, too
             staged[cursor:start].zero_()
             cursor = start + numel
-        staged[cursor:].zero_()
         return [staged[start : start + numel] for start, numel in runs]
 
     def where(self) -> tuple[int, str]:
@@ -316,20 +400,18 @@ class HostParamUpload:
         return self.bucket.index, self.group.names[self.bucket.slots[0].index]
 
     def send(self) -> None:
-        """Launch the copy of what the step has written."""
-        if self._on_host:
-            self._uploaded(self.number, self.bucket, None)
-            return
-        source = self._taken[1] if self._taken is not None else self.group.master_of(self.bucket)
-        target, where = self.group.param_shard(self.bucket), f"bucket {self.bucket.index}"
-        with profiler_ranges.span("publish", *self.where()):
-            copy = self.wire.to_device(TO_DEVICE, target, source.detach(), self._padding, where)
-        if self._taken is not None and self._staging is not None:
-            self._staging.sent(self._taken[0], copy)
-        else:
-            self._copy = copy
-        self._taken = None
-        self._uploaded(self.number, self.bucket, copy)
+        """Launch the copy of what the step has written, and tell the stage."""
+        copy, memory, bucket = None, self._staging.memory, self.bucket
+        if not self._on_host:
+            source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
+            target, padding = self.group.param_shard(bucket), bucket.padding_of(self._shard.rank)
+            with profiler_ranges.span("publish", *self.where()):
+                copy = self._shard.gradients.wire.to_device(
+                    TO_DEVICE, target, source.detach(), padding, f"bucket {bucket.index}"
+                )
+            self._staging.copy = copy
+        if self._shard.on_uploaded is not None:
+            self._shard.on_uploaded(self.number, bucket, copy)
 
     @torch.no_grad()
     def upload_masters(self) -> None:
@@ -347,20 +429,18 @@ class HostParamUpload:
 def cpu_threads(count: int) -> Iterator[None]:
     """So many threads for the CPU's kernels inside, as before afterwards."""
     before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
-        if count != before:
-            torch.set_num_threads(count)
         yield
     finally:
-        if count != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 def bytes_of_step(optimizer: torch.optim.Optimizer, group: SubGroup, outs: Sequence[torch.Tensor | None]) -> int:
     """Bytes that a one-pass step reads and writes: masters and moments twice, gradients and new parameters once."""
     states = [t for m in group.masters for t in optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
-    kept = sum(t.nbytes for t in [*group.masters, *states])
-    return 2 * kept + sum(part.grad.nbytes for part in group.parts) + sum(o.nbytes for o in outs if o is not None)
+    once = [*(part.grad for part in group.parts), *(out for out in outs if out is not None)]
+    return 2 * sum(t.nbytes for t in (*group.masters, *states)) + sum(t.nbytes for t in once)
 
 
 class HostOptimizerShard(OptimizerShard):
@@ -370,10 +450,7 @@ class HostOptimizerShard(OptimizerShard):
     then, in host memory, one bucket after the other. A bucket's parameters leave while the next one is updated.
 
     Args:
-        gradients: the buckets that are on the host, and their sums.
-        staging: where the CPU writes parameters that travel; None where none do.
-        threads: of the CPU's step.
-        meter: counts bytes and seconds.
+        host: what the shard is carved of.
         optimizer: as for :class:`OptimizerShard`, and what follows.
         groups: all trained groups.
         grad_dtype: accumulation dtype.
@@ -383,58 +460,56 @@ class HostOptimizerShard(OptimizerShard):
 
     def __init__(
         self,
-        gradients: HostGradients,
-        staging: Staging | None,
-        threads: int,
-        meter: OffloadStats,
+        host: Offload,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParamGroup],
         grad_dtype: torch.dtype,
         rank: int,
         **more: Any,
     ) -> None:
-        self.gradients, self.threads, self.meter = gradients, threads, meter
-        self.on_uploaded: OnUploaded | None = None
-        """The stage's: the new parameters of a bucket are on their way to the device, or there."""
-        self.uploads: list[HostParamUpload] = []
-        turn = 0
-        for g, group in enumerate(groups):
-            for bucket in (i for i in group.layout.buckets if group.placement.steps_on_host(i)):
-                wire = gradients.wire
-                self.uploads.append(HostParamUpload(g, group, bucket, rank, wire, staging, turn, self._uploaded))
-                turn += not group.placement.keeps_on_host(bucket)
+        if host.sums is None:
+            raise RuntimeError("no bucket is on the host")
+        self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
+        self.gradients = HostGradients(host.sums, host.arena, host.wire)
+        staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
+        self.on_uploaded: Callable[[int, Bucket, PendingCopy | None], None] | None = None
+        """The stage's: new parameters of (group, bucket) are in place, or will be when the copy has arrived."""
         super().__init__(optimizer, groups, grad_dtype, rank, **more)
-        by_master = {id(part.master): part for part in self.parts}
-        self.on_host = [
-            (SubGroup([by_master[id(master)] for master in upload.masters]), upload) for upload in self.uploads
-        ]
-
-    def _uploaded(self, group: int, bucket: Bucket, copy: PendingCopy | None) -> None:
-        if self.on_uploaded is not None:
-            self.on_uploaded(group, bucket, copy)
+        # In turn. A delayed update keeps what it wrote until the next boundary, and has a buffer for every bucket.
+        turns = itertools.cycle(staging)
+        self.uploads: list[HostParamUpload] = []
+        parts = iter(self.parts)
+        for number, group in enumerate(self.groups):
+            mine = [(fragment.shard_start, next(parts)) for fragment in group.fragments]
+            for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
+                first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
+                inside = [part for start, part in mine if first <= start < last]
+                travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
+                buffer = next(turns) if travels else StagingBuffer()
+                self.uploads.append(HostParamUpload(self, number, bucket, inside, buffer))
 
     def _device_numel(self, group: ParamGroup) -> int:
         return group.layout.shard_numel - group.placement.optimizer_numel
 
     def _device_parts(self) -> list[MasterFragment]:
-        there = {id(master) for upload in self.uploads for master in upload.masters}
-        return [part for part in self.parts if id(part.master) not in there]
+        there = [f.shard_start < group.placement.optimizer_numel for group in self.groups for f in group.fragments]
+        return [part for part, on_host in zip(self.parts, there, strict=True) if not on_host]
 
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
         """Where the reducer writes a bucket's sum: ``grad_S``, or a slot that leaves for the host at once."""
-        if not self.gradients.holds(group, bucket):
+        if not self.groups[group].placement.steps_on_host(bucket):
             return super().grad_output(group, bucket, accumulate, measure)
         slot, output = self.gradients.acquire(bucket, accumulate)
         # What is added on the host is measured there.
-        there = measure if accumulate else None
+        there, here = (measure, None) if accumulate else (None, measure)
         leave = partial(self.gradients.leave, slot, group, bucket, accumulate, bucket.padding_of(self.rank), there)
-        return GradOutput(output, None if accumulate else measure, leave)
+        return GradOutput(output, here, leave)
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients, on either side."""
-        if self.gradients.holds(group, bucket):
+        if self.groups[group].placement.steps_on_host(bucket):
             return self.gradients.sum_of(group, bucket)
         return super().grad_shard(group, bucket)
 
@@ -454,18 +529,12 @@ class HostOptimizerShard(OptimizerShard):
         self._step_on_host(divisor)
 
     def _step_on_host(self, divisor: float) -> None:
-        leg = self.meter.leg(ADAM)
         with cpu_threads(self.threads):
-            for sub_group, upload in self.on_host:
+            for upload in self.uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
                 with profiler_ranges.span("step", *upload.where()):
-                    self._optimizer_step(sub_group, divisor, outs)
+                    self._optimizer_step(upload.sub_group, divisor, outs)
                 took = time.perf_counter() - began
-                leg.add(bytes_of_step(self.optimizer, sub_group, outs), took, took)
+                self.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
                 upload.send()
-
-    def upload_masters(self) -> None:
-        """Let the parameters follow masters that have been loaded."""
-        for upload in self.uploads:
-            upload.upload_masters()

@@ -15,16 +15,16 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.engine import resolve_batch
 from deepzero.config.strict import ConfigError
 from deepzero.planning import plan
 from deepzero.planning.dry_run import dry_run
 from deepzero.planning.estimate import Estimate, Estimator, Offloaded, Setting
-from deepzero.planning.search_space import Question, Space, words_of
+from deepzero.planning.search_space import FAMILIES, Question, Space, words_of
 from deepzero.planning.simulate import Simulated, simulate
 from deepzero.utils.formatting import short_bytes, short_number
 
@@ -36,6 +36,7 @@ WAITS = 0.05
 """Of the step: a fastest setting that waits longer is tried with a larger micro-batch."""
 ENOUGH = 0.99
 """Of the best throughput: a smaller micro-batch that reaches it is taken."""
+NOTHING_FITS = "nothing fits"
 
 
 @dataclass(frozen=True)
@@ -98,23 +99,22 @@ def rehearse_option(question: Question, setting: Setting, words: Sequence[str]) 
     """
     run, world = question.compose(words), question.world
     batch = resolve_batch(run.engine, world.world_size)
-
-    def simulated(engine: EngineConfig, tokens: int) -> Simulated:
-        program = question.make(dataclasses.replace(run, engine=engine), world.world_size)
-        return simulate(dry_run(program, world), question.cluster, tokens)
-
     each = run.model.block_size * batch.micro_batch * world.world_size
-    if batch.accumulation <= STRAIGHT:
-        found = simulated(run.engine, each * batch.accumulation)
-        return Option(setting, tuple(words), found, found.timeline.seconds, each * batch.accumulation, False)
-    alone = dataclasses.replace(run.engine, train_batch_size=None, train_micro_batch_size_per_gpu=batch.micro_batch)
-    two, three = (
-        simulated(dataclasses.replace(alone, gradient_accumulation_steps=steps), each * steps)
-        for steps in (STRAIGHT - 1, STRAIGHT)
-    )
-    further = three.timeline.seconds - two.timeline.seconds
-    seconds = three.timeline.seconds + (batch.accumulation - STRAIGHT) * further
-    return Option(setting, tuple(words), three, seconds, each * batch.accumulation, True)
+
+    def simulated(accumulation: int) -> Simulated:
+        engine = run.engine
+        if accumulation != batch.accumulation:
+            micro, steps = batch.micro_batch, accumulation
+            alone = dataclasses.replace(engine, train_batch_size=None, train_micro_batch_size_per_gpu=micro)
+            engine = dataclasses.replace(alone, gradient_accumulation_steps=steps)
+        program = question.make(dataclasses.replace(run, engine=engine), world.world_size)
+        return simulate(dry_run(program, world), question.cluster, each * accumulation)
+
+    found = simulated(min(batch.accumulation, STRAIGHT))
+    seconds, tokens, further = found.timeline.seconds, each * batch.accumulation, batch.accumulation - STRAIGHT
+    if further > 0:
+        seconds += further * (seconds - simulated(STRAIGHT - 1).timeline.seconds)
+    return Option(setting, tuple(words), found, seconds, tokens, further > 0)
 
 
 class Search:
@@ -138,47 +138,27 @@ class Search:
             advice.numel = self.estimator.numel
             if candidates:
                 chosen.append(candidates)
-            else:
-                advice.refused.append(self._refuse_by_estimate(family))
-        chosen.sort(key=lambda some: -some[0].tokens_per_second)
-        for candidates in chosen:
-            if not self._may_rehearse(refining=False):
-                advice.waiting.append(candidates[0])
-            else:
+                continue
+            nearest = min(self._smallest([family], self.space.checkpointing()), key=lambda one: self._beyond(one)[0])
+            refused = Refused(nearest.setting, nearest.memory, *self._beyond(nearest), False, buffers=nearest.buffers)
+            advice.refused.append(refused)
+        for candidates in sorted(chosen, key=lambda some: -some[0].tokens_per_second):
+            if self._may_rehearse(refining=False):
                 self._settle(candidates)
+            else:
+                advice.waiting.append(candidates[0])
         self._sort()
         self._grow()
         if advice.options:
-            best = advice.options[0]
-            for extra in self.space.variants(best.setting, self.estimator.limit, self.estimator.numel):
+            best = advice.options[0].setting
+            for extra in self.space.variants(best, self.estimator.limit, self.estimator.numel):
                 if self._may_rehearse(refining=True):
-                    self._try(dataclasses.replace(best.setting, extra=extra))
+                    self._try(dataclasses.replace(best, extra=extra))
             self._sort()
         if not advice.options and not advice.waiting:
             advice.help = self._help()
         advice.took = time.perf_counter() - self.began
         return advice
-
-    def _grow(self) -> None:
-        """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""
-        while (options := self.advice.options) and options[0].simulated.exposed_share > WAITS:
-            best = options[0].setting
-            larger = [size for size in self.space.batches() if size[0] > best.micro_batch]
-            if not larger or not self._may_rehearse(refining=True):
-                return
-            setting = dataclasses.replace(best, micro_batch=larger[0][0], accumulation=larger[0][1])
-            estimate = self.estimator(setting)
-            if not self._likely(estimate) or self._try(setting, estimate) is not None:
-                return
-            self._sort()
-            if options[0].setting == best:
-                return
-
-    def _may_rehearse(self, refining: bool) -> bool:
-        """One always; a further one where it will be over in time, by the longest so far, and leaves some to refine."""
-        until = time.perf_counter() - self.began + self.longest
-        in_time = until < self.question.seconds * (1.0 if refining else 0.75)
-        return self.rehearsed < self.question.rehearsals and (in_time or not self.rehearsed)
 
     def _candidates(self, family: tuple[int, Offloaded]) -> list[Estimate]:
         """Settings of a family that may fit, in the order in which they are to be tried: the most promising first."""
@@ -189,16 +169,14 @@ class Search:
                 if self._beyond(estimate)[0] > 0:
                     break
                 found.append(estimate)
-        fits = [one for one in found if self._likely(one)] or found
-        if not fits:
+        if not found:
             return []
-        fastest = max(one.tokens_per_second for one in fits)
-        first = min(
-            (one for one in fits if one.tokens_per_second >= ENOUGH * fastest),
-            key=lambda one: (one.device_bytes, one.setting.micro_batch),
-        )
-        rest = sorted((one for one in found if one is not first), key=lambda one: -one.tokens_per_second)
-        return [first, *rest]
+        fits = [one for one in found if self._likely(one)] or found
+        enough = ENOUGH * max(one.tokens_per_second for one in fits)
+        fast = [one for one in fits if one.tokens_per_second >= enough]
+        first = min(fast, key=lambda one: (one.device_bytes, one.setting.micro_batch))
+        rest = [one for one in found if one is not first]
+        return [first, *sorted(rest, key=lambda one: -one.tokens_per_second)]
 
     def _beyond(self, estimate: Estimate) -> tuple[float, bool]:
         """Bytes too many, at the least; and whether it is the host that has too few."""
@@ -212,16 +190,11 @@ class Search:
         extra = self.extra.get(key, estimate.buffers)
         return estimate.device_bytes + extra <= self.question.device_bytes and self._beyond(estimate)[0] <= 0
 
-    def _refuse_by_estimate(self, family: tuple[int, Offloaded]) -> Refused:
-        """Nothing of it can fit: the setting that comes nearest."""
-        micro_batch, accumulation = self.space.batches()[0]
-        found = [
-            self.estimator(Setting(*family, checkpointing, micro_batch, accumulation))
-            for checkpointing in self.space.checkpointing()
-        ]
-        nearest = min(found, key=lambda one: self._beyond(one)[0])
-        too_much, on_host = self._beyond(nearest)
-        return Refused(nearest.setting, nearest.memory, too_much, on_host, rehearsed=False, buffers=nearest.buffers)
+    def _may_rehearse(self, refining: bool) -> bool:
+        """One always; a further one where it will be over in time, by the longest so far, and leaves some to refine."""
+        until = time.perf_counter() - self.began + self.longest
+        in_time = until < self.question.seconds * (1.0 if refining else 0.75)
+        return self.rehearsed < self.question.rehearsals and (in_time or not self.rehearsed)
 
     def _settle(self, candidates: list[Estimate]) -> None:
         """Rehearse until one fits; after one that does not, what it has shown to be too large is passed over."""
@@ -235,18 +208,14 @@ class Search:
             if last.reason or last.on_host:
                 break
             left = [one for one in remaining if one.device_bytes < estimate.device_bytes]
-            likely = [one for one in left if self._likely(one)]
             # Where none looks as if it did, the smallest decides.
+            likely = [one for one in left if self._likely(one)]
             remaining = likely or sorted(left, key=lambda one: one.device_bytes)[:1]
         if last is not None:
             self.advice.refused.append(last)
 
     def _try(self, setting: Setting, estimate: Estimate | None = None) -> Refused | None:
-        """Rehearse one setting, and note it where it fits.
-
-        Returns:
-            Why it does not; None: it does.
-        """
+        """Rehearse one setting, and note it where it fits; returns why it does not, or None."""
         self.rehearsed += 1
         words = self.space.words(setting)
         self.question.tell(f"rehearsing {self.rehearsed}: {' '.join(words[len(self.question.words) :]) or 'as given'}")
@@ -257,15 +226,13 @@ class Search:
             return Refused(setting, {}, 0.0, False, True, str(error))
         self.longest = max(self.longest, time.perf_counter() - began)
         simulated = option.simulated
+        if estimate is not None:
+            too_small = simulated.device_bytes - estimate.device_bytes
+            self.extra[setting.family, setting.checkpointing] = too_small
         over = simulated.device_bytes - self.question.device_bytes
         host = simulated.host_bytes_per_node - self.question.host_bytes
-        if estimate is not None:
-            key = (setting.family, setting.checkpointing)
-            self.extra[key] = simulated.device_bytes - estimate.device_bytes
         if max(over, host) > 0:
-            return Refused(
-                setting, plan.memory(simulated.rehearsal), over if over > 0 else host, over <= 0, rehearsed=True
-            )
+            return Refused(setting, plan.memory(simulated.rehearsal), over if over > 0 else host, over <= 0, True)
         self.advice.options.append(option)
         return None
 
@@ -275,10 +242,24 @@ class Search:
             key=lambda one: (-float(f"{one.tokens_per_second:.3g}"), one.simulated.device_bytes, len(one.words))
         )
 
+    def _grow(self) -> None:
+        """Larger micro-batches for the fastest, as long as it waits much and gains by them: estimates hide too much."""
+        while (options := self.advice.options) and options[0].simulated.exposed_share > WAITS:
+            best = options[0].setting
+            larger = next((size for size in self.space.batches() if size[0] > best.micro_batch), None)
+            if larger is None or not self._may_rehearse(refining=True):
+                return
+            setting = dataclasses.replace(best, micro_batch=larger[0], accumulation=larger[1])
+            estimate = self.estimator(setting)
+            if not self._likely(estimate) or self._try(setting, estimate) is not None:
+                return
+            self._sort()
+            if options[0].setting == best:
+                return
+
     def _help(self) -> list[str]:
         """By estimate: more ranks, other settings than those that were given, more memory."""
-        said = []
-        here = self.estimator
+        said, here = [], self.estimator
         for power in range(1, 11):
             size = self.space.world_size << power
             self.estimator = here.of(dataclasses.replace(self.question.world, world_size=size))
@@ -286,50 +267,37 @@ class Search:
                 said.append(f"{size} ranks instead of {self.space.world_size}")
                 break
         self.estimator = here
-        families: list[tuple[int, Offloaded]] = [(s, "none") for s in range(4)] + [(s, "optimizer") for s in (1, 2, 3)]
         both = [False, True] if self.space.run.model.library == "own" else self.space.checkpointing()
-        every = self._smallest([*families, (3, "optimizer_and_param")], both, micro_batch=1)
-        fits = [one for one in every if self._likely(one)]
+        fits = [one for one in self._smallest(FAMILIES, both, micro_batch=1) if self._likely(one)]
         if fits:
             words = " ".join(words_of(max(fits, key=lambda one: one.tokens_per_second).setting))
             said.append(f"{words}, which the given settings exclude")
-        device = [one for one in self.advice.refused if one.too_much > 0 and not one.on_host]
+        device = [one.too_much + one.buffers for one in self.advice.refused if one.too_much > 0 and not one.on_host]
         if device:
-            least = min(one.too_much + one.buffers for one in device)
-            needed = (self.question.device_bytes + least) / (1 - self.question.headroom)
-            said.append(
-                f"devices of about {short_bytes(needed)} instead of {short_bytes(self.question.cluster.memory_bytes)}"
-            )
+            needed = (self.question.device_bytes + min(device)) / (1 - self.question.headroom)
+            now = short_bytes(self.question.cluster.memory_bytes)
+            said.append(f"devices of about {short_bytes(needed)} instead of {now}")
         return said
 
     def _smallest(
         self, families: Sequence[tuple[int, Offloaded]], checkpointing: Sequence[bool], micro_batch: int | None = None
     ) -> list[Estimate]:
         first, accumulation = self.space.batches()[0]
-        return [
-            self.estimator(Setting(*family, choice, micro_batch or first, accumulation))
-            for family in families
-            for choice in checkpointing
-        ]
+        settings = [Setting(*f, kept, micro_batch or first, accumulation) for f in families for kept in checkpointing]
+        return [self.estimator(setting) for setting in settings]
 
 
 # ---- advice as something to read, and the command that starts what it advises ----------------------------------------
 
 
-NOTHING_FITS = "nothing fits"
-_COLUMNS = f"{'':>3}  {'stage':<6}{'offload':<20}{'micro x accum':>14}  {'ckpt':<5}{'step':>11}{'tokens/s':>10}"
-_COLUMNS += f"{'device':>10}{'host/node':>10}  besides"
-
-
 def command(option: Option, question: Question) -> str:
     """What to type: ``train.py`` starts the ranks of one machine by itself, torchrun those of several."""
     world, words = question.world, [word for word in option.words if not word.lstrip("+").startswith("launch.nproc=")]
-    rest = shlex.join(words)
     nodes = world.world_size // world.ranks_of_host
     if nodes == 1:
-        return f"python train.py launch.nproc={world.world_size} {rest}"
+        return f"python train.py launch.nproc={world.world_size} {shlex.join(words)}"
     start = f"torchrun --nnodes={nodes} --nproc-per-node={world.ranks_of_host}"
-    return f"{start} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py {rest}"
+    return f"{start} --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py {shlex.join(words)}"
 
 
 def text(advice: TuningAdvice) -> str:
@@ -344,21 +312,20 @@ def text(advice: TuningAdvice) -> str:
         f"{short_bytes(question.host_bytes)} of {short_bytes(cluster.host_bytes)} in a node's host memory",
     ]
     if advice.options:
-        lines += ["", "what fits, the fastest first", _COLUMNS]
+        lines += ["", "what fits, the fastest first", _ROW.format(*_COLUMNS)]
         lines += [_row(number, option) for number, option in enumerate(advice.options, start=1)]
         if any(option.straight_line for option in advice.options):
             lines.append("     ~ drawn out from two and three rehearsed micro-batches")
     if advice.waiting:
         lines += ["", "what may fit, by estimate; not rehearsed for want of time (--seconds)"]
         lines += [
-            f"  {_name(one.setting.stage, one.setting.offload)}: about {short_number(one.tokens_per_second)} tokens/s, "
+            f"  {_name(one.setting)}: about {short_number(one.tokens_per_second)} tokens/s, "
             f"{short_bytes(one.device_bytes + one.buffers)}"
             for one in advice.waiting
         ]
     if advice.refused:
         lines += ["", "what does not, at its smallest", *map(_refused, advice.refused)]
-    lines += ["", *_end(advice)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_end(advice)])
 
 
 def _end(advice: TuningAdvice) -> list[str]:
@@ -370,51 +337,69 @@ def _end(advice: TuningAdvice) -> list[str]:
         return [f"the first: {share}", "run", f"  {command(best, advice.question)}"]
     if advice.waiting:
         return ["nothing was rehearsed that fits; give it more --seconds"]
-    nearest = min(
-        (one for one in advice.refused if one.too_much), key=lambda one: one.too_much + one.buffers, default=None
-    )
-    lines = [NOTHING_FITS]
-    if nearest is not None:
-        where = "a node's host memory" if nearest.on_host else "a device"
-        words, about = " ".join(words_of(nearest.setting)), "" if nearest.rehearsed else "about "
-        lines[0] += (
-            f"; nearest is {words}, which lacks {about}{short_bytes(nearest.too_much + nearest.buffers)} on {where}"
-        )
-    return lines + [f"what would help: {one}" for one in advice.help]
+    end, short = NOTHING_FITS, [one for one in advice.refused if one.too_much]
+    if short:
+        nearest = min(short, key=lambda one: one.too_much + one.buffers)
+        lacks = ("" if nearest.rehearsed else "about ") + short_bytes(nearest.too_much + nearest.buffers)
+        end += f"; nearest is {' '.join(words_of(nearest.setting))}, which lacks {lacks} on {_where(nearest)}"
+    return [end, *(f"what would help: {one}" for one in advice.help)]
+
+
+_COLUMNS = ("", "stage", "offload", "micro x accum", "ckpt", "step", "tokens/s", "device", "host/node", "besides")
+_ROW = "{:>3}  {:<6}{:<20}{:>14}  {:<5}{:>11}{:>10}{:>10}{:>10}  {}"
 
 
 def _row(number: int, option: Option) -> str:
     setting, simulated = option.setting, option.simulated
-    batch = f"{setting.micro_batch} x {setting.accumulation}"
-    host = short_bytes(simulated.host_bytes_per_node) if simulated.host_bytes_per_node else "-"
-    mark = "~" if option.straight_line else ""
-    kept = "yes" if setting.checkpointing else "no"
-    return (
-        f"{number:>3}  {setting.stage:<6}{setting.offload:<20}{batch:>14}  {kept:<5}"
-        f"{f'{mark}{option.step_seconds * 1e3:.4g} ms':>11}{short_number(option.tokens_per_second):>10}"
-        f"{short_bytes(simulated.device_bytes):>10}{host:>10}  {' '.join(setting.extra)}"
+    return _ROW.format(
+        number,
+        setting.stage,
+        setting.offload,
+        f"{setting.micro_batch} x {setting.accumulation}",
+        "yes" if setting.checkpointing else "no",
+        f"{'~' if option.straight_line else ''}{option.step_seconds * 1e3:.4g} ms",
+        short_number(option.tokens_per_second),
+        short_bytes(simulated.device_bytes),
+        short_bytes(simulated.host_bytes_per_node) if simulated.host_bytes_per_node else "-",
+        " ".join(setting.extra),
     ).rstrip()
 
 
-def _name(stage: int, offload: str) -> str:
-    return f"stage {stage}" + ("" if offload == "none" else f", {offload.replace('_', ' ')} in host memory")
+def _name(setting: Setting) -> str:
+    offload = setting.offload.replace("_", " ")
+    return f"stage {setting.stage}" + ("" if offload == "none" else f", {offload} in host memory")
+
+
+def _where(refused: Refused) -> str:
+    return "a node's host memory" if refused.on_host else "a device"
 
 
 def _refused(refused: Refused) -> str:
-    name = _name(*refused.setting.family)
     if refused.reason:
-        return f"  {name}: {refused.reason}"
+        return f"  {_name(refused.setting)}: {refused.reason}"
     side = {k: v for k, v in refused.memory.items() if k.startswith("host_") == refused.on_host and v}
-    largest = sorted(side.items(), key=lambda item: -item[1])
-    where = "a node's host memory" if refused.on_host else "a device"
-    parts = ", ".join(f"{category} {short_bytes(size)}" for category, size in largest[:3])
-    how = "" if refused.rehearsed else "at least "
-    return f"  {name}: {how}{short_bytes(refused.too_much)} too much for {where}; a rank has {parts}"
+    largest = sorted(side.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{category} {short_bytes(size)}" for category, size in largest)
+    too_much = ("" if refused.rehearsed else "at least ") + short_bytes(refused.too_much)
+    return f"  {_name(refused.setting)}: {too_much} too much for {_where(refused)}; a rank has {parts}"
 
 
 def as_dict(advice: TuningAdvice) -> dict[str, Any]:
     """Everything, for a JSON file."""
     question = advice.question
+    options = [
+        {
+            **dataclasses.asdict(option.setting),
+            **option.simulated.as_dict(),
+            "step_seconds": option.step_seconds,
+            "tokens_per_second": option.tokens_per_second,
+            "straight_line": option.straight_line,
+            "memory": plan.memory(option.simulated.rehearsal),
+            "overrides": list(option.words),
+            "command": command(option, question),
+        }
+        for option in advice.options
+    ]
     return {
         "parameters": advice.numel,
         "cluster": dataclasses.asdict(question.cluster),
@@ -422,22 +407,9 @@ def as_dict(advice: TuningAdvice) -> dict[str, Any]:
         "ranks_per_node": question.world.ranks_of_host,
         "usable_device_bytes": question.device_bytes,
         "usable_host_bytes_per_node": question.host_bytes,
-        "options": [_option_dict(option, question) for option in advice.options],
+        "options": options,
         "not_rehearsed": [{**dataclasses.asdict(one), "device_bytes": one.device_bytes} for one in advice.waiting],
         "refused": [dataclasses.asdict(one) for one in advice.refused],
         "help": advice.help,
         "seconds": advice.took,
-    }
-
-
-def _option_dict(option: Option, question: Question) -> Mapping[str, Any]:
-    return {
-        **dataclasses.asdict(option.setting),
-        **option.simulated.as_dict(),
-        "step_seconds": option.step_seconds,
-        "tokens_per_second": option.tokens_per_second,
-        "straight_line": option.straight_line,
-        "memory": plan.memory(option.simulated.rehearsal),
-        "overrides": list(option.words),
-        "command": command(option, question),
     }

@@ -19,7 +19,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -49,28 +48,34 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
         dtype: in which matrix products are made.
         sizes: bytes of a rank's part, at least two different ones.
     """
-    device = process_group.default_device()
+    device, cpu = process_group.default_device(), torch.device("cpu")
     told = process_group.all_gather_object(process_group.ranks_of_host())
     nodes = find_nodes(None, process_group.world_size(), told)
     comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()), nodes)
-    inside, across = comm.split(nodes.per_node)
+    host_bytes = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory_bytes = host_bytes / nodes.per_node
+    if device.type == "cuda":
+        memory_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     products = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
     others = [layer for _ in range(3) for layer in (nn.LayerNorm(WIDTH), nn.GELU())]
+    tiny = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
+    wide = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
+    flops, _, product_seconds = _timed(products, wide)
+    _, moved, other_seconds = _timed(others, wide)
+    ops, _, tiny_seconds = _timed(tiny, torch.zeros(2, 8, device=device))
     mine = {
-        "flops": _reached(products, device, dtype)[0],
-        "memory_bandwidth": _reached(others, device, dtype)[1],
-        "host_memory_bandwidth": _copy_bandwidth(torch.device("cpu"), torch.device("cpu"), 2) * nodes.per_node,
-        "host_bandwidth": _copy_bandwidth(torch.device("cpu"), device, 1),
-        "memory_bytes": _memory_bytes(device, nodes.per_node),
+        "flops": sum(flops) / product_seconds,
+        "memory_bandwidth": sum(moved) / other_seconds,
+        "host_memory_bandwidth": _copy_bandwidth(cpu, cpu, 2) * nodes.per_node,
+        "host_bandwidth": _copy_bandwidth(cpu, device, 1),
+        "memory_bytes": memory_bytes,
     }
-    overhead = _op_overhead(device)
-    inner = _link(comm, inside, sizes)
     # A rank of each node talks to its like: what leaves a node is what all its ranks send.
-    outer = _link(comm, across, sizes)
-    everyone = process_group.all_gather_object((mine, overhead, inner, outer))
+    links = [_link(comm, group, sizes) for group in comm.split(nodes.per_node)]
+    everyone = process_group.all_gather_object((mine, tiny_seconds / len(ops), links))
     least = {key: min(theirs[0][key] for theirs in everyone) for key in mine}
-    inner = _slowest([theirs[2] for theirs in everyone]) or (0.0, least["memory_bandwidth"])
-    outer = _slowest([theirs[3] for theirs in everyone]) or inner
+    inner = _slowest([theirs[2][0] for theirs in everyone]) or (0.0, least["memory_bandwidth"])
+    outer = _slowest([theirs[2][1] for theirs in everyone]) or inner
     return Cluster(
         name="probed",
         ranks_per_node=nodes.per_node,
@@ -79,7 +84,7 @@ def probe(dtype: torch.dtype, sizes: Sequence[int] = SIZES) -> Cluster:
         node_bandwidth=outer[1] * nodes.per_node,
         inside_latency=inner[0],
         between_latency=outer[0],
-        host_bytes=_host_bytes(),
+        host_bytes=host_bytes,
         device_type=device.type,
         op_overhead=max(theirs[1] for theirs in everyone),
         **least,
@@ -101,71 +106,50 @@ def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         >>> fit_line([(1000, 2.5), (2000, 3.0), (4000, 4.0)])
         (2.0, 2000.0)
     """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    x = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / total
-    y = sum(w * seconds for w, (_, seconds) in zip(weights, points, strict=True)) / total
-    square = sum(w * (size - x) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    slope = sum(w * (size - x) * (s - y) for w, (size, s) in zip(weights, points, strict=True)) / square
+    weighted = [(1 / seconds**2, size, seconds) for size, seconds in points]
+    total = sum(w for w, _, _ in weighted)
+    x, y = sum(w * size for w, size, _ in weighted) / total, sum(w * seconds for w, _, seconds in weighted) / total
+    square = sum(w * (size - x) ** 2 for w, size, _ in weighted)
+    slope = sum(w * (size - x) * (seconds - y) for w, size, seconds in weighted) / square
     if slope <= 0:  # noise: the largest message says what can be had at least
         size, seconds = max(points)
         slope = seconds / size
     return max(0.0, round(y - slope * x, 12)), round(1 / slope, 6)
 
 
-def _median_seconds(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
+def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """After one round that does not count."""
     seconds = []
-    for _ in range(rounds + 1):
-        _settle(device)
+    for _ in range(ROUNDS + 1):
         process_group.barrier()
         began = time.perf_counter()
         work()
-        _settle(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    return sorted(seconds[1:])[rounds // 2]
+    return sorted(seconds[1:])[ROUNDS // 2]
 
 
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _reached(layers: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations and bytes a second of a forward and a backward pass, **counted as a rehearsal counts them**."""
-    network = nn.Sequential(*layers).to(device, dtype)
-    x = torch.randn(ROWS, WIDTH, device=device).to(dtype).requires_grad_()
+def _timed(layers: Sequence[nn.Module], x: torch.Tensor) -> tuple[list[int], list[int], float]:
+    """Operations and bytes of a forward and a backward pass, **counted as a rehearsal counts them**, and seconds."""
+    network, gradient = nn.Sequential(*layers).to(x.device, x.dtype), torch.ones_like(x)
+    x = x.detach().requires_grad_(x.requires_grad)
 
     def work() -> None:
         network.zero_grad(set_to_none=True)
-        network(x).backward(x.detach())
+        network(x).backward(gradient)
 
-    with WorkMeter(device.type) as meter:
+    with WorkMeter(x.device.type) as meter:
         work()
-    seconds = _median_seconds(work, device)
-    return sum(meter.work.flops) / seconds, sum(meter.work.bytes) / seconds
+    return meter.work.flops, meter.work.bytes, _median_seconds(work, x.device)
 
 
 def _copy_bandwidth(source: torch.device, target: torch.device, passes: int) -> float:
     """Bytes a second of a copy; ``passes`` 2 counts what is read and what is written."""
     size = 1 << (28 if target.type == "cuda" else 25)
-    pinned = source.type != target.type
-    given = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=pinned)
+    given = torch.zeros(size, dtype=torch.uint8, device=source, pin_memory=source.type != target.type)
     taken = torch.zeros(size, dtype=torch.uint8, device=target)
     return passes * size / _median_seconds(lambda: taken.copy_(given, non_blocking=True), target)
-
-
-def _op_overhead(device: torch.device) -> float:
-    """Seconds per op where ops have nothing to do."""
-    layers = [layer for _ in range(20) for layer in (nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())]
-    network, x = nn.Sequential(*layers).to(device), torch.zeros(2, 8, device=device)
-
-    def work() -> None:
-        network(x).sum().backward()
-
-    with WorkMeter(device.type) as meter:
-        work()
-    return _median_seconds(work, device) / len(meter.work.flops)
 
 
 def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[float, float] | None:
@@ -174,15 +158,14 @@ def _link(comm: Communicator, group: RankGroup, sizes: Sequence[int]) -> tuple[f
         return None
     points = []
     for size in sizes:
-        parts = torch.zeros(group.size, size, dtype=torch.uint8, device=comm.device)
-        send, recv = list(torch.zeros_like(parts).unbind()), list(parts.unbind())
-        seconds = _median_seconds(partial(_exchange, comm, send, recv, group), comm.device)
-        points.append(((group.size - 1) * size, seconds))
+        recv = list(torch.zeros(group.size, size, dtype=torch.uint8, device=comm.device).unbind())
+        send = [torch.zeros_like(part) for part in recv]
+
+        def exchange(send: list[torch.Tensor] = send, recv: list[torch.Tensor] = recv) -> None:
+            comm.exchange("probe", send, recv, group=group).wait()
+
+        points.append(((group.size - 1) * size, _median_seconds(exchange, comm.device)))
     return fit_line(points)
-
-
-def _exchange(comm: Communicator, send: list[torch.Tensor], recv: list[torch.Tensor], group: RankGroup) -> None:
-    comm.exchange("probe", send, recv, group=group).wait()
 
 
 def _slowest(links: Sequence[tuple[float, float] | None]) -> tuple[float, float] | None:
@@ -190,26 +173,11 @@ def _slowest(links: Sequence[tuple[float, float] | None]) -> tuple[float, float]
     return (max(link[0] for link in there), min(link[1] for link in there)) if there else None
 
 
-def _host_bytes() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _memory_bytes(device: torch.device, per_node: int) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return _host_bytes() / per_node
-
-
 def probe_to_file(path: str, dtype: str) -> None:
-    """A rank's program: join, measure, and let rank 0 write the cluster into ``path``, as JSON."""
+    """A rank's program: join, measure, and let rank 0 write the cluster into ``path``, for ``--cluster FILE.json``."""
     process_group.init_distributed()
     found = probe(getattr(torch, dtype))
     if process_group.rank() == 0:
-        Path(path).write_text(as_text(found), encoding="utf-8")
+        Path(path).write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n", encoding="utf-8")
     process_group.barrier()
     process_group.shutdown()
-
-
-def as_text(cluster: Cluster) -> str:
-    """What ``--cluster FILE.json`` takes."""
-    return json.dumps(dataclasses.asdict(cluster), indent=1) + "\n"

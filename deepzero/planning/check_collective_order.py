@@ -12,11 +12,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
-from deepzero.comm.ledger import Event
 from deepzero.config.strict import ConfigError
 from deepzero.planning.dry_run import ClusterShape, DryRunResult, TrainStep, dry_run, launched
 
@@ -46,11 +44,7 @@ class Difference:
 
 
 def telling_ranks(world: ClusterShape, sizes: Sequence[int] = ()) -> list[int]:
-    """The ranks at whose number something could change.
-
-    Args:
-        world: how many ranks.
-        sizes: of partitions inside: hpZ's, MiCS's.
+    """The ranks at whose number something could change, ``sizes`` being those of partitions inside: hpZ's, MiCS's.
 
     Example:
         >>> telling_ranks(ClusterShape(1024, 8))
@@ -81,14 +75,10 @@ def skipping(program: TrainStep, module: str) -> TrainStep:
             raise ConfigError(
                 f"module {module!r} to skip is a {type(found).__name__}, which is never called; name one of those in it"
             )
-        found.forward = _give_back
+        found.forward = lambda value, *rest, **options: value
         return made
 
     return dataclasses.replace(program, model=model)
-
-
-def _give_back(value: Any, *rest: Any, **options: Any) -> Any:
-    return value
 
 
 def compare(rehearsals: Sequence[DryRunResult], wrong: Collection[int] = ()) -> list[Difference]:
@@ -99,33 +89,27 @@ def compare(rehearsals: Sequence[DryRunResult], wrong: Collection[int] = ()) -> 
         wrong: ranks that are known to go wrong: what the others do is right, however few they are.
     """
     right = [r for r in rehearsals if r.rank not in wrong] or list(rehearsals)
-    paths = [_path(r) for r in right]
-    usual = max(set(paths), key=lambda path: (paths.count(path), -paths.index(path)))
-    reference, found = right[paths.index(usual)], []
+    paths = [(r.trail, sorted(r.gradients)) for r in right]
+    # The first of those that most ranks share.
+    reference = right[max(range(len(paths)), key=lambda k: (paths.count(paths[k]), -paths.index(paths[k])))]
+    found = []
     for rehearsal in rehearsals:
-        trail, gradients = _path(rehearsal)
-        if trail != usual[0]:
+        if rehearsal.trail != reference.trail:
             found.append(_difference(reference, rehearsal))
-        elif gradients != usual[1]:
-            found.append(_other_gradients(reference, rehearsal))
+        elif sorted(rehearsal.gradients) != sorted(reference.gradients):
+            expected, got = _other_gradients(reference.gradients, rehearsal.gradients)
+            found.append(Difference(rehearsal.rank, reference.rank, 0, expected, got))
     return found
 
 
-def _path(rehearsal: DryRunResult) -> tuple[tuple[tuple[str, str, int, int], ...], tuple[str, ...]]:
-    return tuple(rehearsal.trail), tuple(sorted(rehearsal.gradients))
-
-
-def _other_gradients(reference: DryRunResult, other: DryRunResult) -> Difference:
+def _other_gradients(reference: list[str], other: list[str]) -> tuple[str, str]:
     """It launches the same, so that nobody waits; its part of some sums is zeros, or the others' is."""
-    lacks = [name for name in dict.fromkeys(reference.gradients) if name not in set(other.gradients)]
-    extra = [name for name in dict.fromkeys(other.gradients) if name not in set(reference.gradients)]
-    if not lacks and not extra:
-        few, many = len(other.gradients), len(reference.gradients)
-        return Difference(other.rank, reference.rank, 0, f"{many} gradients", f"{few} gradients of the same parameters")
-    named = lacks or extra
+    lacks = [name for name in dict.fromkeys(reference) if name not in other]
+    named = lacks or [name for name in dict.fromkeys(other) if name not in reference]
+    if not named:
+        return f"{len(reference)} gradients", f"{len(other)} gradients of the same parameters"
     names = named[0] + (f" and {len(named) - 1} more" if len(named) > 1 else "")
-    found, expected = (f"no gradient of {names}", "one") if lacks else (f"a gradient of {names}", "none")
-    return Difference(other.rank, reference.rank, 0, expected, found)
+    return ("one", f"no gradient of {names}") if lacks else ("none", f"a gradient of {names}")
 
 
 def _difference(reference: DryRunResult, other: DryRunResult) -> Difference:
@@ -143,14 +127,10 @@ def _launches(rehearsal: DryRunResult) -> Iterator[tuple[tuple[str, str, int, in
         if event.what == "fetch":
             module = event.kind.removeprefix("prefetch at ")
         elif event.what == "launch":
-            yield launched(event), _in_words(rehearsal, event, module)
-
-
-def _in_words(rehearsal: DryRunResult, event: Event, module: str) -> str:
-    names = rehearsal.name_of(event)
-    size = f"of {event.sent.elements:,} elements" if event.sent is not None else ""
-    what = " ".join(filter(None, (event.kind, event.where, names and f"({names})", size)))
-    return f"{what} at {module}" if module else what
+            names = rehearsal.name_of(event)
+            size = f"of {event.sent.elements:,} elements" if event.sent is not None else ""
+            what = " ".join(filter(None, (event.kind, event.where, names and f"({names})", size)))
+            yield launched(event), f"{what} at {module}" if module else what
 
 
 def check(
@@ -175,8 +155,7 @@ def check(
     Raises:
         ConfigError: a rank that is not there.
     """
-    wrong = dict(wrong or {})
-    zero = program.config.zero
+    wrong, zero = dict(wrong or {}), program.config.zero
     sizes = [size for size in (zero.zero_hpz_partition_size, zero.mics_shard_size) if size > 1]
     chosen = telling_ranks(world, sizes) if ranks is None else list(ranks)
     if not chosen and not wrong:
@@ -188,7 +167,6 @@ def check(
             raise ConfigError(f"rank {rank}: this world has ranks 0 to {world.world_size - 1}")
     found = []
     for rank in sorted({*chosen, *wrong}):
-        mine = skipping(program, wrong[rank]) if rank in wrong else program
         tell(f"rehearsing rank {rank}" + (f" without {wrong[rank]}" if rank in wrong else ""))
-        found.append(dry_run(mine, world, rank))
+        found.append(dry_run(skipping(program, wrong[rank]) if rank in wrong else program, world, rank))
     return found, compare(found, wrong)

@@ -3,11 +3,6 @@
 The model is bandwidth and latency, with two kinds of links: inside a node, each rank has one of its own; between nodes,
 the ranks of a node share what leaves it. A message of n bytes takes ``latency + n / bandwidth``.
 
-*Rings* (the backend's own collectives): a byte enters each node once, however many ranks are there, and passes every
-rank's link inside; each of the W steps pays a latency. *Pairs* (``exact`` sums and all-to-alls): each rank sends
-straight to each other, so that what leaves a node is the sum over its ranks; the first message pays the latency, the
-others follow at once.
-
 Figures: NVLink 4 and InfiniBand HDR as in the guide on stage 3 ("900 GB/s total bidirectional", "around 200 Gb/s per
 port"; a port per GPU); the two clusters, their nodes and their bandwidth between nodes as in the table of the post on
 stage 1 with reduced communication. Peak rates and memory are the makers'. Latencies are typical ones.
@@ -15,10 +10,10 @@ stage 1 with reduced communication. Peak rates and memory are the makers'. Laten
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +62,14 @@ class Cluster:
             return 0.0
         across = sent.between_node_bytes > 0
         if sent.ring:
-            # What a rank sends directly to the W - R ranks elsewhere is what a ring brings into each node.
+            # The backend's own collectives: a byte enters each node once, however many ranks are there, and passes
+            # every rank's link inside; each of the W steps pays a latency. What a rank would send directly to the
+            # W - R ranks elsewhere is what a ring brings into each node.
             carried = max(sent.bytes / self.inside_bandwidth, sent.between_node_bytes / self.node_bandwidth)
             hops_between = sent.ranks // nodes.per_node if across else 0
             return hops_between * self.between_latency + (sent.ranks - 1) * self.inside_latency + carried
+        # Pairs ("exact" sums and all-to-alls): each rank sends straight to each other, so that what leaves a node is
+        # the sum over its ranks; the first message pays the latency, the others follow at once.
         leaves = nodes.per_node * sent.between_node_bytes / self.node_bandwidth
         stays = (sent.bytes - sent.between_node_bytes) / self.inside_bandwidth
         return (self.between_latency if across else self.inside_latency) + max(leaves, stays)
@@ -94,6 +93,8 @@ DGX_2H = Cluster(
 PRESETS = {cluster.name: cluster for cluster in (H100_HDR, AZURE_NC24R, DGX_2H)}
 RANKS = {"azure_nc24r": 32, "dgx_2h": 128}
 """As the post's table has them."""
+_MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead")
+_NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
 
 
 def find_cluster(text: str) -> Cluster:
@@ -107,34 +108,34 @@ def find_cluster(text: str) -> Cluster:
         5000000000.0
     """
     name, *changes = text.split(",")
-    if name.endswith(".json"):
-        found = read_cluster(name)
-    elif name in PRESETS:
-        found = PRESETS[name]
-    else:
+    if not name.endswith(".json") and name not in PRESETS:
         raise ConfigError(
             f"cluster={name}: there are {', '.join(PRESETS)}, each with changes as in h100,flops=3e14, and files that "
             "python -m tools.simulate --probe --save FILE.json writes"
         )
+    numbers: dict[str, Any] = {}
     for change in changes:
         key, _, value = change.partition("=")
+        numbers[key] = value
+        with contextlib.suppress(ValueError):
+            numbers[key] = float(value)
+    return dataclasses.replace(
+        read_cluster(name) if name.endswith(".json") else PRESETS[name], **_checked(f"cluster={text}", numbers)
+    )
+
+
+def _checked(where: str, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a cluster, each a number that can be; or a :class:`ConfigError` that begins with ``where``."""
+    for key, value in numbers.items():
         if key not in _NUMBERS:
-            raise ConfigError(f"cluster={text}: {key!r} is no field; there are {', '.join(sorted(_NUMBERS))}")
-        try:
-            number = float(value)
-        except ValueError:
-            raise ConfigError(f"cluster={text}: {key}={value} is no number") from None
-        if not (number > 0 or (number == 0 and key in _MAY_BE_ZERO)) or number == math.inf:
-            raise ConfigError(f"cluster={text}: {key}={value} must be positive")
-        if key == "ranks_per_node" and number != int(number):
-            raise ConfigError(f"cluster={text}: {key}={value} must be a whole number")
-        value_of: dict[str, Any] = {key: int(number) if key == "ranks_per_node" else number}
-        found = dataclasses.replace(found, **value_of)
-    return found
-
-
-_MAY_BE_ZERO = ("inside_latency", "between_latency", "op_overhead")
-_NUMBERS = {f.name for f in dataclasses.fields(Cluster)} - {"name", "device_type"}
+            raise ConfigError(f"{where}: {key!r} is no field; there are {', '.join(sorted(_NUMBERS))}")
+        if type(value) not in (int, float):
+            raise ConfigError(f"{where}: {key}={value} is no number")
+        if not (0 < value < math.inf or (value == 0 and key in _MAY_BE_ZERO)):
+            raise ConfigError(f"{where}: {key}={value:g} must be positive")
+        if key == "ranks_per_node" and value != int(value):
+            raise ConfigError(f"{where}: {key}={value:g} must be a whole number")
+    return {key: int(value) if key == "ranks_per_node" else value for key, value in numbers.items()}
 
 
 def read_cluster(path: str) -> Cluster:
@@ -145,23 +146,16 @@ def read_cluster(path: str) -> Cluster:
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster={path}: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"cluster={path} is no JSON: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster={path}: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"cluster={path} holds no mapping of a cluster's fields")
-    for key in found:
-        if key not in (*_NUMBERS, "name", "device_type"):
-            raise ConfigError(f"cluster={path}: {key!r} is no field; there are {', '.join(sorted(_NUMBERS))}")
-    if lacking := sorted((_NUMBERS | {"name"}) - set(found) - {"op_overhead"}):
+    words = {key: found.pop(key) for key in ("name", "device_type") if key in found}
+    numbers = _checked(f"cluster={path}", found)
+    if lacking := sorted((_NUMBERS | {"name"}) - {*words, *numbers} - {"op_overhead"}):
         raise ConfigError(f"cluster={path} lacks {', '.join(lacking)}")
-    for key in _NUMBERS & set(found):
-        value, least = found[key], 0 if key in _MAY_BE_ZERO else sys.float_info.min
-        if type(value) not in (int, float) or not least <= value < math.inf:
-            raise ConfigError(f"cluster={path}: {key}={value!r} must be a positive number")
-        if key == "ranks_per_node" and type(value) is not int:
-            raise ConfigError(f"cluster={path}: {key}={value!r} must be a whole number")
-    if found.get("device_type", "cuda") not in ("cpu", "cuda"):
-        raise ConfigError(f"cluster={path}: device_type={found['device_type']!r} is neither cpu nor cuda")
-    return Cluster(**found)
+    if words.get("device_type", "cuda") not in ("cpu", "cuda"):
+        raise ConfigError(f"cluster={path}: device_type={words['device_type']!r} is neither cpu nor cuda")
+    return Cluster(**words, **numbers)

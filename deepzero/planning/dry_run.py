@@ -16,7 +16,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -144,25 +143,21 @@ def dry_run(
     Raises:
         ConfigError: settings that do not fit together or this many ranks, as in a run; a model without a scalar loss.
     """
-    config = _without_side_effects(program.config)
     who = FakeRank(rank, world.world_size, world.device_type, world.ranks_of_host)
-    meter = WorkMeter()
+    meter, arrived, recording = WorkMeter(), list[str](), list[Event]()
     with fake_process_group(who), meter, fused_attention(), quiet(), contextlib.ExitStack() as rehearsing:
-        arrived: list[str] = []
-        engine = _build(program, config, arrived)
+        engine = _build(program, arrived)
         rehearsing.enter_context(nothing_is_packed())  # the model, and with it its library, is there by now
-        ledger = engine.ledger
+        ledger, recorder = engine.ledger, None
         ledger.clock, ledger.trace = meter.clock, True
-        recording: list[Event] = []
         for step in range(steps):
-            ledger.events, meter.work, arrived[:] = [], Work(), []
-            recorder = None
+            ledger.events, arrived[:] = [], []
+            meter.restart()
             if limit is not None and step == steps - 1:
                 recorder = StepRecorder(ledger, limit, clock=meter.clock)
                 recorder.begin()
-            meter.restart_peak()
             for _ in range(engine.batch.accumulation):
-                engine.backward(_loss(program, engine(*program.batch())))
+                engine.backward(loss_of(program, engine(*program.batch())))
                 engine.step()
             if recorder is not None:
                 recorder.end()
@@ -179,8 +174,7 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
         ConfigError: the engine is of another stage, is cut into other buckets than the plan is about, or has other
             limits on what is fetched ahead, kept and gathered.
     """
-    stage = engine.stage
-    if not isinstance(stage, ZeroStage3):
+    if not isinstance(stage := engine.stage, ZeroStage3):
         raise ConfigError(f"zero.stage={engine.config.zero.stage}: only stage 3 follows a plan of fetches")
     numel = {bucket.key: bucket.numel for bucket in stage.coordinator.buckets}
     if numel != plan.numel:
@@ -188,10 +182,9 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
             f"the plan is about {len(plan.numel)} buckets of {sum(plan.numel.values()):,} elements, and this engine "
             f"has {len(numel)} of {sum(numel.values()):,}; rehearse with the same model, settings and number of ranks"
         )
-    if stage.coordinator.limits != plan.limits:
+    if (limits := stage.coordinator.limits) != plan.limits:
         raise ConfigError(
-            f"the plan keeps to {plan.limits}, and this engine to {stage.coordinator.limits}; rehearse with the same "
-            "settings"
+            f"the plan keeps to {plan.limits}, and this engine to {limits}; rehearse with the same settings"
         )
     stage.coordinator.follow(plan)
 
@@ -199,34 +192,27 @@ def follow(engine: DeepSpeedEngine, plan: FetchPlan) -> None:
 def _without_side_effects(config: EngineConfig) -> EngineConfig:
     """Nothing is delayed, printed or measured; what is launched and held does not depend on it."""
     chaos = dataclasses.replace(config.comm.chaos, enabled=False)
-    zero = config.zero
+    zero, unmeasured = config.zero, dict[str, Any](meter_every=0, min_weight_snr_db=None, min_gradient_snr_db=None)
     if zero.zero_quantized_weights or zero.zero_quantized_gradients:
         # The limits of the error are the meter's, and go with it.
-        unmeasured = dataclasses.replace(
-            zero.quantization, meter_every=0, min_weight_snr_db=None, min_gradient_snr_db=None
-        )
-        zero = dataclasses.replace(zero, quantization=unmeasured)
-    return dataclasses.replace(
-        config,
-        comm=dataclasses.replace(config.comm, chaos=chaos),
-        zero=zero,
-        steps_per_print=None,
-        scheduler=None,
-    )
+        zero = dataclasses.replace(zero, quantization=dataclasses.replace(zero.quantization, **unmeasured))
+    comm = dataclasses.replace(config.comm, chaos=chaos)
+    return dataclasses.replace(config, comm=comm, zero=zero, steps_per_print=None, scheduler=None)
 
 
-def _build(program: TrainStep, config: EngineConfig, arrived: list[str]) -> DeepSpeedEngine:
+def _build(program: TrainStep, arrived: list[str]) -> DeepSpeedEngine:
+    """The engine; names of parameters whose gradients come are appended to ``arrived``."""
+    config = _without_side_effects(program.config)
     if config.optimizer is None:
         raise ConfigError("a rehearsal builds its optimizer from the settings: they have to name one")
     with torch.device("meta"):
         model = program.model()
-    stranger = next((name for name, p in model.named_parameters() if not p.is_meta), None)
-    if stranger is not None:
-        raise ConfigError(f"parameter {stranger!r} has values: the model of a rehearsal is made on the meta device")
-    trained = [param for param in model.parameters() if param.requires_grad]
     for name, param in model.named_parameters():
+        if not param.is_meta:
+            raise ConfigError(f"parameter {name!r} has values: the model of a rehearsal is made on the meta device")
         if param.requires_grad:
-            param.register_hook(partial(_note_arrival, arrived, name))
+            param.register_hook(lambda _, name=name: arrived.append(name))
+    trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = build_optimizer(config.optimizer, trained, config.zero.offload_optimizer.device == "cpu")
     if isinstance(optimizer, CPUAdam):
         vars(optimizer)["prepare"] = _nothing  # no kernel is compiled for tensors without values
@@ -255,11 +241,12 @@ def quiet(level: int = logging.WARNING) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _note_arrival(arrived: list[str], name: str, _: torch.Tensor) -> None:
-    arrived.append(name)
+def loss_of(program: TrainStep, output: Any) -> torch.Tensor:
+    """The loss of a model's output.
 
-
-def _loss(program: TrainStep, output: Any) -> torch.Tensor:
+    Raises:
+        ConfigError: it holds no scalar, and the program makes none of it.
+    """
     loss = program.loss(output) if program.loss is not None else scalar_loss(output)
     if loss is None:
         raise ConfigError(f"the model's output ({type(output).__name__}) holds no scalar loss; give the program one")
@@ -271,8 +258,16 @@ def _result(
 ) -> DryRunResult:
     ledger, stage = engine.ledger, engine.stage
     ledger.sample()
-    plan = stage.coordinator.training.step_plan() if isinstance(stage, ZeroStage3) else None
+    stage3 = stage.coordinator if isinstance(stage, ZeroStage3) else None
     host = sum(size for category, size in ledger.held.items() if category.startswith("host_"))
+    fetched: dict[str, str] = {}
+    for made in stage3.buckets if stage3 is not None else ():
+        fetched[f"bucket {made.key}"] = _first_to_last([param._zero.name for param in made.params])
+    reduced: dict[str, str] = {}
+    for group in engine.zero.groups:  # buckets have the group's own numbers; where two groups have the same, both count
+        for bucket in group.layout.buckets:
+            key, name = f"bucket {bucket.index}", _first_to_last([group.names[slot.index] for slot in bucket.slots])
+            reduced[key] = f"{reduced[key]} or {name}" if key in reduced else name
     return DryRunResult(
         rank=engine.global_rank,
         nodes=engine.comm.nodes,
@@ -282,7 +277,7 @@ def _result(
         events=ledger.events,
         recording=recording,
         work=meter.work,
-        plan=plan,
+        plan=stage3.training.plan if stage3 is not None else None,
         memory=dict(ledger.predicted_memory),
         held=dict(ledger.held),
         # The host's memory is one arena, on the meta device too, there all the time.
@@ -293,8 +288,8 @@ def _result(
         trail=[launched(event) for event in ledger.events if event.what == "launch"],
         gradients=arrived,
         points=[point.as_dict() for point in recorder.points] if recorder is not None else [],
-        fetched=_fetched_names(engine),
-        reduced=_reduced_names(engine),
+        fetched=fetched,
+        reduced=reduced,
         micro_batches=engine.batch.accumulation,
         delayed=engine.config.zero.offload_optimizer.delayed_update,
     )
@@ -308,22 +303,5 @@ def launched(event: Event) -> tuple[str, str, int, int]:
     return event.kind, event.where, event.sent.ranks, elements
 
 
-def _fetched_names(engine: DeepSpeedEngine) -> dict[str, str]:
-    if not isinstance(engine.stage, ZeroStage3):
-        return {}
-    buckets = engine.stage.coordinator.buckets
-    return {f"bucket {made.key}": _short([param._zero.name for param in made.params]) for made in buckets}
-
-
-def _reduced_names(engine: DeepSpeedEngine) -> dict[str, str]:
-    """By the group's own numbers; where two groups have the same, both are named."""
-    found: dict[str, str] = {}
-    for group in engine.zero.groups:
-        for bucket in group.layout.buckets:
-            key, name = f"bucket {bucket.index}", _short([group.names[slot.index] for slot in bucket.slots])
-            found[key] = f"{found[key]} or {name}" if key in found else name
-    return found
-
-
-def _short(names: list[str]) -> str:
+def _first_to_last(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"

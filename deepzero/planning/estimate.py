@@ -25,19 +25,12 @@ from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import bucket_limit
 from deepzero.planning.clusters import Cluster
-from deepzero.planning.dry_run import ClusterShape, TrainStep
-from deepzero.planning.op_cost import Work, WorkMeter, fused_attention
-from deepzero.runtime.memory_model import (
-    Elements,
-    HostElements,
-    StateSizes,
-    offloaded_memory,
-    predicted_memory,
-)
+from deepzero.planning.dry_run import ClusterShape, TrainStep, loss_of
+from deepzero.planning.op_cost import WorkMeter, fused_attention
+from deepzero.runtime.build import Dtypes
+from deepzero.runtime.memory_model import Elements, HostElements, StateSizes, offloaded_memory, predicted_memory
 from deepzero.runtime.optimizer_state import moment_bytes_per_element
 from deepzero.runtime.optimizers import build_optimizer
-from deepzero.runtime.pytree import scalar_loss
-from deepzero.runtime.zero_components import Dtypes
 
 Offloaded = Literal["none", "optimizer", "optimizer_and_param"]
 MakeProgram = Callable[[RunConfig, int], TrainStep]
@@ -73,26 +66,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A model alone at :data:`MICRO_BATCHES`, and on straight lines between and beyond them."""
-
-    activations: tuple[float, ...]
-    """Bytes."""
-    seconds: tuple[float, ...]
-    """Forward and backward."""
-
-    def at(self, micro_batch: int) -> tuple[float, float]:
-        """Bytes and seconds of a micro-batch."""
-        last = len(MICRO_BATCHES) - 2
-        first = next((k for k in range(last) if micro_batch <= MICRO_BATCHES[k + 1]), last)
-        found = []
-        for values in (self.activations, self.seconds):
-            base, each = _line(MICRO_BATCHES[first : first + 2], values[first : first + 2])
-            found.append(max(0.0, base + each * micro_batch))
-        return found[0], found[1]
-
-
-@dataclass(frozen=True)
 class Estimate:
     """Memory and time of one setting, estimated."""
 
@@ -113,41 +86,20 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """Host bytes of one rank, without buffers."""
-        return sum(size for name, size in self.memory.items() if name.startswith("host_"))
+        return sum(self.memory.values()) - self.device_bytes
 
 
-def _measure(program: TrainStep, dtype: torch.dtype, device_type: Literal["cpu", "cuda"]) -> tuple[int, int, int, Work]:
-    """Elements of the model, of its largest parameter; bytes beside the parameters; ops. One micro-batch.
-
-    Gradients go as soon as they are there: they are ZeRO's to keep, and its closed forms count them.
-    """
-    meter = WorkMeter()
-    with fake_process_group(FakeRank(0, 1, device_type, 1)), meter, fused_attention():
-        with torch.device("meta"):
-            model = program.model().to(dtype)
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(_forget)
-        before, meter.work = meter.alive_bytes, Work()
-        meter.restart_peak()
-        output = model(*program.batch())
-        loss = program.loss(output) if program.loss is not None else scalar_loss(output)
-        if loss is None:
-            raise ConfigError(f"the model's output ({type(output).__name__}) holds no scalar loss")
-        loss.backward()
-        sizes = [param.numel() for param in model.parameters()]
-        return sum(sizes), max(sizes), meter.peak_bytes - before, meter.work
-
-
-def _forget(param: torch.Tensor) -> None:
-    param.grad = None
-
-
-def _line(at: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """Through one or two points: at zero, and the slope (through one: none)."""
+def _on_line(x: float, at: Sequence[int], values: Sequence[float]) -> float:
+    """At ``x``, on the straight lines through the points, the first and the last drawn out; through one: level."""
     if len(at) == 1:
-        return values[0], 0.0
-    slope = (values[1] - values[0]) / (at[1] - at[0])
-    return values[0] - slope * at[0], slope
+        return values[0]
+    first = next((k for k in range(len(at) - 2) if x <= at[k + 1]), len(at) - 2)
+    slope = (values[first + 1] - values[first]) / (at[first + 1] - at[first])
+    return values[first] + slope * (x - at[first])
+
+
+def _forget_grad(param: torch.Tensor) -> None:
+    param.grad = None
 
 
 class Estimator:
@@ -162,7 +114,7 @@ class Estimator:
         optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(64))])
         self.moments = moment_bytes_per_element(optimizer, torch.device("cpu"))
         self.numel = self.largest = 0
-        self._probes: dict[bool, Probe] = {}
+        self._probes: dict[bool, tuple[list[float], list[float]]] = {}
 
     def of(self, world: ClusterShape) -> Estimator:
         """The same for another number of ranks, without another probe."""
@@ -170,44 +122,55 @@ class Estimator:
         other.world, other.nodes = world, Nodes(world.world_size, self.nodes.per_node)
         return other
 
-    def probe(self, checkpointing: bool) -> Probe:
-        """Run the model, of few blocks, and draw it out to its depth."""
+    def _probe(self, checkpointing: bool) -> tuple[list[float], list[float]]:
+        """Bytes of activations and seconds of forward and backward at :data:`MICRO_BATCHES`, the model alone.
+
+        The model is run with few blocks, and drawn out to its depth.
+        """
         if checkpointing not in self._probes:
-            self._probes[checkpointing] = self._probe(checkpointing)
+            layers = self.run.model.n_layer
+            depths = DEPTHS if layers > max(DEPTHS) else (layers,)
+            rows = []
+            for micro_batch in MICRO_BATCHES:
+                found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
+                rows.append([_on_line(layers, depths, values) for values in zip(*found, strict=True)])
+            self.numel = round(rows[-1][0])
+            self._probes[checkpointing] = [row[1] for row in rows], [row[2] for row in rows]
         return self._probes[checkpointing]
 
-    def _probe(self, checkpointing: bool) -> Probe:
-        layers = self.run.model.n_layer
-        depths = DEPTHS if layers > max(DEPTHS) else (layers,)
-        held, took = [], []
-        for micro_batch in MICRO_BATCHES:
-            found = [self._run_once(depth, micro_batch, checkpointing) for depth in depths]
-            numbers = [[float(one[k]) for one in found] for k in range(3)]
-            numel, activations, seconds = (base + each * layers for base, each in (_line(depths, n) for n in numbers))
-            self.numel = round(numel)
-            held.append(activations)
-            took.append(seconds)
-        return Probe(tuple(held), tuple(took))
+    def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[float, float, float]:
+        """Elements of the model of so many blocks; bytes beside the parameters, and seconds, of one micro-batch.
 
-    def _run_once(self, depth: int, micro_batch: int, checkpointing: bool) -> tuple[int, int, float]:
-        model = dataclasses.replace(self.run.model, n_layer=depth, activation_checkpointing=checkpointing)
+        Gradients go as soon as they are there: they are ZeRO's to keep, and its closed forms count them.
+        """
+        model_config = dataclasses.replace(self.run.model, n_layer=depth, activation_checkpointing=checkpointing)
         engine = dataclasses.replace(
             self.run.engine,
             train_batch_size=None,
             train_micro_batch_size_per_gpu=micro_batch,
             gradient_accumulation_steps=1,
         )
-        program = self.make(dataclasses.replace(self.run, model=model, engine=engine), self.world.world_size)
-        numel, largest, held, work = _measure(program, self.dtypes.compute, self.world.device_type)
-        self.largest = max(self.largest, largest)
-        ops = zip(work.flops, work.bytes, strict=True)
-        return numel, held, sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
+        run = dataclasses.replace(self.run, model=model_config, engine=engine)
+        program, meter = self.make(run, self.world.world_size), WorkMeter()
+        with fake_process_group(FakeRank(0, 1, self.world.device_type, 1)), meter, fused_attention():
+            with torch.device("meta"):
+                model = program.model().to(self.dtypes.compute)
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(_forget_grad)
+            before = meter.restart()
+            loss_of(program, model(*program.batch())).backward()
+            held = meter.peak_bytes - before
+        sizes = [param.numel() for param in model.parameters()]
+        self.largest = max(self.largest, *sizes)
+        ops = zip(meter.work.flops, meter.work.bytes, strict=True)
+        return sum(sizes), held, sum(self.cluster.op_seconds(flops, moved) for flops, moved in ops)
 
     def __call__(self, setting: Setting) -> Estimate:
         """Memory and time of one setting."""
-        held, seconds = self.probe(setting.checkpointing).at(setting.micro_batch)
+        probe = self._probe(setting.checkpointing)
+        held, seconds = (max(0.0, _on_line(setting.micro_batch, MICRO_BATCHES, values)) for values in probe)
         if self.run.engine.activation_checkpointing.cpu_checkpointing:
-            held = 0.0  # they wait in host memory; how much of them, a rehearsal knows
+            held = 0.0  # they wait in host memory; how much of them, a rehearsal tells
         memory = {**self._states(setting), "activations": round(held)}
         total = self._step_seconds(setting, memory, seconds)
         tokens = setting.micro_batch * setting.accumulation * self.world.world_size * self.run.model.block_size
@@ -217,13 +180,12 @@ class Estimator:
     @cached_property
     def limit(self) -> int:
         """Elements of a bucket, where no parameter is larger."""
-        self.probe(self.run.model.activation_checkpointing)
+        self._probe(self.run.model.activation_checkpointing)
         zero = self.run.engine.zero
         return bucket_limit(self.numel, zero.reduce_bucket_size, zero.allgather_bucket_size)
 
     def _states(self, setting: Setting) -> dict[str, int]:
-        zero, world_size = self.run.engine.zero, self.world.world_size
-        whole_reduce = setting.stage == 0 or (setting.stage == 1 and not zero.reduce_scatter)
+        zero, world_size, numel = self.run.engine.zero, self.world.world_size, self.numel
         sizes = StateSizes(
             compute=self.dtypes.compute.itemsize,
             accumulation=self.dtypes.accumulation.itemsize,
@@ -232,21 +194,19 @@ class Estimator:
             stage=setting.stage,
             overlap=zero.overlap_comm,
             micro_batches=setting.accumulation,
-            whole_reduce=whole_reduce,
+            whole_reduce=setting.stage == 0 or (setting.stage == 1 and not zero.reduce_scatter),
             exact=self.run.engine.comm.reduce == "exact",
         )
         if setting.offload == "none":
-            return predicted_memory(Elements(self.numel), world_size, sizes)
-        host = int(self.numel * zero.offload_optimizer.ratio)
-        masters = 0 if sizes.compute == 4 and setting.offload == "optimizer_and_param" else 1
-        away = self.numel if setting.offload == "optimizer_and_param" else 0
+            return predicted_memory(Elements(numel), world_size, sizes)
+        host, params_too = int(numel * zero.offload_optimizer.ratio), setting.offload == "optimizer_and_param"
+        masters = 0 if sizes.compute == 4 and params_too else 1  # fp32 parameters in host memory are their own
+        away = numel if params_too else 0
         if away and zero.offload_param.max_in_cpu is not None:
             away = min(away, zero.offload_param.max_in_cpu * world_size)
-        parted = self.numel if setting.stage == 3 else 0
-        elements = HostElements(
-            host, self.numel - host, masters * host, masters * (self.numel - host), away, parted - away, host
-        )
-        return offloaded_memory(self.numel - parted, self.numel, elements, world_size, sizes, copies=1)
+        parted = numel if setting.stage == 3 else 0
+        elements = HostElements(host, numel - host, masters * host, masters * (numel - host), away, parted - away, host)
+        return offloaded_memory(numel - parted, numel, elements, world_size, sizes, copies=1)
 
     def _step_seconds(self, setting: Setting, memory: dict[str, int], one: float) -> float:
         """Forward and backward of all micro-batches, what of the communication cannot hide behind them, the step."""
@@ -265,11 +225,9 @@ class Estimator:
         if setting.offload != "none":
             state = 2 * (memory["host_masters"] + memory["host_moments"]) + memory["host_gradients"]
             total += state * self.nodes.per_node / cluster.host_memory_bandwidth
-            down = memory["host_gradients"] / cluster.host_bandwidth
-            total += times * max(0.0, down - behind)
-            if setting.offload == "optimizer":
-                share = self.numel * self.dtypes.compute.itemsize / self.world.world_size
-                total += share / cluster.host_bandwidth
+            total += times * max(0.0, memory["host_gradients"] / cluster.host_bandwidth - behind)
+        if setting.offload == "optimizer":
+            total += self.numel * self.dtypes.compute.itemsize / self.world.world_size / cluster.host_bandwidth
         return total
 
     def _collective(self, itemsize: int) -> float:
@@ -279,6 +237,6 @@ class Estimator:
             return 0.0
         calls = max(1, self.numel // max(self.limit, 1))
         nbytes = self.numel * itemsize * (world_size - 1) / world_size / calls
-        between = nbytes * nodes.share_between
         ring = self.world.device_type == "cuda" and self.run.engine.comm.reduce != "exact"
-        return calls * self.cluster.collective_seconds(Sent(0, int(nbytes), between, world_size, ring), nodes)
+        sent = Sent(0, int(nbytes), nbytes * nodes.share_between, world_size, ring)
+        return calls * self.cluster.collective_seconds(sent, nodes)

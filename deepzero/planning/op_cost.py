@@ -24,16 +24,16 @@ from torch.utils.flop_counter import flop_registry
 
 from deepzero.comm.process_group import real_device_type
 
+_ATEN = torch.ops.aten
+_FLASH, _FLASH_CPU = _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_flash_attention_for_cpu
 _FORMULAS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    # torch counts the CPU's attention nowhere; it has the same products and the same arguments.
+    _FLASH_CPU: flop_registry[_FLASH],
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _ATEN._scaled_dot_product_flash_attention_backward
     ],
     **flop_registry,
 }
-"""torch counts the CPU's attention nowhere; it has the same products and the same arguments."""
 
 
 @dataclass
@@ -50,19 +50,11 @@ class Work:
 class _Recipe:
     """What an op makes of inputs of such shapes, and what it costs: a model of a hundred alike blocks asks again."""
 
-    shapes: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
-    """Of its outputs."""
+    outputs: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
     single: bool
     """One tensor, not a tuple."""
     flops: int
     bytes: int
-
-    def make(self) -> Any:
-        """New outputs."""
-        made = tuple(
-            torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in self.shapes
-        )
-        return made[0] if self.single else made
 
 
 class WorkMeter(TorchDispatchMode):
@@ -84,9 +76,10 @@ class WorkMeter(TorchDispatchMode):
         """How many ops there have been: for :attr:`Ledger.clock`."""
         return float(len(self.work.flops))
 
-    def restart_peak(self) -> None:
-        """Begin a new peak at what is alive now."""
-        self.peak_bytes = self.alive_bytes
+    def restart(self) -> int:
+        """Count ops from here on, and begin a new peak at what is alive now: so many bytes."""
+        self.work, self.peak_bytes = Work(), self.alive_bytes
+        return self.alive_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -96,21 +89,18 @@ class WorkMeter(TorchDispatchMode):
         if func.is_view:
             return func(*args, **kwargs)  # moves nothing and holds nothing new; and there are many of them
         key = self._key(func, args, kwargs)
-        recipe = self._recipes.get(key) if key is not None else None
-        if recipe is not None:
-            output = recipe.make()
-            self._count(recipe.flops, recipe.bytes, [output] if recipe.single else output)
-            return output
+        if key is not None and (recipe := self._recipes.get(key)) is not None:
+            made = [torch.empty_strided(n, s, dtype=dtype, device="meta") for n, s, dtype in recipe.outputs]
+            self._count(recipe.flops, recipe.bytes, made)
+            return made[0] if recipe.single else tuple(made)
         output = func(*args, **kwargs)
-        made = self._mine(output)
-        if not made:
-            return output
-        formula: Callable[..., int] | None = _FORMULAS.get(func._overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
-        moved = sum(_bytes_of(t) for t in (*self._mine((args, kwargs)), *made))
-        if key is not None:
-            self._recipes[key] = _recipe_of(output, flops, moved)
-        self._count(flops, moved, made)
+        if made := self._mine(output):
+            formula: Callable[..., int] | None = _FORMULAS.get(func._overloadpacket)
+            flops = int(formula(*args, **kwargs, out_val=output)) if formula is not None else 0
+            moved = sum(_bytes_of(t) for t in (*self._mine((args, kwargs)), *made))
+            if key is not None:
+                self._recipes[key] = _recipe_of(output, flops, moved)
+            self._count(flops, moved, made)
         return output
 
     def _mine(self, tree: Any) -> list[torch.Tensor]:
@@ -129,20 +119,18 @@ class WorkMeter(TorchDispatchMode):
         return key
 
     def _count(self, flops: int, moved: int, made: Iterable[torch.Tensor]) -> None:
-        if moved or flops:
-            self.work.flops.append(flops)
-            self.work.bytes.append(moved)
-            for tensor in made:
-                self._hold(tensor)
-
-    def _hold(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if nbytes and key not in self._seen:
-            self._seen.add(key)
-            self.alive_bytes += nbytes
-            self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
-            weakref.finalize(storage, self._let_go, key, nbytes)
+        if not moved and not flops:
+            return
+        self.work.flops.append(flops)
+        self.work.bytes.append(moved)
+        for tensor in made:
+            storage = tensor.untyped_storage()
+            key, nbytes = storage._cdata, storage.nbytes()
+            if nbytes and key not in self._seen:
+                self._seen.add(key)
+                self.alive_bytes += nbytes
+                self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+                weakref.finalize(storage, self._let_go, key, nbytes)
 
     def _let_go(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
@@ -171,14 +159,11 @@ def _recipe_of(output: Any, flops: int, moved: int) -> _Recipe | None:
     """None where the outputs are something else than new tensors without gaps, all on the meta device."""
     single = isinstance(output, torch.Tensor)
     made = (output,) if single else output
-    if not isinstance(made, tuple):
+    if not isinstance(made, tuple) or any(type(t) is not torch.Tensor or not t.is_meta for t in made):
         return None
     for tensor in made:
-        if type(tensor) is not torch.Tensor or not tensor.is_meta:
-            return None
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        extent = (last + 1) * tensor.itemsize if tensor.numel() else 0
-        if tensor.untyped_storage().nbytes() != extent:
+        if tensor.untyped_storage().nbytes() != ((last + 1) * tensor.itemsize if tensor.numel() else 0):
             return None
     return _Recipe(tuple((t.shape, t.stride(), t.dtype) for t in made), single, flops, moved)
 
@@ -192,7 +177,17 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
+def _exchanged(module: Any, name: str, replacement: Any) -> Iterator[None]:
+    """For a while a module has another function under a name."""
+    original = getattr(module, name)
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def fused_attention() -> contextlib.AbstractContextManager[None]:
     """Let attention be one kernel on the meta device too, as it will be: torch's own shapes, torch's own count.
 
     torch takes it apart there, and would hold a T by T matrix per head that no real device holds. A mode cannot tell
@@ -216,22 +211,14 @@ def fused_attention() -> Iterator[None]:
             return original(query, key, value, *rest, scale=scale, enable_gqa=enable_gqa)
         if (times := query.size(1) // key.size(1)) > 1:
             key, value = (t.repeat_interleave(times, 1) for t in (key, value))
-        kernels = torch.ops.aten
-        kernel = kernels._scaled_dot_product_flash_attention
-        if real_device_type(query.device) == "cpu":
-            kernel = kernels._scaled_dot_product_flash_attention_for_cpu
+        kernel = _FLASH_CPU if real_device_type(query.device) == "cpu" else _FLASH
         output: torch.Tensor = kernel(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output
 
-    F.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
+    return _exchanged(F, "scaled_dot_product_attention", attention)
 
 
-@contextlib.contextmanager
-def nothing_is_packed() -> Iterator[None]:
+def nothing_is_packed() -> contextlib.AbstractContextManager[None]:
     """While it lasts, position numbers on the meta device are those of one sequence to a row.
 
     Before each forward pass ``transformers`` looks at the position numbers, whether several short sequences were packed
@@ -242,14 +229,9 @@ def nothing_is_packed() -> Iterator[None]:
     masking: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     def find(position_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         return None if position_ids.is_meta else original(position_ids, *rest, **options)
 
-    masking.find_packed_sequence_indices = find
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = original
+    return _exchanged(masking, "find_packed_sequence_indices", find)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from deepzero.comm.ledger import Event
 from deepzero.planning.dry_run import DryRunResult
 from deepzero.runtime.memory_model import AGREEMENT
 from deepzero.utils.formatting import short_bytes
@@ -15,11 +14,7 @@ MOVES = ("fetch", "release", "launch", "wait", "copy", "boundary", "step", "publ
 
 
 def rows(rehearsal: DryRunResult, waits: bool = False) -> Iterator[dict[str, Any]]:
-    """The step's moves in order.
-
-    Args:
-        rehearsal: of any rank.
-        waits: list also where the program waits.
+    """The step's moves in order, on request with those where the program waits.
 
     Yields:
         ``number, what, kind, where, names, bytes, between_node_bytes, gradients`` (how many gradients became ready
@@ -31,24 +26,17 @@ def rows(rehearsal: DryRunResult, waits: bool = False) -> Iterator[dict[str, Any
             gradients += 1
         elif event.what in MOVES and (waits or event.what != "wait"):
             number += 1
-            yield _row(rehearsal, event, number, gradients)
+            yield {
+                "number": number,
+                "what": event.what,
+                "kind": f"for {event.kind}" if event.what == "fetch" else event.kind,
+                "where": event.where,
+                "names": rehearsal.name_of(event),
+                "bytes": event.sent.bytes if event.sent is not None else 0,
+                "between_node_bytes": event.sent.between_node_bytes if event.sent is not None else 0,
+                "gradients": gradients,
+            }
             gradients = 0
-
-
-def _row(rehearsal: DryRunResult, event: Event, number: int, gradients: int) -> dict[str, Any]:
-    where, kind = event.where, event.kind
-    if event.what == "fetch":
-        kind = f"for {event.kind}"
-    return {
-        "number": number,
-        "what": event.what,
-        "kind": kind,
-        "where": where,
-        "names": rehearsal.name_of(event),
-        "bytes": event.sent.bytes if event.sent is not None else 0,
-        "between_node_bytes": event.sent.between_node_bytes if event.sent is not None else 0,
-        "gradients": gradients,
-    }
 
 
 def as_dict(rehearsal: DryRunResult) -> dict[str, Any]:
@@ -75,54 +63,34 @@ def memory(rehearsal: DryRunResult) -> dict[str, int]:
 
 
 def text(rehearsal: DryRunResult, moves: int | None = None) -> str:
-    """For a terminal.
-
-    Args:
-        rehearsal: of any rank.
-        moves: how many rows of the table at most; None: all; 0: none.
-    """
-    nodes = rehearsal.nodes
+    """For a terminal, with ``moves`` rows of the table at most; None: all; 0: none."""
+    nodes, micro_batches = rehearsal.nodes, rehearsal.micro_batches
     lines = [
         f"on {rehearsal.device_type}: stage {rehearsal.stage}, {rehearsal.model_numel:,} parameters, "
-        f"{nodes.world_size} ranks on {nodes.count} node{'s' if nodes.count > 1 else ''}, {rehearsal.micro_batches} "
-        f"micro-batch{'es' if rehearsal.micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
+        f"{nodes.world_size} ranks on {nodes.count} node{'s' if nodes.count > 1 else ''}, {micro_batches} "
+        f"micro-batch{'es' if micro_batches > 1 else ''} a step; rank {rehearsal.rank}",
         "",
-        *_memory_lines(rehearsal),
-        "",
-        *_traffic_lines(rehearsal),
+        f"{'held by one rank':<34}{'bytes':>14}",
     ]
-    table = list(rows(rehearsal)) if moves != 0 else []
-    if table:
-        shown = table if moves is None or len(table) <= moves else table[:moves]
-        lines += ["", "one step, in order", *map(_line, shown)]
-        if len(shown) < len(table):
-            lines.append(f"  … and {len(table) - len(shown)} more")
-    return "\n".join(lines)
-
-
-def _memory_lines(rehearsal: DryRunResult) -> list[str]:
     found = memory(rehearsal)
-    lines = [f"{'held by one rank':<34}{'bytes':>14}"]
-    device = {name: size for name, size in found.items() if not name.startswith("host_")}
-    lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in device.items()]
-    lines.append(f"  {'all of these':<32}{short_bytes(sum(device.values())):>14}")
-    host = {name: size for name, size in found.items() if name.startswith("host_")}
-    lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in host.items()]
-    if host:
-        lines.append(f"  {'in host memory':<32}{short_bytes(sum(host.values())):>14}")
-    return lines
-
-
-def _traffic_lines(rehearsal: DryRunResult) -> list[str]:
-    lines = [f"{'sent by one rank in one step':<34}{'calls':>8}{'bytes':>14}{'between nodes':>16}"]
+    for on_host, total in ((False, "all of these"), (True, "in host memory")):
+        held = {name: size for name, size in found.items() if name.startswith("host_") == on_host}
+        if held:
+            lines += [f"  {name:<32}{short_bytes(size):>14}" for name, size in held.items()]
+            lines.append(f"  {total:<32}{short_bytes(sum(held.values())):>14}")
+    lines += ["", f"{'sent by one rank in one step':<34}{'calls':>8}{'bytes':>14}{'between nodes':>16}"]
     for kind, traffic in rehearsal.predicted.items():
         between = short_bytes(traffic.between_node_bytes) if traffic.between_node_bytes else "-"
         lines.append(f"  {kind:<32}{traffic.calls:>8g}{short_bytes(traffic.bytes):>14}{between:>16}")
-    model = sum(t.elements for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind)
-    sent = sum(t.bytes for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind)
-    each = f"{sent / rehearsal.model_numel:.3f} bytes a parameter"
-    lines.append(f"  {'volume, in elements':<32}{'':>8}{model / rehearsal.model_numel:>12.3f} Ψ  = {each}")
-    return lines
+    volume = [t for kind, t in rehearsal.predicted.items() if kind != AGREEMENT and "offload" not in kind]
+    elements = sum(traffic.elements for traffic in volume) / rehearsal.model_numel
+    each = f"{sum(traffic.bytes for traffic in volume) / rehearsal.model_numel:.3f} bytes a parameter"
+    lines.append(f"  {'volume, in elements':<32}{'':>8}{elements:>12.3f} Ψ  = {each}")
+    if table := list(rows(rehearsal)) if moves != 0 else []:
+        lines += ["", "one step, in order", *map(_line, table[:moves])]
+        if moves is not None and moves < len(table):
+            lines.append(f"  … and {len(table) - moves} more")
+    return "\n".join(lines)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deepzero.comm.topology import find_nodes
 from deepzero.config.engine import resolve_batch
@@ -23,10 +23,13 @@ OFFLOADS: dict[Offloaded, tuple[str, ...]] = {
     "optimizer": ("zero.offload_optimizer.device=cpu",),
     "optimizer_and_param": ("zero.offload_optimizer.device=cpu", "zero.offload_param.device=cpu"),
 }
+FIRST_STAGE: dict[Offloaded, int] = {"none": 0, "optimizer": 1, "optimizer_and_param": 3}
+FAMILIES = [(stage, offload) for offload in OFFLOADS for stage in range(FIRST_STAGE[offload], 4)]
+"""Stages and what they offload."""
 LOSSY = {"qwz": (3,), "qgz": (1, 2, 3), "all": (3,)}
 """ZeRO++'s choices that change bits, and their stages."""
 _STAGE, _OFFLOAD, _CHECKPOINTING = "zero.stage", "zero.offload_", "model.activation_checkpointing"
-_MICRO, _STEPS, _GLOBAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+_MICRO, _GLOBAL = "train_micro_batch_size_per_gpu", "train_batch_size"
 _BUCKETS = ("zero.reduce_bucket_size", "zero.allgather_bucket_size")
 _PREFETCH = "zero.stage3_prefetch_bucket_size"
 _ZEROPP = ("zeropp", "zero.zero_", "zero.mics_", "zero.quantization.", "comm.ranks_per_node")
@@ -52,7 +55,7 @@ class Question:
     """At most so many."""
     seconds: float = 50.0
     """No rehearsal begins that will not be over by then; but for the first."""
-    tell: Callable[[str], None] = field(default=lambda _: None)
+    tell: Callable[[str], None] = lambda _: None
 
     @property
     def device_bytes(self) -> float:
@@ -63,33 +66,6 @@ class Question:
     def host_bytes(self) -> float:
         """What the ranks of a node may use of its host."""
         return self.cluster.host_bytes * (1 - self.headroom)
-
-
-def fixed_keys(words: Sequence[str], run: RunConfig, plain: RunConfig) -> Callable[[str], bool]:
-    """Whether the user has chosen a key: typed it, or a group or experiment that sets it to another value.
-
-    A name that ends in ``_`` or ``.`` stands for all keys that begin so.
-
-    Args:
-        words: the overrides.
-        run: what they compose to.
-        plain: the same without them, but for the model.
-    """
-    typed = {word.lstrip("+~").partition("=")[0] for word in words}
-    changed = _changed(run, plain)
-
-    def fixed(name: str) -> bool:
-        if name == _OFFLOAD and "offload" in typed:
-            return True
-        many = name.endswith(("_", "."))
-        return any(key.startswith(name) if many else key == name for key in (*typed, *changed))
-
-    return fixed
-
-
-def _changed(run: RunConfig, plain: RunConfig) -> set[str]:
-    one, other = (flatten(dataclasses.asdict(some)) for some in (run, plain))
-    return {key.removeprefix("engine.") for key in one if one[key] != other.get(key)}
 
 
 def words_of(setting: Setting) -> list[str]:
@@ -103,11 +79,12 @@ class Space:
     """The settings that are left when the user has chosen."""
 
     def __init__(self, question: Question) -> None:
-        self.question = question
+        self.question, self.world_size = question, question.world.world_size
         self.run = question.compose(question.words)
         plain = question.compose([word for word in question.words if word.startswith("model=")])
-        self.fixed = fixed_keys(question.words, self.run, plain)
-        self.world_size = question.world.world_size
+        self.typed = {word.lstrip("+~").partition("=")[0] for word in question.words}
+        one, other = (flatten(dataclasses.asdict(some)) for some in (self.run, plain))
+        self.changed = {key.removeprefix("engine.") for key in one if one[key] != other.get(key)}
         engine = self.run.engine
         self.nodes = find_nodes(engine.comm.ranks_per_node or question.world.ranks_of_host, self.world_size)
         if question.global_batch is not None and engine.train_batch_size not in (None, question.global_batch):
@@ -116,24 +93,27 @@ class Space:
                 "leave one of them out"
             )
         self.global_batch = question.global_batch or engine.train_batch_size
-        self._check_batch()
+        if self.global_batch is not None:  # else an error says what would divide
+            resolve_batch(dataclasses.replace(engine, train_batch_size=self.global_batch), self.world_size)
 
-    def _check_batch(self) -> None:
-        if self.global_batch is not None:
-            engine = dataclasses.replace(self.run.engine, train_batch_size=self.global_batch)
-            resolve_batch(engine, self.world_size)  # says what would divide
+    def fixed(self, name: str) -> bool:
+        """Whether the user has chosen a key: typed it, or a group or experiment that sets it to another value.
+
+        A name that ends in ``_`` or ``.`` stands for all keys that begin so.
+        """
+        if name == _OFFLOAD and "offload" in self.typed:
+            return True
+        many = name.endswith(("_", "."))
+        return any(key.startswith(name) if many else key == name for key in self.typed | self.changed)
 
     def families(self) -> list[tuple[int, Offloaded]]:
         """Stages and what they offload."""
-        zero, found = self.run.engine.zero, []
-        given: Offloaded = "optimizer_and_param" if zero.offload_param.device == "cpu" else "optimizer"
-        given = given if zero.offload_optimizer.device == "cpu" else "none"
-        offloads: list[Offloaded] = [given] if self.fixed(_OFFLOAD) else list(OFFLOADS)
-        stages = [zero.stage] if self.fixed(_STAGE) else [0, 1, 2, 3]
-        for offload in offloads:
-            least = {"none": 0, "optimizer": 1, "optimizer_and_param": 3}[offload]
-            found += [(stage, offload) for stage in stages if stage >= least]
-        return found
+        zero, found = self.run.engine.zero, FAMILIES
+        if self.fixed(_OFFLOAD):
+            given: Offloaded = "optimizer_and_param" if zero.offload_param.device == "cpu" else "optimizer"
+            given = given if zero.offload_optimizer.device == "cpu" else "none"
+            found = [family for family in found if family[1] == given]
+        return [family for family in found if not self.fixed(_STAGE) or family[0] == zero.stage]
 
     def checkpointing(self) -> list[bool]:
         """With, without, or as it was chosen; other people's models keep theirs."""
@@ -142,15 +122,14 @@ class Space:
 
     def batches(self) -> list[tuple[int, int]]:
         """Micro-batch and accumulation, the smallest micro-batch first."""
-        engine, ranks = self.run.engine, self.world_size
+        engine = self.run.engine
         micro, steps = engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
         if self.global_batch is None:
             sizes = [micro] if micro is not None else [1 << power for power in range(9)]
             return [(size, steps or 1) for size in sizes]
-        each = self.global_batch // ranks
-        sizes = [size for size in range(1, each + 1) if each % size == 0]
-        found = [(size, each // size) for size in sizes if micro in (None, size) and steps in (None, each // size)]
-        return found
+        each = self.global_batch // self.world_size
+        pairs = [(size, each // size) for size in range(1, each + 1) if each % size == 0]
+        return [pair for pair in pairs if micro in (None, pair[0]) and steps in (None, pair[1])]
 
     def words(self, setting: Setting) -> tuple[str, ...]:
         """The user's, and what makes the setting of them."""
@@ -175,26 +154,23 @@ class Space:
             limit: elements of a bucket as it is cut now.
             numel: of the model.
         """
-        zero, found = self.run.engine.zero, []
-        sizes = ([limit // 2] if limit < numel else []) + (
-            [2 * limit] if limit == min(zero.reduce_bucket_size, zero.allgather_bucket_size) else []
-        )
+        zero = self.run.engine.zero
+        found: list[tuple[str, ...]] = []
         if not any(map(self.fixed, _BUCKETS)):
+            sizes = [limit // 2] if limit < numel else []
+            sizes += [2 * limit] if limit == min(zero.reduce_bucket_size, zero.allgather_bucket_size) else []
             found += [tuple(f"{key}={size}" for key in _BUCKETS) for size in sizes]
         if best.stage == 3 and not self.fixed(_PREFETCH) and zero.stage3_prefetch_bucket_size < limit:
             found.append((f"{_PREFETCH}={limit}",))
-        return found if any(map(self.fixed, _ZEROPP)) else [*found, *self._zeropp(best)]
-
-    def _zeropp(self, best: Setting) -> list[tuple[str, ...]]:
-        size = self.nodes.per_node
-        found: list[tuple[str, ...]] = []
-        several = self.nodes.count > 1 and size > 1
+        if any(map(self.fixed, _ZEROPP)):
+            return found
+        size, several = self.nodes.per_node, self.nodes.count > 1 and self.nodes.per_node > 1
         node, hpz = f"comm.ranks_per_node={size}", f"zero.zero_hpz_partition_size={size}"
         if best.stage == 3 and several:
             found.append(("zeropp=hpz", hpz, node))
             if best.offload != "optimizer_and_param":
                 found.append(("zeropp=mics", f"zero.mics_shard_size={size}", node))
-        if self.question.lossy and self.world_size > 1:
-            lossy = [name for name, stages in LOSSY.items() if best.stage in stages and (several or name != "all")]
-            found += [(f"zeropp={name}", *((hpz, node) if name == "all" else ())) for name in lossy]
+        for name, stages in LOSSY.items() if self.question.lossy and self.world_size > 1 else ():
+            if best.stage in stages and (several or name != "all"):
+                found.append((f"zeropp={name}", *((hpz, node) if name == "all" else ())))
         return found

@@ -38,7 +38,6 @@ class SimulatedSpan:
     where: str
     start: float
     end: float
-    bytes: float = 0.0
     exposed: float = 0.0
     """How long the device stood still for it."""
 
@@ -49,7 +48,11 @@ class SimulatedTimeline:
 
     spans: list[SimulatedSpan] = field(default_factory=list)
     seconds: float = 0.0
-    compute_seconds: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """During which the device computed."""
+        return sum(span.end - span.start for span in self.spans if span.lane == "compute")
 
     @property
     def network_seconds(self) -> float:
@@ -73,23 +76,23 @@ class _StreamClocks:
     """Plays the events in order."""
 
     def __init__(self, rehearsal: DryRunResult, cluster: Cluster) -> None:
-        self.rehearsal, self.cluster = rehearsal, cluster
+        self.rehearsal, self.cluster, self.held = rehearsal, cluster, defaultdict(int, rehearsal.held)
         ops = zip(rehearsal.work.flops, rehearsal.work.bytes, strict=True)
         self.until = [0.0, *itertools.accumulate(cluster.op_seconds(flops, moved) for flops, moved in ops)]
         self.now, self.done_ops = 0.0, 0
         self.free: dict[str, float] = defaultdict(float)
         self.under_way: dict[tuple[str, str], deque[SimulatedSpan]] = defaultdict(deque)
         self.fetched: dict[str, float] = {}
+        # What the CPU steps on; in fp32 parameters in host memory are their own masters. And on how much it has.
+        self.host_elements = max(1, (self.held["host_masters"] or self.held["host_parameters"]) // 4)
         self.stepped = 0
-        """Elements that the CPU has stepped on."""
         self.line = SimulatedTimeline()
 
     def play(self) -> SimulatedTimeline:
-        """Play all events; returns the timeline."""
         play = {"launch": self._launch, "wait": self._wait, "copy": self._copy}
         play |= {"step": self._step, "publish": self._publish}
         if self.rehearsal.delayed:
-            self._step_on_host(self._host_elements(), "")
+            self._step_on_host(self.host_elements, "")
         for event in self.rehearsal.events:
             self._compute(int(event.at))
             if event.what in play:
@@ -98,34 +101,31 @@ class _StreamClocks:
         self.line.seconds = self.now
         return self.line
 
-    def _compute(self, ops: int) -> None:
-        seconds = self.until[ops] - self.until[self.done_ops]
-        if seconds > 0:
-            self.line.spans.append(SimulatedSpan("compute", "compute", "", self.now, self.now + seconds))
-            self.line.compute_seconds += seconds
-            self.now += seconds
-        self.done_ops = ops
-
-    def _run(self, lane: str, event: Event, seconds: float) -> SimulatedSpan:
-        """Behind what is on the lane already."""
+    def _run(self, lane: str, what: str, where: str, seconds: float) -> SimulatedSpan:
+        """Behind what is on the lane already; the device itself is busy as long as it computes."""
         start = max(self.now, self.free[lane])
-        span = SimulatedSpan(
-            lane, event.kind, event.where, start, start + seconds, event.sent.bytes if event.sent else 0.0
-        )
-        self.free[lane] = span.end
+        span = SimulatedSpan(lane, what, where, start, start + seconds)
         self.line.spans.append(span)
+        self.free[lane] = span.end
+        if lane == "compute":
+            self.now = span.end
         return span
+
+    def _compute(self, ops: int) -> None:
+        if (seconds := self.until[ops] - self.until[self.done_ops]) > 0:
+            self._run("compute", "compute", "", seconds)
+        self.done_ops = ops
 
     def _launch(self, event: Event) -> None:
         if event.sent is not None:
             seconds = self.cluster.collective_seconds(event.sent, self.rehearsal.nodes)
-            if (arrives := self.fetched.pop(event.where, 0.0)) > self.free["network"]:
-                self.free["network"] = arrives  # its own part comes from the host first
-            self.under_way[event.kind, event.where].append(self._run("network", event, seconds))
+            # A part that is offloaded comes from the host first.
+            self.free["network"] = max(self.free["network"], self.fetched.pop(event.where, 0.0))
+            span = self._run("network", event.kind, event.where, seconds)
+            self.under_way[event.kind, event.where].append(span)
 
     def _wait(self, event: Event) -> None:
-        queue = self.under_way[event.kind, event.where]
-        if queue:
+        if queue := self.under_way[event.kind, event.where]:
             self._stand_still(queue.popleft())
 
     def _stand_still(self, span: SimulatedSpan) -> None:
@@ -141,50 +141,38 @@ class _StreamClocks:
             if not self.rehearsal.delayed:
                 self._step_on_host(event.sent.elements, event.where)
             self.free[lane] = max(self.free[lane], self.free["host"])
-        span = self._run(lane, event, event.sent.bytes / self.cluster.host_bandwidth)
+        span = self._run(lane, event.kind, event.where, event.sent.bytes / self.cluster.host_bandwidth)
         if event.kind == FETCH:
             self.fetched[event.where] = span.end
 
     def _step_on_host(self, elements: int, where: str) -> None:
         """The CPU steps on so many elements, when their gradients have come and it is free."""
-        held = self.rehearsal.held
-        states = held.get("host_masters", 0) + held.get("host_moments", 0)
         # A delayed update reads one copy of the gradients while the other one is written.
-        gradients = held.get("host_gradients", 0) // (2 if self.rehearsal.delayed else 1)
-        moved = (STEP_PASSES * states + gradients) * elements / self._host_elements()
-        start = max(self.now, self.free["to_host"], self.free["host"])
-        self.free["host"] = start + moved * self.rehearsal.nodes.per_node / self.cluster.host_memory_bandwidth
-        self.line.spans.append(SimulatedSpan("host", "optimizer step", where, start, self.free["host"], moved))
+        gradients = self.held["host_gradients"] // (2 if self.rehearsal.delayed else 1)
+        moved = STEP_PASSES * (self.held["host_masters"] + self.held["host_moments"]) + gradients
+        moved_here = moved * elements / self.host_elements * self.rehearsal.nodes.per_node
+        self.free["host"] = max(self.free["host"], self.free["to_host"])
+        self._run("host", "optimizer step", where, moved_here / self.cluster.host_memory_bandwidth)
         self.stepped += elements
-
-    def _host_elements(self) -> int:
-        """That the CPU steps on; in fp32 parameters in host memory are their own masters."""
-        held = self.rehearsal.held
-        return max(1, (held.get("host_masters", 0) or held.get("host_parameters", 0)) // 4)
 
     def _step(self, event: Event) -> None:
         """The device's own optimizer step: one pass over what it keeps."""
-        held = self.rehearsal.held
-        moved = STEP_PASSES * (held.get("masters", 0) + held.get("moments", 0))
+        moved = STEP_PASSES * (self.held["masters"] + self.held["moments"])
         if moved:
             moved += self.rehearsal.memory.get("gradients", 0)
         bandwidth = self.cluster.memory_bandwidth
         if self.cluster.device_type == "cpu":  # the device's memory is the host's, which its ranks share
             bandwidth = self.cluster.host_memory_bandwidth / self.rehearsal.nodes.per_node
-        seconds = moved / bandwidth
-        self.line.spans.append(SimulatedSpan("compute", "optimizer step", "", self.now, self.now + seconds, moved))
-        self.line.compute_seconds += seconds
-        self.now += seconds
+        self._run("compute", "optimizer step", "", moved / bandwidth)
 
     def _publish(self, event: Event) -> None:
         """The step is over when the new parameters are there; those that stay in host memory, too."""
-        left = self._host_elements() - self.stepped
-        if left > 0 and self.rehearsal.held.get("host_moments", 0):
+        left = self.host_elements - self.stepped
+        if left > 0 and self.held["host_moments"]:
             self._step_on_host(left, "")
         late = [span for span in self.line.spans if span.lane in ("to_device", "to_host", "host")]
         for span in sorted(late, key=lambda item: item.end):
-            if span.end > self.now:
-                self._stand_still(span)
+            self._stand_still(span)
 
 
 def play(rehearsal: DryRunResult, cluster: Cluster) -> SimulatedTimeline:
@@ -192,12 +180,9 @@ def play(rehearsal: DryRunResult, cluster: Cluster) -> SimulatedTimeline:
     return _StreamClocks(rehearsal, cluster).play()
 
 
-# ---- in words and numbers: how long, how much of it waiting for what, whether it fits --------------------------------
-
-
 @dataclass(frozen=True)
 class Simulated:
-    """One rank's step on one cluster."""
+    """One rank's step on one cluster: how long, how much of it waiting for what, whether it fits."""
 
     rehearsal: DryRunResult
     cluster: Cluster
@@ -227,11 +212,6 @@ class Simulated:
         """What part of the step the device waits (0 to 1)."""
         return self.timeline.exposed_seconds / self.timeline.seconds if self.timeline.seconds else 0.0
 
-    @property
-    def flops_utilization(self) -> float:
-        """What part of the device's peak is reached, recomputation counted as work."""
-        return sum(self.rehearsal.work.flops) / (self.timeline.seconds * self.cluster.flops)
-
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures as plain numbers, for a JSON file."""
         line = self.timeline
@@ -251,23 +231,23 @@ class Simulated:
 
     def lines(self) -> list[str]:
         """Returns the result as lines for a terminal."""
-        line, nodes = self.timeline, self.rehearsal.nodes
+        line, nodes, cluster = self.timeline, self.rehearsal.nodes, self.cluster
         speed = f", {short_number(self.tokens / line.seconds)} tokens/s" if self.tokens else ""
-        room = "fits" if self.fits else "DOES NOT FIT"
-        found = [
-            f"{self.cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
+        # Recomputation counts as work here.
+        reached = sum(self.rehearsal.work.flops) / (line.seconds * cluster.flops)
+        room = f"{short_bytes(cluster.memory_bytes)}: {'fits' if self.fits else 'DOES NOT FIT'}"
+        if self.rehearsal.host_bytes:
+            room += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(cluster.host_bytes)}"
+        waits = line.exposed_by_kind().items()
+        return [
+            f"{cluster.name}: {nodes.world_size} ranks, {nodes.count} node{'s' if nodes.count > 1 else ''} of "
             f"{nodes.per_node}",
-            f"  step {short_seconds(line.seconds)}{speed}, {self.flops_utilization:.0%} of the peak; compute "
+            f"  step {short_seconds(line.seconds)}{speed}, {reached:.0%} of the peak; compute "
             f"{short_seconds(line.compute_seconds)}, network busy {short_seconds(line.network_seconds)}, waited for "
             f"{short_seconds(line.exposed_seconds)} ({self.exposed_share:.0%} of the step)",
+            *(f"    waits {short_seconds(waited):>10} for {kind}" for kind, waited in waits),
+            f"  memory {short_bytes(self.device_bytes)} of {room}",
         ]
-        found += [
-            f"    waits {short_seconds(waited):>10} for {kind}" for kind, waited in line.exposed_by_kind().items()
-        ]
-        found.append(f"  memory {short_bytes(self.device_bytes)} of {short_bytes(self.cluster.memory_bytes)}: {room}")
-        if self.rehearsal.host_bytes:
-            found[-1] += f"; host {short_bytes(self.host_bytes_per_node)} of {short_bytes(self.cluster.host_bytes)}"
-        return found
 
 
 def simulate(rehearsal: DryRunResult, cluster: Cluster, tokens: int | None = None) -> Simulated:

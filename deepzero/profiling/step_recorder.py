@@ -1,18 +1,14 @@
 """One optimizer step of one rank, event by event: when each came, and how many bytes were held by category.
 
-The ledger notes events all the time (launch, wait, fetch, release, gradient_ready, boundary, step, publish …) and holds
-the list of what can be weighed. A recorder listens for one step and weighs at each event; in all other steps nobody
-listens, and an event costs one comparison.
-
-Weighing takes time, which is kept out of the figures in three ways:
+The ledger notes events all the time (launch, wait, fetch, release, gradient_ready, boundary, step, publish …). A
+recorder listens for one step and weighs at each event; in all other steps an event costs one comparison. Weighing takes
+time, which is kept out of the figures in three ways:
 
 - *The clock stands meanwhile.* ``seconds`` of an event are those since the beginning of the step, less what weighing
   has taken so far. What other ranks do in that time is not undone, so this is near the truth, not the truth.
-- *What stays is weighed seldom.* Masters and moments are many tensors that do not come and go; they are weighed at the
-  landmarks of a step alone.
+- *What stays is weighed seldom.* Masters and moments, many tensors that do not come and go, at the landmarks alone.
 - *There is a limit.* When weighing has taken more than :data:`FREE_SECONDS` and a quarter of the step, events pass
-  unweighed until the step has caught up; :attr:`StepRecorder.events` counts them all the same. The landmarks are
-  weighed in any case: they come once in a step, however many micro-batches it has.
+  unweighed, though counted, until the step has caught up. Landmarks are weighed in any case: they come once in a step.
 
 A model of hundreds of layers has tens of thousands of events in a step. Twice :attr:`StepRecorder.limit` points are
 gathered, then thinned evenly to the limit, and so on; the landmarks and the largest of each category stay.
@@ -24,8 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepzero.comm.ledger import Ledger
 
@@ -52,8 +47,7 @@ def points_for(world_size: int) -> int:
     return max(40, min(MAX_POINTS, MAX_POINTS_TOGETHER // world_size))
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """One event, and what was held after it."""
 
     number: int
@@ -70,8 +64,7 @@ class Point:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the point as ``timeline.json`` holds it."""
-        entry = dict(vars(self))
-        return entry if self.device_bytes is not None else {k: v for k, v in entry.items() if k != "device_bytes"}
+        return {k: v for k, v in self._asdict().items() if k != "device_bytes" or v is not None}
 
 
 class StepRecorder:
@@ -103,6 +96,7 @@ class StepRecorder:
         self._started = 0.0
         self._settled: dict[str, int] = {}
         self._largest: dict[str, tuple[int, int]] = {}
+        """Of each category, and of all together: the most bytes, and the number of the event."""
         self._thin_at = 2 * limit
         # Copies of offloaded states are noted by a thread of their own.
         self._lock = threading.Lock()
@@ -160,8 +154,7 @@ class StepRecorder:
         else:
             held = self.ledger.held_now(SETTLED)
         held["padding"] += self._settled.get("padding", 0)  # none when the first weighing has failed
-        together = {**self._settled, **held}
-        return {name: size for name, size in together.items() if size}
+        return {name: size for name, size in {**self._settled, **held}.items() if size}
 
     def _keep(self, point: Point) -> None:
         self.points.append(point)
@@ -181,7 +174,6 @@ class StepRecorder:
         kept: list[Point] = []
         for point in self.points:
             # The first that is kept is a landmark: those between are at most events / stride.
-            far = bool(kept) and point.number - kept[-1].number >= stride
-            if far or point.number in stay:
+            if point.number in stay or (kept and point.number - kept[-1].number >= stride):
                 kept.append(point)
         self.points = kept

@@ -9,9 +9,8 @@ what they mean. Beside what torch records they have
 - counters named *held*: the bytes of the ledger's categories over time, which Perfetto plots.
 
 With a GPU and ``profiler.memory`` there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's
-history of the recorded steps, for https://pytorch.org/memory_viz.
-
-What fails here is said in one line, and training goes on.
+history of the recorded steps, for https://pytorch.org/memory_viz. What fails here is said in one line, and training
+goes on.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
     """Raise a :class:`ConfigError` for a profiler that would record nothing, or less than was asked for."""
     if not cfg.enabled:
         return
-    cycle = cfg.wait + cfg.warmup + cfg.active
-    needed = cycle * cfg.repeat
+    needed = (cfg.wait + cfg.warmup + cfg.active) * cfg.repeat
     if cfg.active < 1:
         raise ConfigError(f"profiler.active={cfg.active}: at least one step must be recorded")
     if steps < needed:
@@ -66,8 +64,7 @@ def check_profiler(cfg: ProfilerConfig, steps: int, world_size: int) -> None:
             f"train.steps={steps}: the profiler needs profiler.wait {cfg.wait} + profiler.warmup {cfg.warmup} + "
             f"profiler.active {cfg.active}{times} = {needed} steps"
         )
-    strangers = [rank for rank in cfg.ranks if not 0 <= rank < world_size]
-    if strangers or not cfg.ranks:
+    if not cfg.ranks or any(not 0 <= rank < world_size for rank in cfg.ranks):
         raise ConfigError(f"profiler.ranks={list(cfg.ranks)}: give some of the ranks 0 to {world_size - 1}")
 
 
@@ -90,14 +87,11 @@ def trace(
     if not cfg.enabled or rank not in cfg.ranks:
         yield lambda: None
         return
-    activities = [torch.profiler.ProfilerActivity.CPU]
     on_gpu = device is not None and device.type == "cuda"
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    recording = Recording(run_dir / FOLDER, f"rank{rank}", held if cfg.memory else None, cfg.memory and on_gpu)
-    recording.with_stack = cfg.with_stack
+    recording = Recording(run_dir / FOLDER, f"rank{rank}", held, cfg, on_gpu)
+    activity = torch.profiler.ProfilerActivity
     profiler = torch.profiler.profile(
-        activities=activities,
+        activities=[activity.CPU, activity.CUDA] if on_gpu else [activity.CPU],
         schedule=torch.profiler.schedule(wait=cfg.wait, warmup=cfg.warmup, active=cfg.active, repeat=cfg.repeat),
         on_trace_ready=recording.write,
         record_shapes=True,
@@ -121,17 +115,15 @@ class Recording:
         folder: where traces go.
         worker: begins their names.
         held: as for :func:`trace`.
-        snapshots: the GPU allocator's history too. One that the program records already is written down as it is.
+        cfg: ``memory``; ``with_stack``: each entry of the allocator's history with its lines of Python.
+        on_gpu: the GPU allocator's history too. One that the program records already is written down as it is.
     """
 
-    def __init__(self, folder: Path, worker: str, held: Held | None, snapshots: bool) -> None:
-        self.folder, self.worker, self._held = folder, worker, held
-        self._snapshots = snapshots
-        self.with_stack = False
-        """Each entry of the allocator's history with its lines of Python."""
-        self._started_history = False
+    def __init__(self, folder: Path, worker: str, held: Held | None, cfg: ProfilerConfig, on_gpu: bool) -> None:
+        self.folder, self.worker, self._cfg = folder, worker, cfg
+        self._held, self._snapshots = held if cfg.memory else None, cfg.memory and on_gpu
         self._recorder: profiler_ranges.Recorder | None = None
-        self._broken = False
+        self._started_history = self._broken = False
         self.tried = False
         """A trace was written, or it was said why not."""
 
@@ -146,24 +138,24 @@ class Recording:
                 # Of a second cycle; the events of the first are in their file.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events at the end of each cycle")
                 verb()
-            self._follow(profiler)
+            action = torch.profiler.ProfilerAction
+            if self._recorder is None and profiler.current_action in (action.RECORD, action.RECORD_AND_SAVE):
+                self._begin()  # the end is :meth:`write`
         except Exception as error:  # what watches a run does not stop it
             self._broken = self.tried = True
             self.end()
             log.warning("profiler: %s: %s; training goes on without", type(error).__name__, error)
 
-    def _follow(self, profiler: torch.profiler.profile) -> None:
-        """Begin when the profiler has begun to record. The end is :meth:`write`."""
-        action = torch.profiler.ProfilerAction
-        if self._recorder is None and profiler.current_action in (action.RECORD, action.RECORD_AND_SAVE):
-            if self._snapshots and not _history_is_on():
-                # Frames of C++ cost far more than those of Python.
-                torch.cuda.memory._record_memory_history(
-                    context="all" if self.with_stack else None, stacks="python", max_entries=_SNAPSHOT_EVENTS
-                )
-                self._started_history = True
-            self._recorder = profiler_ranges.Recorder(self._held)
-            profiler_ranges.start(self._recorder)
+    def _begin(self) -> None:
+        # A torch without CUDA has no history, and nothing that would say so.
+        if self._snapshots and not getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
+            # Frames of C++ cost far more than those of Python.
+            context: Any = "all" if self._cfg.with_stack else None
+            record = torch.cuda.memory._record_memory_history
+            record(context=context, stacks="python", max_entries=_SNAPSHOT_EVENTS)
+            self._started_history = True
+        self._recorder = profiler_ranges.Recorder(self._held)
+        profiler_ranges.start(self._recorder)
 
     def end(self) -> None:
         """Nothing is recorded any more. Never raises: the error that ends a run must stay the one that is seen."""
@@ -180,15 +172,15 @@ class Recording:
     def write(self, profiler: torch.profiler.profile) -> None:
         """The recorded steps are over: write the trace, whole or not at all."""
         self.tried = True
-        recorder, stem = self._recorder, f"{self.worker}.{time.time_ns()}"
+        stem = f"{self.worker}.{time.time_ns()}"
+        part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
         try:
             profiler_ranges.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            part, path = self.folder / f".{stem}.part.json", self.folder / f"{stem}.pt.trace.json"
             try:
                 profiler.export_chrome_trace(str(part))
                 try:
-                    weave(part, recorder, os.getpid())
+                    weave(part, self._recorder, os.getpid())
                 except ValueError as error:
                     log.warning("profiler: the trace has no lanes and no memory timeline: %s", error)
                 part.replace(path)
@@ -202,12 +194,6 @@ class Recording:
             self.end()
 
 
-def _history_is_on() -> bool:
-    """Whether somebody records the allocator's history; a torch without CUDA has none."""
-    asked: Callable[[], bool] = getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)
-    return asked()
-
-
 # ---- our events in torch's file --------------------------------------------------------------------------------------
 
 
@@ -219,8 +205,7 @@ def weave(path: Path, recorder: profiler_ranges.Recorder | None, pid: int) -> No
     """
     with path.open(encoding="utf-8", errors="surrogateescape") as file:
         head = file.read(_HEAD)
-        base = re.search(r'"baseTimeNanoseconds": (\d+)', head)
-        place = head.find(_BEGIN)
+        base, place = re.search(r'"baseTimeNanoseconds": (\d+)', head), head.find(_BEGIN)
         if base is None or place < 0:
             raise ValueError(f"{path.name} has no baseTimeNanoseconds or traceEvents in its first {_HEAD} bytes")
         lines = [json.dumps(event) for event in our_events(recorder, pid, int(base[1]))] if recorder else []
@@ -240,10 +225,6 @@ def weave(path: Path, recorder: profiler_ranges.Recorder | None, pid: int) -> No
 
 def our_events(recorder: profiler_ranges.Recorder, pid: int, base_ns: int) -> list[dict[str, Any]]:
     """Lanes and counters of memory, as Chrome trace events. Times become microseconds after ``base_ns``."""
-
-    def at(moment_ns: int) -> float:
-        return (moment_ns - base_ns) / 1000
-
     events: list[dict[str, Any]] = []
     first = _FIRST_LANE
     for name, entries in ((COMMUNICATION, recorder.flights), (ASIDE, recorder.aside)):
@@ -255,12 +236,11 @@ def our_events(recorder: profiler_ranges.Recorder, pid: int, base_ns: int) -> li
             events.append({**thread, "name": "thread_name", "args": {"name": f"{name} {lane + 1}"}})
             events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": first + lane}})
         for entry, (began, ended), lane in zip(entries, spans, numbers, strict=True):
-            event = {"ph": "X", "cat": name, "name": entry.label.text(), "pid": pid, "tid": first + lane}
-            events.append({**event, "ts": at(began), "dur": (ended - began) / 1000, "args": {}})
+            event = {"ph": "X", "cat": name, "name": entry.label.text(), "pid": pid, "tid": first + lane, "args": {}}
+            events.append({**event, "ts": (began - base_ns) / 1000, "dur": (ended - began) / 1000})
         first += count
-    for moment, held in recorder.samples:
-        events.append({"ph": "C", "cat": HELD, "name": HELD, "pid": pid, "tid": 0, "ts": at(moment), "args": held})
-    return events
+    counter = {"ph": "C", "cat": HELD, "name": HELD, "pid": pid, "tid": 0}
+    return events + [{**counter, "ts": (at - base_ns) / 1000, "args": held} for at, held in recorder.samples]
 
 
 def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -270,8 +250,7 @@ def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
         >>> lanes([(0, 10), (5, 20), (10, 30), (12, 13)])
         [0, 1, 0, 2]
     """
-    ends: list[int] = []
-    chosen = []
+    ends, chosen = list[int](), []
     for began, ended in spans:
         free = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))
         ends[free : free + 1] = [ended]

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from deepzero.comm.profiler_ranges import Label
 from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
@@ -32,7 +32,10 @@ from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
 PATTERNS = ("*.pt.trace.json", "*.pt.trace.json.gz")
 PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
 """Ranges of the engine that others lie in; ``step`` without a bucket."""
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+_NOTHING = Label("")
 
+Event = dict[str, Any]
 Times = list[tuple[float, float]]
 """(begin, end), sorted, not overlapping."""
 
@@ -41,15 +44,15 @@ class TraceError(ValueError):
     """A file that is no trace, or none that can be summed up: which, why, and what to do."""
 
 
-@dataclass(frozen=True)
-class TraceSpan:
+class TraceSpan(NamedTuple):
     """Something that took time."""
 
     begin: float
     end: float
     name: str
-    label: Label | None = None
-    """Ours, or that of the range in which a GPU's kernel was launched."""
+    """The range's or the kernel's."""
+    label: Label = _NOTHING
+    """Ours, or that of the range in which a GPU's kernel was launched; without a verb where there is none."""
     launched: float | None = None
     """When the call that launched a collective was over, where that is known; on a GPU, when it began."""
     flight: float | None = None
@@ -58,11 +61,28 @@ class TraceSpan:
     @property
     def kind(self) -> str:
         """The ledger's name for the collective or copy; empty if unknown."""
-        return self.label.note.split(" ")[0] if self.label is not None else ""
+        return self.label.note.split(" ")[0]
+
+    @property
+    def launching(self) -> bool:
+        """On a CPU: not a wait, but the call that starts a collective."""
+        return self.name.startswith("zero.launch")
+
+    @property
+    def copy(self) -> bool:
+        """Whether it is a copy between host and device."""
+        return self.kind.startswith("offload.") or (not self.label.verb and self.name.startswith("Memcpy"))
+
+    @property
+    def what(self) -> str:
+        """In words: what for, which bucket, where."""
+        verb, bucket, place, note = self.label.verb, self.label.bucket, self.label.place, self.label.note
+        if not verb:
+            return self.name
+        return (note or verb) + (f" of bucket {bucket}" * (bucket is not None)) + (f" ({place})" * bool(place))
 
 
-@dataclass(frozen=True)
-class TraceStep:
+class TraceStep(NamedTuple):
     """One ``ProfilerStep#N``."""
 
     number: int
@@ -95,9 +115,8 @@ class Trace:
 
     def phase_at(self, moment: float) -> str:
         """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
-        around = [p for p in self.phases if p.begin <= moment <= p.end]
-        found = max(around, key=lambda phase: phase.begin, default=None)
-        return found.label.verb if found is not None and found.label is not None else ""
+        around = [phase for phase in self.phases if phase.begin <= moment <= phase.end]
+        return max(around, key=lambda phase: phase.begin).label.verb if around else ""
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -141,12 +160,10 @@ def minus(times: Times, others: Times) -> Times:
     left: Times = []
     for begin, end in times:
         for b, e in inside(others, begin, end):
-            if b > begin:
-                left.append((begin, b))
+            left.append((begin, b))
             begin = e
-        if end > begin:
-            left.append((begin, end))
-    return left
+        left.append((begin, end))
+    return [(b, e) for b, e in left if e > b]
 
 
 def length(times: Times) -> float:
@@ -177,16 +194,13 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            folder = path / FOLDER if (path / FOLDER).is_dir() else path
-            files = sorted(file for pattern in PATTERNS for file in folder.glob(pattern))
-            if not files:
-                raise TraceError(f"{folder} has no traces ({PATTERNS[0]}); record some with profiler=torch")
-            found += files
-        elif not path.exists():
+        folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        files = sorted(file for pattern in PATTERNS for file in folder.glob(pattern)) if path.is_dir() else [path]
+        if not files:
+            raise TraceError(f"{folder} has no traces ({PATTERNS[0]}); record some with profiler=torch")
+        if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
-        else:
-            found.append(path)
+        found += files
     return list(dict.fromkeys(found))
 
 
@@ -201,36 +215,38 @@ def load_trace(path: Path) -> Trace:
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
     complete = [event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event]
-    marks = [event for event in complete if event.get("cat") == "user_annotation" and _STEP.fullmatch(event["name"])]
+    marks = [
+        (TraceStep(int(found[1]), *_times(event)), event.get("tid")) for event in complete
+        if event.get("cat") == "user_annotation" and (found := _STEP.fullmatch(event["name"]))
+    ]  # fmt: skip
     if not marks:
         raise TraceError(
             f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
         )
-    steps = [TraceStep(int(_STEP.fullmatch(mark["name"])[1]), *_times(mark)) for mark in marks]  # type: ignore[index]
-    info = content.get("distributedInfo") or {}
-    named = re.match(r"rank(\d+)\.", path.name)
-    rank = info.get("rank", int(named[1]) if named else 0)
-    kernels = any(event.get("cat") == "kernel" for event in complete)
-    trace = Trace(
-        path, int(rank), info.get("world_size"), "cuda" if kernels else "cpu", sorted(steps, key=lambda s: s.begin)
-    )
-    _read_ranges(trace, complete, marks[0].get("tid"))
-    if kernels:
-        _read_gpu(trace, complete)
+    info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
+    rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
+    on_gpu = any(event.get("cat") == "kernel" for event in complete)
+    steps = sorted((step for step, _ in marks), key=lambda step: step.begin)
+    trace = Trace(path, rank, info.get("world_size"), "cuda" if on_gpu else "cpu", steps)
+    ours, thread = list(_ours(complete)), marks[0][1]
+    for event, span in ours:
+        if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
+            trace.phases.append(span)
+        elif span.label.verb == "step" and event.get("tid") == thread:
+            trace.host_steps.append(span)
+    if on_gpu:
+        _read_gpu(trace, complete, ours)
     else:
-        _read_cpu(trace, complete, marks[0].get("tid"))
-    _read_held(trace, events)
+        _read_cpu(trace, complete, ours, thread)
+    counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
+    trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
     return trace
-
-
-_STEP = re.compile(r"ProfilerStep#(\d+)")
 
 
 def _content(path: Path) -> Any:
     try:
         data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     except (OSError, EOFError, ValueError) as error:
         raise TraceError(f"{path} cannot be read: {error}") from None
     if not data.strip():
@@ -241,75 +257,64 @@ def _content(path: Path) -> Any:
         raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
 
 
-def _times(event: dict[str, Any]) -> tuple[float, float]:
+def _times(event: Event) -> tuple[float, float]:
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
 
 
-def _ours(events: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Label]]:
+def _ours(events: Iterable[Event]) -> Iterator[tuple[Event, TraceSpan]]:
     for event in events:
         label = Label.parse(str(event.get("name", "")))
         if label is not None and event.get("cat") in ("user_annotation", COMMUNICATION):
-            yield event, label
+            yield event, TraceSpan(*_times(event), event["name"], label)
 
 
-def _read_ranges(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
-    """Phases and the steps of sub-groups."""
-    for event, label in _ours(events):
-        span = TraceSpan(*_times(event), event["name"], label)
-        if label.verb in PHASES and label.bucket is None and not label.note:
-            trace.phases.append(span)
-        elif label.verb == "step" and event.get("tid") == thread:
-            trace.host_steps.append(span)
-
-
-def _read_cpu(trace: Trace, events: Sequence[dict[str, Any]], thread: Any) -> None:
-    flights: dict[tuple[int | None, str], list[TraceSpan]] = {}
-    stands = []
-    for event, label in _ours(events):
-        span = TraceSpan(*_times(event), event["name"], label)
+def _read_cpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]], thread: Any) -> None:
+    flights: dict[tuple[int | None, str], list[float]] = {}
+    stands: list[TraceSpan] = []
+    for event, span in ours:
         if event["cat"] == COMMUNICATION:
             trace.communication.append(span)
-            flights.setdefault((label.bucket, label.note), []).append(span)
-        elif event.get("tid") == thread and label.verb in ("launch", "wait"):
-            stands.append((span, label))
-        elif event.get("tid") == thread and label.verb in ("D2H", "H2D"):
+            flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
+        elif event.get("tid") == thread and span.label.verb in ("launch", "wait"):
+            stands.append(span)
+        elif event.get("tid") == thread and span.label.verb in ("D2H", "H2D"):
             trace.copies.append(span)
     over: dict[float, float] = {}
-    for span, label in sorted(stands, key=lambda stand: stand[0].begin):
+    for span in sorted(stands, key=lambda stand: stand.begin):
         # The last flight of this name that had begun; a flight is noted just before its launch.
-        begun = [f.begin for f in flights.get((label.bucket, label.note), ()) if f.begin <= span.begin]
-        flight = max(begun, default=None)
-        if flight is not None and label.verb == "launch":
+        begun = (begin for begin in flights.get((span.label.bucket, span.label.note), ()) if begin <= span.begin)
+        flight, launched = max(begun, default=None), None
+        if flight is not None and span.label.verb == "launch":
             over[flight] = span.end
-        launched = None if flight is None or label.verb == "launch" else over.get(flight, flight)
-        trace.stands.append(TraceSpan(span.begin, span.end, span.name, label, launched, flight))
+        elif flight is not None:
+            launched = over.get(flight, flight)
+        trace.stands.append(span._replace(launched=launched, flight=flight))
     gloo = [TraceSpan(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
     trace.communication += [*gloo, *trace.stands]
     operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
-    trace.operators = minus(union(_times(event) for event in operators), times_of([*trace.stands, *trace.copies]))
+    trace.operators = minus(union(map(_times, operators)), times_of([*trace.stands, *trace.copies]))
 
 
-def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
+def _read_gpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]]) -> None:
     calls = {
-        event["args"]["correlation"]: event
-        for event in events
+        event["args"]["correlation"]: event for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    }  # fmt: skip
     by_thread: dict[Any, list[TraceSpan]] = {}
-    for event, ours in _ours(events):
-        if event["cat"] == "user_annotation" and ours.verb in ("launch", "wait", "D2H", "H2D"):
-            by_thread.setdefault(event.get("tid"), []).append(TraceSpan(*_times(event), event["name"], ours))
-    for spans in by_thread.values():
-        spans.sort(key=lambda span: span.begin)
+    for event, span in sorted(ours, key=lambda pair: pair[1].begin):
+        if event["cat"] == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
+            by_thread.setdefault(event.get("tid"), []).append(span)
     compute = []
     for event in events:
         kind, name = event.get("cat"), str(event.get("name", ""))
         if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        call = calls.get(event.get("args", {}).get("correlation"))
-        launched = float(call["ts"]) if call else None
-        label = _around(by_thread.get(call["tid"], []), float(call["ts"])) if call else None
-        span = TraceSpan(*_times(event), name, label, launched, launched)
+        span, call = TraceSpan(*_times(event), name), calls.get(event.get("args", {}).get("correlation"))
+        if call:  # the range on its thread that it was called in; these ranges do not overlap
+            called, ranges = float(call["ts"]), by_thread.get(call["tid"], [])
+            place = bisect.bisect_right(ranges, called, key=lambda around: around.begin) - 1
+            label = ranges[place].label if place >= 0 and ranges[place].end >= called else _NOTHING
+            span = span._replace(label=label, launched=called, flight=called)
         if kind == "kernel" and "nccl" in name.lower():
             trace.communication.append(span)
         elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
@@ -317,14 +322,3 @@ def _read_gpu(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
         else:
             compute.append((span.begin, span.end))
     trace.compute = union(compute)
-
-
-def _around(spans: Sequence[TraceSpan], moment: float) -> Label | None:
-    """The range on one thread that ``moment`` lies in; these ranges do not overlap."""
-    place = bisect.bisect_right(spans, moment, key=lambda span: span.begin) - 1
-    return spans[place].label if place >= 0 and spans[place].end >= moment else None
-
-
-def _read_held(trace: Trace, events: Sequence[dict[str, Any]]) -> None:
-    counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
-    trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])

@@ -13,22 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
-from deepzero.comm.profiler_ranges import Label
-from deepzero.profiling import trace_events as events
-from deepzero.profiling.trace_events import Trace, TraceSpan, TraceStep, inside, length, minus, times_of, union
+from deepzero.profiling.trace_events import (
+    Times,
+    Trace,
+    TraceSpan,
+    TraceStep,
+    computing,
+    inside,
+    length,
+    minus,
+    times_of,
+    union,
+)
 
-OTHER = "communication without a name"
 GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")
 """Stage 3's."""
 REDUCTIONS = "gradients."
 """Begins the names of all reductions."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """One step of one rank. All times are milliseconds."""
+class StepTimes(NamedTuple):
+    """One step of one rank, or the mean of several. All times are milliseconds."""
 
     step: int
     length: float
@@ -56,69 +63,35 @@ class StepTimes:
         return self.hidden / self.under_way if self.under_way > 0 else None
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """The rank stood still. Times are milliseconds; :attr:`begin` counts from the step's begin."""
 
     step: int
     begin: float
     length: float
     phase: str
-    name: str
-    """The range's or the kernel's."""
-    label: Label | None
-    lead: float | None
+    cause: TraceSpan
+    """What was waited for."""
+    lead: float | None = None
     """How long before the gap the launching call was over; None: not known."""
-    flight: float | None = None
-    """When the collective began, in the trace's time: the launch and the wait of one have this in common."""
     first: bool = False
     """The first gather of its step: nothing comes before it that it could hide behind."""
     last: bool = False
     """The last reduction of its step: no gradients come after it that it could hide behind."""
 
     @property
-    def kind(self) -> str:
-        """The ledger's name for the collective or copy; empty if unknown."""
-        return self.label.note.split(" ")[0] if self.label is not None else ""
-
-    @property
-    def prefetched(self) -> bool:
-        """Whether a gather was launched ahead of its use."""
-        return self.label is not None and self.label.note.endswith(" prefetch")
-
-    @property
-    def launching(self) -> bool:
-        """On a CPU: not a wait, but the call that starts a collective."""
-        return self.name.startswith("zero.launch")
-
-    @property
-    def copy(self) -> bool:
-        """Whether it is a copy between host and device."""
-        return self.kind.startswith("offload.") or (self.label is None and self.name.startswith("Memcpy"))
-
-    @property
-    def collective(self) -> tuple[int, float | None, str]:
+    def collective(self) -> tuple[int, float, str]:
         """Two gaps with the same are about one collective."""
-        return self.step, self.begin if self.flight is None else self.flight, self.what
-
-    @property
-    def what(self) -> str:
-        """In words: what for, which bucket, where."""
-        if self.label is None:
-            return self.name
-        number = f" of bucket {self.label.bucket}" if self.label.bucket is not None else ""
-        place = f" ({self.label.place})" if self.label.place else ""
-        return f"{self.label.note or self.label.verb}{number}{place}"
+        return self.step, self.begin if self.cause.flight is None else self.cause.flight, self.cause.what
 
 
-@dataclass(frozen=True)
-class GapKind:
+class GapKind(NamedTuple):
     """Gaps of the same origin, over all steps. Milliseconds."""
 
     phase: str
     what: str
-    count: int
-    """How many collectives or copies."""
+    collectives: int
+    """How many of them, or of copies."""
     total: float
     widest: Gap
 
@@ -133,98 +106,67 @@ class TraceSummary:
     """The widest first."""
 
     @property
-    def path(self) -> Path:
-        """The trace file."""
-        return self.trace.path
-
-    def total(self, name: str) -> float:
-        """The sum over steps of one of :class:`StepTimes`' milliseconds."""
-        return float(sum(getattr(step, name) for step in self.steps))
+    def mean(self) -> StepTimes:
+        """The average step; its overlap is that of all steps together."""
+        return StepTimes(-1, *(sum(column) / len(self.steps) for column in list(zip(*self.steps, strict=True))[1:]))
 
     def groups(self) -> list[GapKind]:
         """The gaps by phase and origin, those with the most time first."""
         found: dict[tuple[str, str], list[Gap]] = {}
         for gap in self.gaps:
-            found.setdefault((gap.phase, gap.what), []).append(gap)
+            found.setdefault((gap.phase, gap.cause.what), []).append(gap)
         groups = [
-            GapKind(
-                phase,
-                what,
-                len({gap.collective for gap in gaps}),
-                sum(gap.length for gap in gaps),
-                max(gaps, key=lambda gap: gap.length),
-            )
-            for (phase, what), gaps in found.items()
+            GapKind(*key, len({gap.collective for gap in gaps}), sum(gap.length for gap in gaps), gaps[0])
+            for key, gaps in found.items()
         ]
         return sorted(groups, key=lambda group: -group.total)
 
 
 def summarize(trace: Trace) -> TraceSummary:
     """Sum up every step of a trace, and list its gaps."""
-    communication, copies = times_of(trace.communication), times_of(trace.copies)
-    causes = _causes(trace)
+    communication, copies, host_steps = map(times_of, (trace.communication, trace.copies, trace.host_steps))
+    # What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran.
+    causes = sorted(
+        [*(trace.stands if trace.device == "cpu" else trace.communication), *trace.copies], key=lambda span: span.begin
+    )
     steps: list[StepTimes] = []
     gaps: list[Gap] = []
     for step in trace.steps:
         window = (step.begin, step.end)
-        compute = events.computing(trace, step)
-        sent, copied = inside(communication, *window), inside(copies, *window)
+        compute, sent, copied = computing(trace, step), inside(communication, *window), inside(copies, *window)
         under_way = union([*sent, *copied])
         exposed = minus(under_way, compute)
         operators = compute if trace.device == "cuda" else inside(trace.operators, *window)
-        host = inside(times_of(trace.host_steps), *window)
-        numbers = (compute, operators, sent, copied, under_way, exposed, minus(minus(copied, sent), compute), host)
-        steps.append(
-            StepTimes(
-                step.number, (step.end - step.begin) / 1000, *(length(times) / 1000 for times in numbers)
-            )
+        numbers = (
+            [window], compute, operators, sent, copied, under_way, exposed, minus(minus(copied, sent), compute),
+            inside(host_steps, *window),
         )  # fmt: skip
-        gaps += _gaps(trace, step, exposed, causes)
+        steps.append(StepTimes(step.number, *(length(times) / 1000 for times in numbers)))
+        gaps += _gaps(trace, step, exposed, [c for c in causes if c.end > step.begin and c.begin < step.end])
     return TraceSummary(trace, steps, sorted(gaps, key=lambda gap: -gap.length))
 
 
-def _causes(trace: Trace) -> list[TraceSpan]:
-    """What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran."""
-    found = [*trace.stands, *trace.copies] if trace.device == "cpu" else [*trace.communication, *trace.copies]
-    return sorted(found, key=lambda span: span.begin)
-
-
-def _gaps(
-    trace: Trace, step: TraceStep, exposed: Iterable[tuple[float, float]], causes: Sequence[TraceSpan]
-) -> list[Gap]:
+def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceSpan]) -> Iterable[Gap]:
     """One for each piece of exposed time and each cause in it; what overlaps is put down to what began first."""
-    mine = [cause for cause in causes if cause.end > step.begin and cause.begin < step.end]
-    first = next((c for c in _by_launch(mine) if c.kind == GATHERS[0]), None)
-    last = next((c for c in reversed(_by_launch(mine)) if c.kind.startswith(REDUCTIONS)), None)
-    gaps = []
-    for begin, end in exposed:
-        left = [(begin, end)]
-        for cause in mine:
+    by_launch = sorted(causes, key=lambda cause: cause.begin if cause.flight is None else cause.flight)
+    first = next((_identity(cause) for cause in by_launch if cause.kind == GATHERS[0]), None)
+    last = next((_identity(cause) for cause in by_launch[::-1] if cause.kind.startswith(REDUCTIONS)), None)
+    for window in exposed:
+        left = [window]
+        for cause in causes:
             piece = inside(left, cause.begin, cause.end)
             if not piece:
                 continue
-            left = minus(left, piece)
-            at, lead = piece[0][0], None
-            if cause.launched is not None:
-                lead = max(0.0, at - cause.launched) / 1000
+            left, at = minus(left, piece), piece[0][0]
+            lead = None if cause.launched is None else max(0.0, at - cause.launched) / 1000
             moment = at if trace.device == "cpu" or cause.launched is None else cause.launched  # the CPU runs ahead
-            gaps.append(
-                Gap(
-                    step.number, (at - step.begin) / 1000, length(piece) / 1000, trace.phase_at(moment), cause.name,
-                    cause.label, lead, cause.flight, _same(cause, first), _same(cause, last),
-                )
-            )  # fmt: skip
-        gaps += [Gap(step.number, (b - step.begin) / 1000, (e - b) / 1000, "", OTHER, None, None) for b, e in left]
-    return gaps
+            begin, phase, which = (at - step.begin) / 1000, trace.phase_at(moment), _identity(cause)
+            yield Gap(step.number, begin, length(piece) / 1000, phase, cause, lead, which == first, which == last)
+        for begin, end in left:
+            unknown = TraceSpan(begin, end, "communication without a name")
+            yield Gap(step.number, (begin - step.begin) / 1000, (end - begin) / 1000, "", unknown)
 
 
-def _by_launch(causes: Iterable[TraceSpan]) -> list[TraceSpan]:
-    return sorted(causes, key=lambda cause: cause.begin if cause.flight is None else cause.flight)
-
-
-def _same(cause: TraceSpan, other: TraceSpan | None) -> bool:
-    """Whether both are about one collective: its launch and its wait are two spans."""
-    if other is None or cause.label is None or other.label is None:
-        return False
-    mine, theirs = cause.label, other.label
-    return (cause.flight, mine.bucket, mine.note) == (other.flight, theirs.bucket, theirs.note)
+def _identity(cause: TraceSpan) -> tuple[float | None, int | None, str]:
+    """Of a collective: its launch and its wait are two spans."""
+    return cause.flight, cause.label.bucket, cause.label.note

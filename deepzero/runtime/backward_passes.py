@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.ledger import Ledger
 from deepzero.runtime.loss_scaler import LossScaler
 from deepzero.runtime.pytree import output_tensors, scalar_loss
-from deepzero.runtime.zero.gradient_reduction import BackwardHooks
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,9 @@ class BackwardPasses:
         self._seen_loss: torch.Tensor | None = None
         # Whether the pass under way is engine.backward's, and whether it carries the loss scale.
         self._inside_backward = self._loss_is_scaled = self._warned_unscaled = False
-        self.hooks = BackwardHooks(trained, self._gradient_ready, self._end)
+        # Whether the end of the pass under way will be told, and whether it has reached a parameter.
+        self._armed = self._reached = False
+        self._handles = [param.register_post_accumulate_grad_hook(self._gradient_ready) for param in trained]
 
     # ---- where a pass begins -----------------------------------------------------------------------------------------
 
@@ -89,7 +91,7 @@ class BackwardPasses:
         return self._scale_loss(loss, self._scaler.scale)
 
     def _scale_loss(self, loss: torch.Tensor, factor: float) -> torch.Tensor:
-        """``loss * factor``, marked: a backward pass that begins there is known to carry the loss scale."""
+        """``loss * factor``, marked: a backward pass that begins there carries the loss scale."""
         self._check("backward")
         if factor == 1:
             return loss
@@ -98,28 +100,38 @@ class BackwardPasses:
         return scaled
 
     def _scaled_pass_begins(self, _: torch.Tensor) -> None:
-        self.hooks.arm()
+        self._arm()
         self._loss_is_scaled = True
 
     def _given_pass_begins(self, loss: torch.Tensor, _: torch.Tensor) -> None:
-        self.hooks.arm()
+        self._arm()
         self._given_loss = loss
 
     def _output_gradient(self, value: torch.Tensor | None, grad: torch.Tensor) -> None:
         """A backward pass has reached the model's output: ask for its end, and note what the loss was."""
         self._check("backward")
-        self.hooks.arm()
+        self._arm()
         if value is not None:
             # A loss that the user put together from several outputs is linear in each of them: value times gradient
             # is what this output contributes.
             part = value * grad.detach().float().reshape(())
             self._seen_loss = part if self._seen_loss is None else self._seen_loss + part
 
+    def _arm(self) -> None:
+        """Ask the autograd engine to call :meth:`_end` at the end of the backward pass that is under way."""
+        # The callback must be queued from the *outermost* pass: reentrant activation checkpointing runs passes inside
+        # the pass, which end earlier. The gradients of the model's outputs come first, and arm; a parameter's gradient
+        # arms only when nothing else has.
+        if not self._armed:
+            self._armed = True
+            Variable._execution_engine.queue_callback(self._end)
+
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def _gradient_ready(self, param: nn.Parameter) -> None:
         """Autograd's own hook, of each parameter whose ``.grad`` is complete."""
-        self.hooks.gradient_arrived()
+        self._arm()
+        self._reached = True
         self._ledger.note("gradient_ready")
         with torch._C.DisableTorchFunctionSubclass():  # asking for .grad needs no values: no detour through Python
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
@@ -139,11 +151,10 @@ class BackwardPasses:
         if param.grad is not None:
             param.grad = param.grad * self._scaler.scale  # not in place: autograd's tensor may be a view of another's
 
-    def _end(self, reached: bool) -> None:
+    def _end(self) -> None:
         """The end of a pass. One that reached no parameter (``torch.autograd.grad``) is none of training's."""
-        loss = self._given_loss if self._given_loss is not None else self._seen_loss
-        self._given_loss = self._seen_loss = None
-        self._loss_is_scaled = False
+        reached, loss = self._reached, self._given_loss if self._given_loss is not None else self._seen_loss
+        self._forget()
         if not reached and not self._inside_backward:
             self._stage.forget_pass()
             return
@@ -153,6 +164,10 @@ class BackwardPasses:
         self._stage.backward_end(self._reduces_now())
         self._ledger.note("backward_end")
 
+    def _forget(self) -> None:
+        self._armed = self._reached = self._loss_is_scaled = False
+        self._given_loss = self._seen_loss = None
+
     # ---- between steps -----------------------------------------------------------------------------------------------
 
     def take_losses(self) -> list[torch.Tensor]:
@@ -160,9 +175,21 @@ class BackwardPasses:
         losses, self._losses = self._losses, []
         return losses
 
+    def aborted(self) -> bool:
+        """Whether a backward pass has reached parameters, never ended, and is not under way now."""
+        if torch._C._current_graph_task_id() != -1:
+            return False
+        if not self._reached:
+            self._armed = False  # one that broke off before it reached a parameter has left nothing behind
+        return self._reached
+
     def discard(self) -> None:
         """Forget the passes of this optimizer step, also one that broke off."""
-        self.hooks.disarm()
-        self._losses, self._loss_is_scaled = [], False
-        self._given_loss = self._seen_loss = None
-        self.count = 0
+        self._forget()
+        self._losses, self.count = [], 0
+
+    def remove(self) -> None:
+        """Leave the parameters as they were, without hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

@@ -1,8 +1,8 @@
-"""Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors.
+"""Step 0 of a training step, build: from a model and an optimizer to ZeRO's tensors, in :func:`build_zero`.
 
 In order: plan the layout over the parameters in the order their gradients will arrive · one by one, move, broadcast and
 cut them, into flat buffers (stages 0-2) or shards (stage 3) · hand the optimizer the masters instead · allocate its
-state, so that running out of memory happens now.
+state, so that running out of memory happens now · put together what the later steps run through.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
+from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.comm.quantized_reduce import QuantizedReduce
 from deepzero.comm.reduce_scatter import BucketReducer
@@ -24,7 +25,9 @@ from deepzero.config.engine import EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import OffloadPlan, bucket_limit, plan_layout
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.offload_plan import Offload, build_host, plan_offload
+from deepzero.offload.offload_plan import build_host, plan_offload
+from deepzero.offload.optimizer_offload import Offload
+from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
 from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
@@ -41,24 +44,167 @@ from deepzero.runtime.zero.stage3 import (
 )
 from deepzero.runtime.zero.stage_0 import ZeroStage0
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2
-from deepzero.runtime.zero.zeropp import build_quantization_monitor, build_quantizer
-from deepzero.runtime.zero_components import Dtypes, TrainedParameters, ZeroComponents
+from deepzero.runtime.zero.zeropp import QuantizationMonitor, build_quantization_monitor, build_quantizer
 
 log = logging.getLogger(__name__)
 
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-def place_model(model: nn.Module, planned: Sequence[GroupLayout], comm: Communicator, dtype: torch.dtype) -> None:
-    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one.
 
-    Frozen parameters have no master and no place in the layout; they are cast.
+@dataclass(frozen=True)
+class Dtypes:
+    """Three settings, not one: what the model computes in, what travels, what gradients are summed in."""
+
+    compute: torch.dtype
+    wire: torch.dtype
+    accumulation: torch.dtype
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Dtypes:
+        """The compute dtype is also the wire dtype unless ``communication_data_type`` says otherwise."""
+        compute = config.precision.dtype
+        wire = config.communication_data_type or compute
+        return cls(*(TORCH_DTYPES[name] for name in (compute, wire, config.grad_accum_dtype)))
+
+
+@dataclass(frozen=True)
+class ZeroComponents:
+    """What step 0 leaves behind."""
+
+    groups: list[ParamGroup]
+    source: GradAccumulator
+    reducer: BucketReducer
+    stage: ZeroStage1And2 | ZeroStage3
+    dtypes: Dtypes
+    moment_bytes: int
+    partitioning: Partitioning | None
+    """Stage 3's."""
+    offload: Offload | None
+    """What lives in host memory, if anything does."""
+    optimizer_shard: OptimizerShard
+    """Phase 5: the optimizer over this rank's masters."""
+    trained: TrainedParameters
+    """Checked before every step: the same parameters train as at build."""
+    meter: QuantizationMonitor | None = None
+    """Of what is quantised, if anything is."""
+
+    @property
+    def quantized_grads(self) -> QuantizedReduce | None:
+        """The reducer's part that is qgZ; None: gradients are not quantised, or there is one rank."""
+        return self.reducer.strategy
+
+    @property
+    def stores(self) -> list[ParamGroup]:
+        """All groups, those that are not trained (stage 3) too."""
+        return [*self.groups, *(self.partitioning.frozen if self.partitioning is not None else ())]
+
+    def offload_report(self) -> dict[str, dict[str, float]]:
+        """The last step's pipeline between device and host, part by part; empty where nothing is offloaded."""
+        if self.offload is None:
+            return {}
+        return {kind.removeprefix("offload."): leg.as_dict() for kind, leg in self.offload.meter.last_step.items()}
+
+    def forget_gradients(self) -> None:
+        """The step's gradients are not used: what was kept and measured of them goes with them."""
+        self.reducer.forget()
+        if self.meter is not None:
+            self.meter.restart()
+
+    def close_step(self, ledger: Ledger, applied: bool) -> None:
+        """An optimizer step is complete: measure what is due, close the books."""
+        if self.meter is not None:
+            self.meter.close_step(applied)
+        ledger.close_step()
+        if self.offload is not None:
+            self.offload.meter.close_step()
+
+    def close(self) -> None:
+        """The engine is destroyed: host memory is unlocked, and goes back to the system with its last tensor."""
+        if self.offload is not None:
+            self.offload.arena.close()
+        if self.partitioning is not None:
+            self.partitioning.clear()
+
+
+def build_zero(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
+) -> ZeroComponents:
+    """Step 0: everything that has to stand before the first forward pass.
+
+    Args:
+        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
+            stage 3 placeholders.
+        optimizer: over parameters of ``model``; afterwards over this rank's masters.
+        config: the settings.
+        comm: the ranks.
+        micro_batches: accumulation steps.
+
+    Raises:
+        ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
     """
-    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
-    # the device after it; what follows gives them rank 0's values.
-    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
-    place_buffers(model, comm)
-    placed = {param for group in planned for param in group.params}
-    for param in (p for p in model.parameters() if p not in placed):
-        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
+    dtypes, zero = Dtypes.of(config), config.zero
+    names = {param: name for name, param in model.named_parameters()}
+    # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
+    arrival = {param: place for place, param in enumerate(reversed(list(names)))}
+
+    # ---- plan, from sizes alone: what can be refused is refused before a tensor has moved
+    check_unclaimed(names)
+    chosen = choose_parameters(names, arrival, optimizer)
+    moment_bytes = _moment_bytes(optimizer, config, comm.device)
+    if zero.stage == 3:
+        planned, limit = plan_partitioning(names, chosen, zero, comm.world_size)
+    else:
+        planned, limit = plan_groups(chosen, config, comm.world_size), 0
+    placements = plan_offload(planned, zero, dtypes.compute)
+    # A second bucket is filled while the first is under way; with one rank, or without overlap, none ever is.
+    depth = 2 if zero.overlap_comm and comm.world_size > 1 else 1
+    # The arena comes before the parameters are cut: masters and shards are carved from it as they are made.
+    offload = build_host(
+        planned, placements, zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
+        makes_state_in_advance(optimizer),
+    )  # fmt: skip
+
+    # ---- move: from the first parameter that is cut the model is deepzero's, and after an error nobody's
+    with lost_on_error(model):
+        model.zero_grad()  # what was computed before counts in no step
+        partitioning: Partitioning | None = None
+        if zero.stage == 3:
+            place_buffers(model, comm)
+            partitioning = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, offload)
+            groups = partitioning.groups
+        else:
+            place_model(model, planned, comm, dtypes.compute)
+            groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
+        if isinstance(optimizer, CPUAdam):
+            choose_kernel(optimizer, dtypes, placements, comm.device)
+        set_optimizer_params(optimizer, groups)
+        allocate_state(optimizer)
+        if offload is not None:
+            offload.move_moments(optimizer, groups)
+
+        # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
+        # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
+        source = GradAccumulator(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
+        reducer = _build_reducer(groups, config, comm, dtypes, depth)
+        shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
+        every_pass, overlap = zero.stage >= 2, zero.overlap_comm and zero.stage > 0
+        gradients = GradientReducer(shard, reduce_order(groups, arrival), source, reducer, every_pass, overlap)
+        stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
+        if offload is not None and offload.shard is not None:
+            offload.shard.on_uploaded = stage.arrived
+        built = ZeroComponents(
+            groups, source, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
+            partitioning, offload, shard, TrainedParameters(model, groups),
+        )  # fmt: skip
+        build_ledger(built, optimizer, config, comm, micro_batches)
+        monitor = build_quantization_monitor(
+            groups, partitioning.coordinator.buckets if partitioning is not None else [], built.quantized_grads,
+            zero.quantization, comm, lambda: predict_unquantized(built, comm, micro_batches),
+        )  # fmt: skip
+        return dataclasses.replace(built, meter=monitor)
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
 
 
 def choose_parameters(
@@ -94,6 +240,7 @@ def choose_parameters(
 
 def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, world_size: int) -> list[GroupLayout]:
     """Stages 0-2: the layout of the trainable parameters, one group per optimizer group."""
+    # One limit for all groups: buckets of a small group are not cut smaller than those of a large one.
     total = sum(param.numel() for params in chosen for param in params)
     limit = bucket_limit(total, config.zero.reduce_bucket_size, config.zero.allgather_bucket_size)
     return [
@@ -101,6 +248,30 @@ def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, 
         for index, params in enumerate(chosen)
         if params
     ]
+
+
+def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
+    """Per element, of each optimizer group; tried out on the CPU where that will step, and in a rehearsal."""
+    on_cpu = config.zero.offload_optimizer.device == "cpu" or device.type == "meta"
+    steps_on = torch.device("cpu") if on_cpu else device
+    return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
+
+
+# ---- move ------------------------------------------------------------------------------------------------------------
+
+
+def place_model(model: nn.Module, planned: Sequence[GroupLayout], comm: Communicator, dtype: torch.dtype) -> None:
+    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one.
+
+    Frozen parameters have no master and no place in the layout; they are cast.
+    """
+    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
+    # the device after it; what follows gives them rank 0's values.
+    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
+    place_buffers(model, comm)
+    placed = {param for group in planned for param in group.params}
+    for param in (p for p in model.parameters() if p not in placed):
+        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
 
 
 def build_groups(
@@ -113,7 +284,7 @@ def build_groups(
     offload: Offload | None,
 ) -> list[FlatParamGroup]:
     """Stages 0-2: move the trainable parameters into flat buffers."""
-    allocate, whole = offload.arena.allocate if offload is not None else None, config.zero.stage == 0
+    allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
             [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
@@ -126,15 +297,15 @@ def build_groups(
 def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], device: torch.device) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
-    The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of them:
-    neither their device nor their dtype is that of the masters which the CPU will step on. Where one host cannot
-    compile, or compiling fails there, all use the chunks. A collective.
+    Where one host cannot compile, or compiling fails there, all use the chunks. A collective.
     """
     offloads = any(placed.optimizer_buckets for placed in placements)
-    sends = offloads and dtypes.compute != torch.float32
+    # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
+    # them: neither their device nor their dtype is that of the masters which the CPU will step on.
     masters = 0
     if offloads or device.type == "cpu":
         masters = sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    sends = offloads and dtypes.compute != torch.float32  # in fp32 the master itself is what is sent
     problem = None
     try:
         optimizer.prepare(dtypes.accumulation, dtypes.compute if sends else None, masters)
@@ -144,8 +315,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
     kernels = process_group.all_gather_object(optimizer.kernel)
     # Compiled and Numba's have the same bits.
     if "chunked" in kernels and optimizer.kernel != "chunked":
-        without = kernels.index("chunked")
-        optimizer.use("chunked", f"because rank {without} cannot compile")
+        optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")
 
 
 def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
@@ -155,109 +325,22 @@ def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[Para
     extent is laid out and cut as the parameter is, in fp32; a number is carried over.
     """
     old_state = dict(optimizer.state)
+    optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
     for flat_group in groups:
         optimizer.param_groups[flat_group.optimizer_group]["params"].extend(flat_group.masters)
-    optimizer.state.clear()
-    for flat_group in groups:
-        states = [old_state.get(param) for param in flat_group.params]
-        if any(states):
-            _cut_state(optimizer, flat_group, [state or {} for state in states])
+        for fragment, master in zip(flat_group.fragments, flat_group.masters, strict=True):
+            for key, value in old_state.get(flat_group.params[fragment.slot.index], {}).items():
+                if torch.is_tensor(value) and value.dim() > 0 and value.numel() == fragment.slot.numel:
+                    cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel]
+                    value = cut.to(device=master.device, dtype=torch.float32, copy=True)
+                elif torch.is_tensor(value):
+                    value = value.clone()
+                optimizer.state[master][key] = value
 
 
-def _cut_state(optimizer: torch.optim.Optimizer, group: ParamGroup, states: list[dict[str, Any]]) -> None:
-    """Cut one group's optimizer state as its parameters are cut."""
-    for fragment, master in zip(group.fragments, group.masters, strict=True):
-        for key, value in states[fragment.slot.index].items():
-            if torch.is_tensor(value) and value.dim() > 0 and value.numel() == fragment.slot.numel:
-                cut = value.reshape(-1)[fragment.start : fragment.start + fragment.numel]
-                value = cut.to(device=master.device, dtype=torch.float32, copy=True)
-            elif torch.is_tensor(value):
-                value = value.clone()
-            optimizer.state[master][key] = value
-
-
-def build_zero(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: EngineConfig, comm: Communicator, micro_batches: int
-) -> ZeroComponents:
-    """Step 0: everything that has to stand before the first forward pass.
-
-    Args:
-        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
-            stage 3 placeholders.
-        optimizer: over parameters of ``model``; afterwards over this rank's masters.
-        config: the settings.
-        comm: the ranks.
-        micro_batches: accumulation steps.
-
-    Raises:
-        ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
-    """
-    dtypes = Dtypes.of(config)
-    stage, names = config.zero.stage, {param: name for name, param in model.named_parameters()}
-    # Autograd reaches the last layer first. Registration order backwards is the best guess without a run.
-    arrival = {param: place for place, param in enumerate(reversed(list(names)))}
-    check_unclaimed(names)
-    chosen = choose_parameters(names, arrival, optimizer)
-    moment_bytes = _moment_bytes(optimizer, config, comm.device)
-    limit = 0
-    if stage == 3:
-        planned, limit = plan_partitioning(names, chosen, config.zero, comm.world_size)
-    else:
-        planned = plan_groups(chosen, config, comm.world_size)
-    placements = plan_offload(planned, config.zero, dtypes.compute)
-    depth = 2 if config.zero.overlap_comm and comm.world_size > 1 else 1
-    offload = build_host(
-        planned, placements, config.zero, comm, (dtypes.compute, dtypes.accumulation), moment_bytes, depth,
-        makes_state_in_advance(optimizer),
-    )  # fmt: skip
-    partitioning: Partitioning | None = None
-    groups: list[ParamGroup]
-    with lost_on_error(model):
-        model.zero_grad()  # what was computed before counts in no step
-        if stage == 3:
-            place_buffers(model, comm)
-            side = offload.side if offload is not None else None
-            partitioning = partition_model(names, planned, limit, placements, config.zero, comm, dtypes.compute, side)
-            groups = partitioning.groups
-        else:
-            place_model(model, planned, comm, dtypes.compute)
-            groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
-        if isinstance(optimizer, CPUAdam):
-            choose_kernel(optimizer, dtypes, placements, comm.device)
-        set_optimizer_params(optimizer, groups)
-        allocate_state(optimizer)
-        if offload is not None:
-            offload.move_moments(optimizer, groups)
-        # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        source = GradAccumulator(groups, dtypes.accumulation if stage < 2 and micro_batches > 1 else None)
-        reducer = _build_reducer(groups, config, comm, dtypes, depth)
-        shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
-        gradients = GradientReducer(
-            shard, reduce_order(groups, arrival), source, reducer, stage >= 2, config.zero.overlap_comm and stage > 0
-        )
-        made = _build_stage(model, gradients, partitioning, stage, comm)
-        if offload is not None and offload.shard is not None and not isinstance(made, ZeroStage0):
-            offload.shard.on_uploaded = made.arrived
-        built = ZeroComponents(
-            groups, source, reducer, made, dtypes, next((size for size in moment_bytes if size), 0),
-            partitioning, offload, shard, TrainedParameters(model, groups),
-        )  # fmt: skip
-        build_ledger(built, optimizer, config, comm, micro_batches)
-        buckets = partitioning.coordinator.buckets if partitioning is not None else []
-        monitor = build_quantization_monitor(
-            groups, buckets, built.quantized_grads, config.zero.quantization, comm,
-            lambda: predict_unquantized(built, comm, micro_batches, stage),
-        )  # fmt: skip
-        return dataclasses.replace(built, meter=monitor)
-
-
-def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
-    """Per element, of each optimizer group; tried out on the CPU where that will step, and in a rehearsal."""
-    on_cpu = config.zero.offload_optimizer.device == "cpu" or device.type == "meta"
-    steps_on = torch.device("cpu") if on_cpu else device
-    return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
+# ---- put together ----------------------------------------------------------------------------------------------------
 
 
 def _build_optimizer_shard(
@@ -269,10 +352,9 @@ def _build_optimizer_shard(
     offload: Offload | None,
 ) -> OptimizerShard:
     """Phase 5's: the optimizer over this rank's masters, on the device, on the host, or on both."""
-    build = OptimizerShard if offload is None else offload.build_shard
     if offload is not None and reducer.comm.rank == 0:
         log.info(offload.describe(optimizer))
-    return build(
+    return (OptimizerShard if offload is None else offload.build_shard)(
         optimizer, groups, dtypes.accumulation, reducer.comm.rank,
         whole_sums=reducer.whole,
         sub_group_size=config.zero.sub_group_size if config.zero.stage == 3 else None,
@@ -283,36 +365,28 @@ def _build_optimizer_shard(
 
 def _build_stage(
     model: nn.Module, gradients: GradientReducer, partitioning: Partitioning | None, stage: int, comm: Communicator
-) -> ZeroStage0 | ZeroStage1And2 | ZeroStage3:
+) -> ZeroStage1And2 | ZeroStage3:
     if partitioning is not None:
         return ZeroStage3(model, gradients, partitioning)
     flat = [group for group in gradients.groups if isinstance(group, FlatParamGroup)]
-    return ZeroStage0(flat, gradients) if stage == 0 else ZeroStage1And2(flat, gradients, comm)
+    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, comm)
 
 
 def _build_reducer(
     groups: Sequence[ParamGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes, depth: int
 ) -> BucketReducer:
-    strategy = _build_reduce_strategy(groups, config, comm, dtypes)
+    settings, strategy = config.zero.quantization, None
+    if config.zero.zero_quantized_gradients and comm.world_size > 1:  # qgZ, where anything travels
+        # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
+        # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
+        exact = {number for number, group in enumerate(groups) if config.zero.stage == 3 and not group.partitioned}
+        layouts = [group.layout for group in groups]
+        numel = 2 * sum(layout.padded_numel for layout in layouts)
+        dtypes_on_the_way = {dtypes.wire, torch.float32}
+        quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
+        strategy = QuantizedReduce(comm, layouts, dtypes.wire, quantizer, frozenset(exact), settings.error_feedback)
+    # NCCL sums in its own order, at its own speed; elsewhere exact sums are the faster ones too (docs/log.md).
     method = config.comm.reduce or ("native" if comm.backend == "nccl" and strategy is None else "exact")
     whole = config.zero.stage == 0 or not config.zero.reduce_scatter
     capacity = max(group.layout.largest_bucket for group in groups)
     return BucketReducer(comm, capacity, dtypes.wire, method, whole, depth, strategy=strategy)
-
-
-def _build_reduce_strategy(
-    groups: Sequence[ParamGroup], config: EngineConfig, comm: Communicator, dtypes: Dtypes
-) -> QuantizedReduce | None:
-    """qgZ's, where it is asked for and anything travels."""
-    if not config.zero.zero_quantized_gradients or comm.world_size == 1:
-        return None
-    settings, exact = config.zero.quantization, frozenset[int]()
-    if config.zero.stage == 3:
-        # Persistent parameters (norms, biases) are few bytes, and the most sensitive ones: a scale of theirs would
-        # cover gradients of several parameters, whose magnitudes have nothing to do with each other.
-        exact = frozenset(number for number, group in enumerate(groups) if not group.partitioned)
-    layouts = [group.layout for group in groups]
-    numel = 2 * sum(layout.padded_numel for layout in layouts)
-    dtypes_on_the_way = {dtypes.wire, torch.float32}
-    quantizer = build_quantizer("gradients", settings.gradient_bits, settings, numel, dtypes_on_the_way, comm)
-    return QuantizedReduce(comm, layouts, dtypes.wire, quantizer, exact, settings.error_feedback)

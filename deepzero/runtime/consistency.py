@@ -6,7 +6,8 @@ rank.
 
 In each step they exchange one small message (:class:`StepAgreement`): the exact sum of squares of the gradients, from
 which all compute the same norm, the losses, from which all compute the same mean, and whether any rank cannot take the
-step, so that none does. It travels as integers in a single all-reduce, which is exact and has no order.
+step, so that none does. It travels as integers in a single all-reduce, which is exact and has no order. And the same
+parameters must train as did when the engine was built (:class:`TrainedParameters`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import functools
 import itertools
 import logging
 import math
+import operator
 import platform
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +32,7 @@ from deepzero.comm.collectives import Communicator
 from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.runtime.grad_norm import WORDS, norm_from_words
+from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 from deepzero.utils.formatting import flatten
 
@@ -36,12 +40,10 @@ log = logging.getLogger(__name__)
 
 AGREEMENT = "agreement.all_reduce"
 
-PATH_WORDS = 2
-"""Integers that show whether all ranks took the same path."""
-FLAG_WORDS = 3
-"""Integers that count ranks: asked to stop, in trouble, with a loss that is not finite."""
-OWN_WORDS = FLAG_WORDS + PATH_WORDS
-"""Integers of the message besides the norm's and the losses."""
+OWN_WORDS = 5
+"""Integers of the message besides the norm's and the losses: how many ranks were asked to stop, are in trouble, have a
+loss that is not finite; and two that show whether all ranks took the same path."""
+
 PATH_BITS = 1 << 20
 """Of the fingerprint; its square, summed over a million ranks, fits into an integer of 64 bits."""
 
@@ -54,18 +56,18 @@ def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     """Everything in which ranks must be alike, by name: settings, parameters, buffers, optimizer and its groups."""
     lines = {key: repr(value) for key, value in flatten(dataclasses.asdict(config)).items()}
     names = {param: name for name, param in model.named_parameters()}
-    parameters = [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()]
-    buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    for kind, texts in (("parameter", parameters), ("buffer", buffers)):
+    tensors = {
+        "parameter": [f"{name} {tuple(p.shape)} {p.dtype} trained={p.requires_grad}" for p, name in names.items()],
+        "buffer": [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()],
+    }
+    for kind, texts in tensors.items():
         lines[f"number of {kind}s"] = str(len(texts))
         lines.update({f"{kind} {i}": text for i, text in enumerate(texts)})
     lines["optimizer class"] = type(optimizer).__qualname__
     lines["number of optimizer groups"] = str(len(optimizer.param_groups))
     for i, group in enumerate(optimizer.param_groups):
-        lines[f"optimizer group {i} params"] = str(
-            [names.get(p, "a tensor outside the model") for p in group["params"]]
-        )
-        lines.update({f"optimizer group {i} {key}": repr(v) for key, v in group.items() if key != "params"})
+        held = [names.get(p, "a tensor outside the model") for p in group["params"]]
+        lines.update({f"optimizer group {i} {key}": repr(v) for key, v in {**group, "params": held}.items()})
     return lines
 
 
@@ -83,7 +85,7 @@ def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
     raise_on_all_ranks(problem, lambda text: RankMismatchError(f"could not start: {text}"))
     first, *others = process_group.all_gather_object(mine)
     for rank, lines in enumerate(others, start=1):
-        for key in [*first, *(k for k in lines if k not in first)]:
+        for key in {**first, **lines}:
             ours, other = first.get(key, "absent"), lines.get(key, "absent")
             if ours != other:
                 raise RankMismatchError(
@@ -106,18 +108,18 @@ def check_parameters(model: nn.Module) -> None:
             )
     places: list[tuple[int, int, int, str]] = []
     for name, param in model.named_parameters():
-        if param.is_complex() or param.dtype == torch.float64:
-            raise ConfigError(f"parameter {name!r} is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters")
-        if param.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device and has no values; load them first, or use zero stage 3, "
-                "which makes them module by module"
-            )
+        wide = param.is_complex() or param.dtype == torch.float64
+        no_values = "has no values; load them first, or use zero stage 3, which makes them module by module"
+        for refused, problem in (
+            (wide, f"is {param.dtype}; deepzero trains fp32, bf16 and fp16 parameters"),
+            (param.is_meta, f"is on the meta device and {no_values}"),
+        ):
+            if refused:
+                raise ConfigError(f"parameter {name!r} {problem}")
         if param.numel() and not isinstance(param, PartitionedParameter):
             start = param.data_ptr()
             places.append((param.untyped_storage().data_ptr(), start, start + param.nbytes, name))
-    places.sort()
-    for (storage, _, end, name), (other, start, _, another) in itertools.pairwise(places):
+    for (storage, _, end, name), (other, start, _, another) in itertools.pairwise(sorted(places)):
         if storage == other and start < end:
             raise ConfigError(
                 f"parameters {name!r} and {another!r} share memory but are two objects; tie them by assigning one "
@@ -125,19 +127,9 @@ def check_parameters(model: nn.Module) -> None:
             )
 
 
-def double_to_bits(value: float) -> int:
-    """The 64 bits of a double, as a signed integer."""
-    return struct.unpack("<q", struct.pack("<d", value))[0]
-
-
-def bits_to_double(bits: int) -> float:
-    """The inverse of :func:`double_to_bits`."""
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
-
-
 @dataclass(frozen=True)
 class StepAgreement:
-    """What all ranks know alike about a step before the optimizer runs."""
+    """What all ranks have alike about a step before the optimizer runs."""
 
     norm: float
     """2-norm of the summed gradients: times ranks, micro-batches and loss scale. ``inf``: not finite."""
@@ -173,14 +165,14 @@ def agree(
             (NCCL) does not notice as long as extents agree. Nothing has been updated.
     """
     path = comm.fingerprint() & (PATH_BITS - 1)
-    losses = torch.zeros(comm.world_size, dtype=torch.int64)
-    losses[comm.rank] = double_to_bits(math.nan if loss is None else loss)
-    flags = [stop, trouble, loss is not None and not math.isfinite(loss)]
-    own = torch.cat([losses, torch.tensor([*map(int, flags), path, path * path])])
+    # A double travels as the signed integer of its bits, each in its rank's place: the sum adds only zeros to it.
+    losses = [0] * comm.world_size
+    losses[comm.rank] = struct.unpack("<q", struct.pack("<d", math.nan if loss is None else loss))[0]
+    flags = [int(flag) for flag in (stop, trouble, loss is not None and not math.isfinite(loss))]
+    own = torch.tensor([*losses, *flags, path, path * path], dtype=torch.int64)
     words = torch.cat([norm_sq_partials, own.to(norm_sq_partials.device)])
     comm.all_reduce(AGREEMENT, words).wait()
     numbers = comm.read(words)
-    total = 0.0
     # By Cauchy and Schwarz W * sum(p^2) = (sum p)^2 exactly if all p are equal.
     if comm.world_size * numbers[-1] != numbers[-2] ** 2:
         raise RankMismatchError(
@@ -188,12 +180,92 @@ def agree(
             "what they received may have been meant for something else, and nothing is updated. Let all ranks run the "
             "same modules in the same order; mark mixtures of experts with set_z3_leaf_modules"
         )
-    everyone = [bits_to_double(bits) for bits in numbers[WORDS : WORDS + comm.world_size]]
-    for value in everyone:
-        total += value
-    stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-PATH_WORDS])
+    everyone = struct.unpack(f"<{comm.world_size}d", struct.pack(f"<{comm.world_size}q", *numbers[WORDS:-OWN_WORDS]))
+    stopping, troubled, bad = (count > 0 for count in numbers[-OWN_WORDS:-2])
     bad_losses = tuple((rank, value) for rank, value in enumerate(everyone) if bad and not math.isfinite(value))
-    return StepAgreement(norm_from_words(numbers[:WORDS]), total / comm.world_size, stopping, troubled, bad_losses)
+    mean = functools.reduce(operator.add, everyone, 0.0) / comm.world_size  # in rank order, unlike Python's own sum
+    return StepAgreement(norm_from_words(numbers[:WORDS]), mean, stopping, troubled, bad_losses)
+
+
+ADVICE = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
+
+
+class TrainedParameters:
+    """The parameters that an engine trains, and the model that they must stay in.
+
+    Masters, gradients and optimizer states exist for the parameters that trained at ``deepzero.initialize``. One that
+    is frozen afterwards would go on moving by its momentum and weight decay; one that is unfrozen or added would never
+    move, and might have other values on every rank. So each optimizer step looks whether the same parameters train.
+    Between two steps a program may freeze and unfreeze as it likes, as it does where two models train in turn.
+
+    Args:
+        model: as it is now.
+        groups: of the trained parameters.
+    """
+
+    def __init__(self, model: nn.Module, groups: Iterable[ParamGroup]) -> None:
+        self._model = model
+        names = {param: name for name, param in model.named_parameters()}
+        grouped = {param for group in groups for param in group.params}
+        self._trained = {param: name for param, name in names.items() if param in grouped}
+        # With whether it may require grad all the same: it is in no group of the optimizer, and that has been said.
+        self._untrained = [(param, name, param.requires_grad) for param, name in names.items() if param not in grouped]
+        self._remember()
+
+    def _remember(self) -> None:
+        """The model's tree: the step compares it, object by object, instead of naming all parameters anew."""
+        self._tree = [(m, list(m._parameters.values()), list(m._modules.values())) for m in self._model.modules()]
+
+    def _same_tree(self) -> bool:
+        return all(
+            len(module._parameters) == len(params)
+            and len(module._modules) == len(children)
+            and all(map(operator.is_, module._parameters.values(), params))
+            and all(map(operator.is_, module._modules.values(), children))
+            for module, params, children in self._tree
+        )
+
+    def check(self) -> None:
+        """Raise a :class:`RuntimeError` when other parameters train than did when the engine was built."""
+        with torch._C.DisableTorchFunctionSubclass():  # flags need no values, and no detour through Python
+            for param, name in self._trained.items():
+                if not param.requires_grad:
+                    raise RuntimeError(
+                        f"parameter {name!r} was frozen (requires_grad=False) after deepzero.initialize: its momentum "
+                        "and weight decay would go on moving it. Let it train again, or give it a param group of its "
+                        f"own from the start and set that group's lr to 0; or {ADVICE}"
+                    )
+                if param.grad is not None:
+                    raise RuntimeError(
+                        f"parameter {name!r} has a .grad that was assigned by hand: engine.step() takes what backward "
+                        "passes have left, and would ignore it. Use deepzero.utils.safe_set_full_grad, or set it to "
+                        "None"
+                    )
+            for param, name, trainable in self._untrained:
+                if param.requires_grad and not trainable:
+                    raise RuntimeError(
+                        f"parameter {name!r} was unfrozen (requires_grad=True) after deepzero.initialize: ZeRO has no "
+                        f"master and no optimizer state for it, and it would never change. Freeze it again; or {ADVICE}"
+                    )
+            if not self._same_tree():
+                self._check_tree()
+
+    def _check_tree(self) -> None:
+        now = {param: name for name, param in self._model.named_parameters()}
+        gone = [name for param, name in self._trained.items() if param not in now]
+        if gone:
+            raise RuntimeError(
+                f"parameter {gone[0]!r} has been replaced or removed since deepzero.initialize, and the optimizer "
+                f"would go on training the old one. Put it back; or {ADVICE}"
+            )
+        known = {*self._trained, *(param for param, *_ in self._untrained)}
+        added = [name for param, name in now.items() if param.requires_grad and param not in known]
+        if added:
+            raise RuntimeError(
+                f"parameter {added[0]!r} has been added since deepzero.initialize: the optimizer does not know it, and "
+                f"every rank has its own values of it. Freeze it (requires_grad_(False)); or {ADVICE}"
+            )
+        self._remember()
 
 
 def check_precision(dtype: str, device: torch.device) -> None:
@@ -201,17 +273,12 @@ def check_precision(dtype: str, device: torch.device) -> None:
     if dtype == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"precision=bf16: {name} has no bf16 arithmetic; use precision=fp16 or precision=fp32")
-    if dtype == "bf16" and device.type == "cpu" and process_group.rank() == 0 and lacks_bf16_arithmetic():
-        _say_slow()
-
-
-def lacks_bf16_arithmetic() -> bool:
-    """Whether this is an x86 processor without bf16 instructions; False where torch cannot tell."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
+    if dtype != "bf16" or device.type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
+        return
     # Torch's queries are private names, which a later version may drop.
     queries = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return all(query is not None and not query() for query in queries)
+    if process_group.rank() == 0 and all(query is not None and not query() for query in queries):
+        _say_slow()
 
 
 @functools.cache

@@ -69,39 +69,26 @@ def gather_report(ledger: Ledger, device: torch.device, bytes_at_build: int) -> 
     ``snapshot``, where asynchronous saves were made, is their copy of the model state, in host memory; ``host_states``
     what ``offload_states`` has moved there; ``host_activations`` what checkpointed activations take there.
     """
-    residuals = process_group.all_gather_object(max(0, _peak_bytes(device) - bytes_at_build))
-    reports = process_group.all_gather_object(ledger.report())
-    combined: dict[str, Any] = {"memory": {}, "communication": {}}
-    for category, entry in reports[0]["memory"].items():
-        held = [report["memory"][category]["measured"] for report in reports]
-        combined["memory"][category] = {
-            "predicted": entry["predicted"],
-            "measured": _whole(sum(held) / len(held)),
-            "largest": max(held),
-        }
-    combined["memory"]["activations"] = {
-        "predicted": None,
-        "measured": _whole(sum(residuals) / len(residuals)),
-        "largest": max(residuals),
-    }
-    everyone = process_group.all_gather_object([ledger.held.get(category, 0) for category in UNPREDICTED])
-    for category, sizes in zip(UNPREDICTED, zip(*everyone, strict=True), strict=True):
-        if any(sizes):
-            combined["memory"][category] = {
-                "predicted": None,
-                "measured": _whole(sum(sizes) / len(sizes)),
-                "largest": max(sizes),
-            }
-    kinds = sorted({kind for report in reports for kind in report["communication"]})
-    for kind in kinds:
-        total = Traffic()
-        for report in reports:
-            measured = report["communication"].get(kind, {}).get("measured", Traffic().as_dict())
-            total.add(Traffic(**measured))
+    residual = max(0, _peak_bytes(device) - bytes_at_build)
+    unpredicted = {"activations": residual, **{name: ledger.held.get(name, 0) for name in UNPREDICTED}}
+    ranks = process_group.all_gather_object((ledger.report(), unpredicted))
+    reports = [report for report, _ in ranks]
+    memory: dict[str, Any] = {}
+    for category in (*reports[0]["memory"], *unpredicted):
+        entry = reports[0]["memory"].get(category, {"predicted": None})
+        held = [r["memory"][category]["measured"] if category in r["memory"] else other[category] for r, other in ranks]
+        if category in reports[0]["memory"] or category == "activations" or any(held):
+            measured = {"measured": _whole(sum(held) / len(held)), "largest": max(held)}
+            memory[category] = {"predicted": entry["predicted"], **measured}
+    communication: dict[str, Any] = {}
+    for kind in sorted({kind for report in reports for kind in report["communication"]}):
+        none = {"measured": Traffic().as_dict(), "predicted": Traffic().as_dict()}
+        entries, total = [report["communication"].get(kind, none) for report in reports], Traffic()
+        for entry in entries:
+            total.add(Traffic(**entry["measured"]))
         mean = {name: _whole(value / len(reports)) for name, value in total.as_dict().items()}
-        predicted = reports[0]["communication"].get(kind, {}).get("predicted", Traffic().as_dict())
-        combined["communication"][kind] = {"predicted": predicted, "measured": mean}
-    return combined
+        communication[kind] = {"predicted": entries[0]["predicted"], "measured": mean}
+    return {"memory": memory, "communication": communication}
 
 
 def _whole(value: float) -> float:

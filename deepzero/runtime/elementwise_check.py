@@ -1,18 +1,16 @@
 """May ZeRO cut this optimizer up? An experiment on the user's own object, which leaves no trace in it.
 
-ZeRO gives each rank's optimizer 1-D fp32 tensors, the *masters*, each a slice of many parameters laid end to end. That
-is right for every optimizer that is **elementwise**: a new value depends on the old value, gradients and state at the
-same place and on nothing else. SGD, Adam and their kin are. LAMB and LARS (norm of a whole layer), Adafactor (rows and
-columns), Muon (matrices), Shampoo and L-BFGS are not, and would train *wrongly and silently* on slices. A list of names
-would know neither the next one nor the user's own, so :func:`check_elementwise` tries.
+ZeRO gives each rank's optimizer 1-D fp32 tensors, the *masters*, each a slice of a parameter. That is right for every
+optimizer that is **elementwise**: a new value depends on the old value, gradients and state at the same place and on
+nothing else. SGD, Adam and their kin are. LAMB and LARS (norm of a whole layer), Adafactor (rows and columns), Muon
+(matrices), Shampoo and L-BFGS are not, and would train *wrongly and silently* on slices. A list of names would not have
+the next one, or the user's own, so :func:`check_elementwise` tries.
 
 The trial must run *the user's object*, with its settings, and must not touch its parameters, its state, its counters,
-its hooks or the random number generators.
-
-A copy will not do. ``copy.copy`` and ``copy.deepcopy`` of a torch optimizer keep three attributes and drop all others
-(``Optimizer.__getstate__``), so that a class of the user's with an attribute of its own breaks; and a class whose
-``__del__`` frees something (DeepSpeedCPUAdam) frees it when the copy dies. So :func:`borrowed` puts other things into
-the object itself, and puts everything back, also after an exception.
+its hooks or the random number generators. A copy will not do: ``copy.copy`` and ``copy.deepcopy`` of a torch optimizer
+keep three attributes and drop all others (``Optimizer.__getstate__``), and a class whose ``__del__`` frees something
+(DeepSpeedCPUAdam) frees it when the copy dies. So :func:`borrowed` puts other things into the object itself, and puts
+everything back, also after an exception.
 
 Source: ``torch/optim/optimizer.py`` for what an optimizer consists of.
 """
@@ -35,9 +33,7 @@ SHAPE = (6, 8)
 CUT = 20
 """Where its 48 elements are cut in two: neither at a row nor at a power of two."""
 
-STEPS = 3
-LR = 0.05
-TOLERANCE = 1e-6
+STEPS, LR, TOLERANCE = 3, 0.05, 1e-6
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -67,17 +63,25 @@ def borrowed(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer
         (0.5, True)
     """
     real = dict(vars(optimizer))
-    _refuse_wrappers(optimizer, real)
+    inner = [k for k, v in real.items() if isinstance(v, torch.optim.Optimizer) and v is not optimizer]
+    if inner or "param_groups" not in real or "state" not in real:
+        what = f"holds another optimizer in its attribute {inner[0]!r}" if inner else "keeps its groups elsewhere"
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} {what}. ZeRO replaces an optimizer's parameters by this rank's "
+            "share of them, which it cannot do through a wrapper; pass the inner optimizer"
+        )
+    params = [p for group in real["param_groups"] for p in group["params"]]
     # References to the optimizer itself (a scheduler wraps ``step`` in a bound method) and to the real parameters stay
     # references; everything else that can be copied is.
-    memo: dict[int, Any] = {id(optimizer): optimizer}
-    for group in real["param_groups"]:
-        memo.update({id(p): p for p in group["params"]})
-    lent = {
-        name: _copied(value, memo) for name, value in real.items() if name not in ("param_groups", "state", *_HOOKS)
-    }
-    lent.update({name: OrderedDict() for name in _HOOKS if name in real})
-    devices = sorted({p.device for g in real["param_groups"] for p in g["params"] if p.device.type == "cuda"}, key=str)
+    memo: dict[int, Any] = {id(optimizer): optimizer, **{id(p): p for p in params}}
+    lent: dict[str, Any] = {name: OrderedDict() for name in _HOOKS if name in real}
+    for name, value in real.items():
+        if name not in ("param_groups", "state", *_HOOKS):
+            lent[name] = value
+            # A foreign __deepcopy__ may raise anything; modules, locks and C++ handles cannot be copied.
+            with contextlib.suppress(Exception):
+                lent[name] = copy.deepcopy(value, memo)
+    devices = sorted({p.device for p in params if p.device.type == "cuda"}, key=str)
     vars(optimizer).update(lent, param_groups=[], state=defaultdict(dict))
     try:
         with torch.random.fork_rng(devices=devices):
@@ -92,13 +96,16 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def state_like(state: Mapping[str, Any], real: torch.Tensor, other: torch.Tensor) -> dict[str, Any]:
+def state_like(
+    state: Mapping[str, Any], real: torch.Tensor, other: torch.Tensor, values: bool = True
+) -> dict[str, Any]:
     """State for ``other`` as ``real`` had it from the optimizer's constructor (Adagrad's accumulators).
 
     Args:
         state: of ``real``; tensors of its extent are taken to hold one value everywhere, and their first one is used.
         real: a parameter.
         other: the tensor that stands in for it.
+        values: False fills in zeros, where extents alone are asked for: the real tensors may have no values.
 
     Returns:
         New tensors of ``other``'s shape and device; numbers and the like copied.
@@ -106,38 +113,20 @@ def state_like(state: Mapping[str, Any], real: torch.Tensor, other: torch.Tensor
     new: dict[str, Any] = {}
     for name, value in state.items():
         if torch.is_tensor(value) and value.dim() > 0 and value.numel() == real.numel():
-            first = value.reshape(-1)[0].item() if value.numel() and not value.is_meta else 0.0
+            first = value.reshape(-1)[0].item() if values and value.numel() else 0.0
             new[name] = torch.full_like(other, first, dtype=value.dtype, requires_grad=False)
         else:
             new[name] = copy.deepcopy(value)
     return new
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # whatever a foreign __deepcopy__ raises; modules, locks and C++ handles cannot be copied
-        return value
-
-
-def _refuse_wrappers(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any]) -> None:
-    name = type(optimizer).__name__
-    inner = [k for k, v in attributes.items() if isinstance(v, torch.optim.Optimizer) and v is not optimizer]
-    if inner or "param_groups" not in attributes or "state" not in attributes:
-        what = f"holds another optimizer in its attribute {inner[0]!r}" if inner else "keeps its groups elsewhere"
-        raise ConfigError(
-            f"optimizer {name} {what}. ZeRO replaces an optimizer's parameters by this rank's share of them, which it "
-            "cannot do through a wrapper; pass the inner optimizer"
-        )
-
-
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that cannot work on slices.
 
-    Three steps on a matrix, and the same numbers once more in two 1-D pieces that know nothing of each other, as they
-    would lie on two ranks; the second piece's gradients are thirty times larger, so that a norm over everything shows.
-    The results must agree to 1e-6. Settings are those of ``optimizer``, except the learning rate, which may be 0 at
-    the start of a schedule and would show nothing. Parameters, state and random numbers are left as they are.
+    Three steps on a matrix, and the same numbers once more in two 1-D slices with nothing in common, as they would lie
+    on two ranks; the second slice's gradients are thirty times larger, so that a norm over everything shows. The
+    results must agree to 1e-6. Settings are those of ``optimizer``, except the learning rate, which may be 0 at the
+    start of a schedule and would show nothing. Parameters, state and random numbers are left as they are.
 
     Args:
         optimizer: any torch optimizer over real parameters.
@@ -154,46 +143,47 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         settings = repr(settings_of(group))
         if group["params"] and settings not in tried:
             tried.append(settings)
-            _try_group(optimizer, group)
+            problem = _try_group(optimizer, group)
+            if problem:
+                raise ConfigError(
+                    "ZeRO gives each rank a 1-D slice of the parameters, so the optimizer must be elementwise: each "
+                    "new value may depend on the value, gradients and state at the same place alone. "
+                    f"{type(optimizer).__name__} {problem}; use AdamW, Adam, SGD or another elementwise optimizer"
+                )
 
 
-def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    name, device = type(optimizer).__name__, group["params"][0].device
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(SHAPE, generator=generator)
-    grads = [torch.randn(SHAPE, generator=generator) for _ in range(STEPS)]
+def _try_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> str | None:
+    """What speaks against the optimizer with the settings of ``group``; None: nothing."""
+    device = group["params"][0].device
+    generator = torch.Generator().manual_seed(0)  # on the CPU: all ranks come to one verdict
+    start, *grads = (torch.randn(SHAPE, generator=generator) for _ in range(1 + STEPS))
     for grad in grads:
         grad.view(-1)[CUT:].mul_(30.0)
     start, grads = start.to(device), [grad.to(device) for grad in grads]
-    why = (
-        f"ZeRO gives each rank a 1-D slice of the parameters, so the optimizer must be elementwise: each new value may "
-        f"depend on the value, gradients and state at the same place alone. {name} "
-    )
-    use = "; use AdamW, Adam, SGD or another elementwise optimizer"
+    flat = start.reshape(-1)
     try:
         whole = _run(optimizer, group, start, grads).reshape(-1)
-        flat, flat_grads = start.reshape(-1), [grad.reshape(-1) for grad in grads]
-        pieces = [
-            _run(optimizer, group, flat[part], [grad[part] for grad in flat_grads])
+        slices = [
+            _run(optimizer, group, flat[part], [grad.reshape(-1)[part] for grad in grads])
             for part in (slice(0, CUT), slice(CUT, None))
         ]
     except ConfigError:
         raise
     except Exception as error:  # a foreign step() may raise anything
-        raise ConfigError(f"{why}failed in a trial on such slices ({type(error).__name__}: {error}){use}") from error
+        return f"failed in a trial on such slices ({type(error).__name__}: {error})"
     if torch.equal(whole, flat):
-        raise ConfigError(f"{why}moved nothing in a trial of {STEPS} steps, so this cannot be tested{use}")
-    difference = (whole - torch.cat(pieces)).abs().max().item()
+        return f"moved nothing in a trial of {STEPS} steps, so this cannot be tested"
+    difference = (whole - torch.cat(slices)).abs().max().item()
     if not difference <= TOLERANCE * max(1.0, whole.abs().max().item()):
-        raise ConfigError(f"{why}gave other results for slices than for the whole, by up to {difference:.3g}{use}")
+        return f"gave other results for slices than for the whole, by up to {difference:.3g}"
+    return None
 
 
 def _run(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], start: torch.Tensor, grads: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """The parameter that ``start`` becomes after one step for each of ``grads``."""
-    param = start.clone().requires_grad_()
-    real = group["params"][0]
+    param, real = start.clone().requires_grad_(), group["params"][0]
     settings, made = settings_of(group), optimizer.state.get(real)
     if "lr" in settings:
         settings["lr"] = torch.full_like(settings["lr"], LR) if torch.is_tensor(settings["lr"]) else LR

@@ -28,7 +28,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,13 +49,11 @@ from deepzero.runtime.lr_schedules import build_scheduler
 from deepzero.runtime.zero.optimizer_shard import clip_divisor
 from deepzero.runtime.zero.tensor_fragment import TensorFragments
 
+# Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops. A smaller loss scale
+# makes no difference to a forward pass. One bad batch is skipped, and so are a few; but a skipped step leaves the
+# parameters as they are, so when five global batches in a row give no finite loss, the sixth will not. DeepSpeed halves
+# its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
 BAD_LOSSES = 5
-"""Skipped optimizer steps in a row whose losses are not finite, after which fp16 training stops.
-
-A smaller loss scale makes no difference to a forward pass. One bad batch is skipped, and so are a few; but a skipped
-step leaves the parameters as they are, so when five global batches in a row give no finite loss, the sixth will not.
-DeepSpeed halves its scale down to the minimum first: with 65536 and hysteresis, 18 steps.
-"""
 
 
 class NonFiniteError(RuntimeError):
@@ -67,37 +64,26 @@ class NonFiniteError(RuntimeError):
 class StepRecord:
     """What happened in one optimizer step; the same on all ranks."""
 
-    step: int
-    """Counted from 1."""
-    loss: float
-    """Mean over ranks and micro-batches; NaN when the engine saw no scalar loss."""
-    lr: float
-    """Learning rate of the first param group, as used in this step."""
-    grad_norm: float
-    """Global 2-norm of the averaged, unscaled gradients before clipping."""
+    step: int  # counted from 1
+    loss: float  # mean over ranks and micro-batches; NaN when the engine saw no scalar loss
+    lr: float  # learning rate of the first param group, as used in this step
+    grad_norm: float  # global 2-norm of the averaged, unscaled gradients before clipping
     grad_norm_clipped: float
-    """The same after clipping."""
-    loss_scale: float
-    """The scale that multiplied this step's loss."""
-    skipped: bool
-    """fp16 overflow: parameters, moments and schedule are as before."""
+    loss_scale: float  # the scale that multiplied this step's loss
+    skipped: bool  # fp16 overflow: parameters, moments and schedule are as before
 
 
 @dataclass
 class StepState:
     """Where in an optimizer step the engine is."""
 
+    # What set_gradient_accumulation_boundary has decided; None: every ``accumulation``-th micro-batch is one.
     boundary: bool | None = None
-    """What ``set_gradient_accumulation_boundary`` has decided; None: every ``accumulation``-th micro-batch is one."""
     inside_no_sync: bool = False
-    open: bool = False
-    """Between phases 4 and 5: gradients are neither agreed on nor dropped."""
-    applied: bool = False
-    """The last call of ``step`` has changed the parameters."""
-    asked_to_stop: bool = False
-    """``request_stop`` was called on this rank."""
-    bad_losses: int = 0
-    """Skipped steps in a row for want of a finite loss."""
+    open: bool = False  # between phases 4 and 5: gradients are neither agreed on nor dropped
+    applied: bool = False  # the last call of ``step`` has changed the parameters
+    asked_to_stop: bool = False  # ``request_stop`` was called on this rank
+    bad_losses: int = 0  # skipped steps in a row for want of a finite loss
     destroyed: bool = False
     """``destroy`` was called."""
 
@@ -137,12 +123,12 @@ class Engine(nn.Module):
         self.module, self.optimizer = model, optimizer
 
         # Optional features enter here, so that the path of a step has no branch for any of them.
+        # Called with a call's name before it runs; each raises when that call cannot be made now.
         self.preconditions: list[Callable[[str], None]] = []
-        """Called with a call's name before it runs; each raises when that call cannot be made now."""
+        # Contexts that every forward pass runs in.
         self.around_forward: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
-        """Contexts that every forward pass runs in."""
+        # Called after each optimizer step, applied or skipped.
         self.on_step: list[Callable[[StepRecord], None]] = []
-        """Called after each optimizer step, applied or skipped."""
 
         # Autograd's hooks come after the parameters were given their new storage: a hook lives on the accumulation node
         # of a parameter, which keeps the device and dtype that the parameter had when the node was made.
@@ -157,8 +143,8 @@ class Engine(nn.Module):
 
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self.last_step: StepRecord | None = None
+        # True on all ranks since the step in which one of them was asked to stop: time to save and leave.
         self.stopping = False
-        """All ranks know, since the last step, that one has been asked to stop: time to save and leave."""
         self.state = StepState()
         # From here on what is sent and allocated belongs to training, and is compared with the predictions.
         self.comm.ledger.close_setup()
@@ -195,20 +181,18 @@ class Engine(nn.Module):
     def _check_pass(self, call: str) -> None:
         """:meth:`check`; and the gradients so far must be those of whole passes."""
         self.check(call)
-        if self.state.open or self.passes.hooks.backward_aborted():
-            what = "optimizer step broke off before ranks had agreed on it"
-            if not self.state.open:
-                what = "backward pass broke off before its end"
+        if self.state.open or self.passes.aborted():
+            step = "optimizer step broke off before ranks had agreed on it"
+            backward = "backward pass broke off before its end"
             raise RuntimeError(
-                f"the last {what}, and its gradients are incomplete; call "
+                f"the last {step if self.state.open else backward}, and its gradients are incomplete; call "
                 "engine.discard_gradients() on every rank, then begin the optimizer step again with its first "
                 "micro-batch"
             )
 
     def _cast_input(self, value: Any) -> Any:
-        if torch.is_tensor(value) and value.is_floating_point():
-            return value.to(self.zero.dtypes.compute)
-        return value
+        floating = torch.is_tensor(value) and value.is_floating_point()
+        return value.to(self.zero.dtypes.compute) if floating else value
 
     # ---- backward: 1 fetch, 2 release, 3 gradient ready --------------------------------------------------------------
 
@@ -297,7 +281,10 @@ class Engine(nn.Module):
         self.state.open = False
         self.stopping = agreement.stop
         if agreement.trouble:
-            self._raise_together(trouble)
+            # Some rank is: the others raise too, with its text, and nothing was updated. A second collective, after the
+            # agreement: only steps in trouble pay for the texts.
+            self._drop_step()
+            raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -353,7 +340,7 @@ class Engine(nn.Module):
     def _trouble(self) -> RuntimeError | None:
         """End the passes (stage 3 releases all, and makes its plan); return what keeps this rank from a step."""
         found, zero = None, self.zero
-        for check in (partial(zero.optimizer_shard.before_step), zero.trained.check, zero.stage.end_passes):
+        for check in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):
             try:
                 check()
             except DesyncError:
@@ -361,12 +348,6 @@ class Engine(nn.Module):
             except RuntimeError as error:
                 found = found or error
         return found
-
-    def _raise_together(self, mine: RuntimeError | None) -> None:
-        """Some rank is in trouble, and all know it: the others raise too, with its text. Nothing was updated."""
-        # A second collective, after the agreement: only steps in trouble pay for the texts.
-        self._drop_step()
-        raise_on_all_ranks(mine)
 
     def _drop_step(self) -> None:
         self.zero.forget_gradients()
@@ -442,11 +423,9 @@ class Engine(nn.Module):
     # ---- parameters and masters, between steps -----------------------------------------------------------------------
 
     def finish_delayed_update(self) -> None:
-        """Let the parameters be those of the masters now, if an update is on its way. A collective.
-
-        Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
-        training as if this step had not been delayed; a run that is continued takes the same course.
-        """
+        """Let the parameters be those of the masters now, if an update is on its way. A collective."""
+        # Saving does so by itself: a checkpoint holds one state, not two halves of a step. It changes the course of
+        # training as if this step had not been delayed; a run that is continued takes the same course.
         if not self.zero.optimizer_shard.update_pending:
             return
         # Stage 3 may hold gathered parameters that were fetched ahead: they are of before the update.
@@ -462,7 +441,7 @@ class Engine(nn.Module):
         """Parameters and masters are about to be written: nothing old stays gathered, or on its way from the host."""
         self.zero.stage.before_writes()
         if self.zero.offload is not None:
-            self.zero.offload.side.wire.finish_reads()
+            self.zero.offload.finish_reads()
 
     def destroy(self) -> None:
         """Let go of the model: it keeps its values and may be given to ``initialize`` again. Twice is harmless."""
@@ -472,7 +451,7 @@ class Engine(nn.Module):
             self.finish_delayed_update()
         # Hooks before storage: no hook of ours may run on a parameter that is whole again.
         self.state.destroyed = True
-        self.passes.hooks.remove()
+        self.passes.remove()
         self.fragments.forget()
         self.zero.stage.destroy()
         self.zero.close()

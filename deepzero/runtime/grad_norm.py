@@ -12,10 +12,9 @@ stage. So the sum of squares is made in two parts, neither of which depends on t
    Python's big integers make the total, and one square root rounds once.
 
 The blocks are measured where the reduction has just written them, while they are in the core's cache
-(:class:`BlockNorms`): a pass of its own over 46 M elements took 23 ms of a 700 ms step, one thread.
-
-A block whose squares overflow fp32 (gradients near 1e19) counts as not finite, as it does in torch; one whose norm is
-below fp32's normal range (1e-38) counts as zero.
+(:class:`BlockNorms`): a pass of its own over 46 M elements took 23 ms of a 700 ms step, one thread. A block whose
+squares overflow fp32 (gradients near 1e19) counts as not finite, as it does in torch; one whose norm is below fp32's
+normal range (1e-38) counts as zero.
 """
 
 from __future__ import annotations
@@ -28,13 +27,9 @@ import torch
 from deepzero.comm.process_group import real_device_type
 from deepzero.layout import ALIGN, Fragment
 
-EXPONENTS = 256
 FRACTION_BITS = 23
-NON_FINITE = EXPONENTS - 1
-"""The exponent field of inf and NaN."""
-
-WORDS = EXPONENTS
-"""Integers that ranks add up."""
+WORDS = 256
+"""Integers that ranks add up, one for each exponent. The last exponent is that of inf and NaN."""
 
 
 def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -72,14 +67,12 @@ def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
     # The bits of the same mantissa with exponent 0: m in [1, 2).
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).view(torch.float32)
     # Exact in float64 for 2**28 blocks (2**34 elements): m*m < 4 has 25 bits above 2**-23.
-    return (_histogram(field, mantissa.square_().to(torch.float64)) * (1 << FRACTION_BITS)).to(torch.int64)
-
-
-def _histogram(field: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of ``weights`` by exponent. torch's deterministic mode refuses bincount on a GPU, not index_add_."""
+    squares = mantissa.square_().to(torch.float64)
     if field.device.type == "cpu":
-        return torch.bincount(field, weights=weights, minlength=EXPONENTS)
-    return torch.zeros(EXPONENTS, dtype=torch.float64, device=field.device).index_add_(0, field, weights)
+        sums = torch.bincount(field, weights=squares, minlength=WORDS)
+    else:  # torch's deterministic mode refuses bincount on a GPU, not index_add_
+        sums = torch.zeros(WORDS, dtype=torch.float64, device=field.device).index_add_(0, field, squares)
+    return (sums * (1 << FRACTION_BITS)).to(torch.int64)
 
 
 class BlockNorms:
@@ -88,6 +81,13 @@ class BlockNorms:
     Args:
         numel: elements of the share, a multiple of ``ALIGN``.
         device: where it lies.
+
+    Example:
+        >>> norms = BlockNorms(128, torch.device("cpu"))
+        >>> norms.measure(0, torch.full((64,), 3.0), 0)
+        >>> norms.measure(64, torch.full((64,), 4.0), 0)
+        >>> norm_from_words(norms.norm_sq_partials().tolist())
+        40.0
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
@@ -114,10 +114,10 @@ class BlockNorms:
         return words if self._on_host is None else words + exact_square_sum(self._on_host).to(words.device)
 
     def squares(self, fragments: Sequence[Fragment], count: int) -> torch.Tensor:
-        """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's pieces.
+        """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's fragments.
 
         Args:
-            fragments: where in the share each parameter's elements lie; a piece begins where a block does.
+            fragments: where in the share each parameter's elements lie; a fragment begins where a block does.
             count: parameters of the group.
         """
         blocks = self.norms.to(torch.float64).square().cpu()
@@ -142,37 +142,12 @@ def layer_of(name: str) -> str:
     return ".".join(words[: numbered[0] + 1] if numbered else words[:-1] or words)
 
 
-def square_sum_words(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The exact sum of squares of this rank's gradients, ready to be added to the other ranks'.
-
-    Args:
-        grads: 1-D tensors, each a multiple of ``ALIGN`` elements; padding is zero.
-        device: where they lie.
-
-    Returns:
-        int64 ``[WORDS]`` on ``device``.
-
-    Example:
-        >>> words = square_sum_words([torch.full((64,), 3.0), torch.full((64,), 4.0)], torch.device("cpu"))
-        >>> norm_from_words(words.tolist())
-        40.0
-    """
-    total = torch.zeros(WORDS, dtype=torch.int64, device=device)
-    for grad in grads:
-        total += exact_square_sum(block_norms(grad.to(torch.float32)))
-    return total
-
-
 def norm_from_words(words: list[int]) -> float:
-    """The square root of the sum, rounded once to float64.
+    """The square root, rounded once to float64, of ``WORDS`` integers that were added over all ranks.
 
-    Args:
-        words: ``WORDS`` integers, added over all ranks.
-
-    Returns:
-        The norm; ``inf`` when any block was not finite.
+    ``inf`` when any block was not finite.
     """
-    if words[NON_FINITE]:
+    if words[-1]:
         return math.inf
     # Word e counts squares of mantissas in units of 2**-23, each at exponent 2 * (e - 127). Zeros are in word 0.
     total = sum(count << (2 * e) for e, count in enumerate(words) if e)

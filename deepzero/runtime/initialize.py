@@ -77,20 +77,30 @@ def initialize(
     """
     settings, problem = EngineConfig(), None
     try:
-        settings = load_engine_config(_one_config(args, config, config_params))
+        from_args = getattr(args, "deepspeed_config", None)
+        given = [value for value in (config, config_params, from_args) if value is not None]
+        twice = "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
+        if len(given) > 1:
+            raise ConfigError(twice)
+        settings = load_engine_config(given[0] if given else None)
     except ConfigError as error:
         problem = error
-    _join(dist_init_required, settings)
-    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
-    engine = DeepSpeedEngine(model, chosen, settings, _scheduler(lr_scheduler, chosen, settings), total_steps)
-    engine.training_dataloader = None if training_data is None else _loader(engine, training_data, collate_fn)
-    return engine, chosen, engine.training_dataloader, engine.lr_scheduler
-
-
-def _join(dist_init_required: bool | None, settings: EngineConfig) -> None:
     if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError("dist_init_required=False, but this process has joined no process group")
     process_group.init_distributed(timeout_seconds=settings.comm.timeout_seconds)
+    model, chosen = _agreed(problem, settings, model, optimizer, model_parameters)
+    _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
+    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
+        lr_scheduler = lr_scheduler(chosen)
+    engine = DeepSpeedEngine(model, chosen, settings, lr_scheduler, total_steps)
+    if training_data is not None:
+        # This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped.
+        ranks = (engine.world_size, engine.global_rank)
+        sampler: DistributedSampler[Any] = DistributedSampler(training_data, *ranks, drop_last=True)
+        engine.training_dataloader = DataLoader(
+            training_data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True
+        )
+    return engine, chosen, engine.training_dataloader, engine.lr_scheduler
 
 
 def _agreed(
@@ -105,7 +115,9 @@ def _agreed(
         resolve_batch(settings, process_group.world_size())
         check_ranks(settings, process_group.world_size())
         check_precision(settings.precision.dtype, process_group.default_device())
-        if settings.zero.stage == 3 and any(param.is_meta for param in model.parameters()):
+        # A model that was made on the meta device: stage 3 makes its parameters here, module by module.
+        without_values = [param for param in model.parameters() if param.is_meta]
+        if settings.zero.stage == 3 and without_values:
             Init(module=model)
         check_parameters(model)
         chosen = _optimizer(model, optimizer, model_parameters, settings)
@@ -115,14 +127,9 @@ def _agreed(
         agree_to_start(error, {})
         raise
     agree_to_start(None, mine)
-    if settings.zero.stage < 3:
-        _gather(model, settings.zero.stage)
-    return model, chosen
-
-
-def _gather(model: nn.Module, stage: int) -> None:
-    """Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again. A collective."""
-    cut = {name: param for name, param in model.named_parameters() if isinstance(param, ZeroParameter)}
+    # Stages 0-2 keep parameters whole: what ``zero.Init`` has cut is put together again, by a collective.
+    whole = settings.zero.stage < 3
+    cut = {name: param for name, param in model.named_parameters() if whole and isinstance(param, ZeroParameter)}
     check_unclaimed({param: name for name, param in cut.items()})
     for param in cut.values():
         unpartition(param)
@@ -130,8 +137,9 @@ def _gather(model: nn.Module, stage: int) -> None:
         log.warning(
             "zero.Init has partitioned the model, and zero stage %d keeps its parameters whole: they are gathered on "
             "every rank. Set zero_optimization.stage to 3, or leave zero.Init out (enabled=False)",
-            stage,
+            settings.zero.stage,
         )
+    return model, chosen
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -142,28 +150,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
-    from_args = getattr(args, "deepspeed_config", None)
-    given = [value for value in (config, config_params, from_args) if value is not None]
-    if len(given) > 1:
-        raise ConfigError(
-            "the configuration is given twice (config, config_params, args.deepspeed_config); give it once"
-        )
-    return given[0] if given else None
-
-
 def _optimizer(
     model: nn.Module, optimizer: Any, model_parameters: Any, settings: EngineConfig
 ) -> torch.optim.Optimizer:
     _warn_of_two("optimizer", optimizer, settings.optimizer)
+    given = None if model_parameters is None else list(model_parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
-        if model_parameters is not None:
-            _check_same_parameters(optimizer, model_parameters)
+        # With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused.
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        flat = [p for item in given or () for p in (item["params"] if isinstance(item, Mapping) else [item])]
+        missing = [tuple(p.shape) for p in flat if p.requires_grad and id(p) not in held]
+        if missing:
+            raise ConfigError(
+                f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape "
+                f"{missing[0]}"
+            )
         return optimizer
-    if model_parameters is not None:
-        parameters = list(model_parameters)
-    else:
-        parameters = [param for param in model.parameters() if param.requires_grad]
+    parameters = [param for param in model.parameters() if param.requires_grad] if given is None else given
     if callable(optimizer):
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):
@@ -174,14 +177,6 @@ def _optimizer(
     return build_optimizer(settings.optimizer, parameters, settings.zero.offload_optimizer.device == "cpu")
 
 
-def _scheduler(lr_scheduler: Any, optimizer: torch.optim.Optimizer, settings: EngineConfig) -> Any:
-    """What the caller gave, made if it was a callable; None leaves it to the configuration."""
-    _warn_of_two("lr_scheduler", lr_scheduler, settings.scheduler)
-    if callable(lr_scheduler) and not callable(getattr(lr_scheduler, "step", None)):
-        return lr_scheduler(optimizer)
-    return lr_scheduler
-
-
 def _warn_of_two(argument: str, given: Any, block: Any) -> None:
     """What the script passes wins over the configuration, as in DeepSpeed. Rank 0 says so."""
     if given is not None and block is not None and process_group.rank() == 0:
@@ -190,21 +185,3 @@ def _warn_of_two(argument: str, given: Any, block: Any) -> None:
             argument,
             argument.removeprefix("lr_"),
         )
-
-
-def _check_same_parameters(optimizer: torch.optim.Optimizer, model_parameters: Any) -> None:
-    """With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused."""
-    given = list(model_parameters)
-    flat = [p for item in given for p in (item["params"] if isinstance(item, Mapping) else [item])]
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [tuple(p.shape) for p in flat if p.requires_grad and id(p) not in held]
-    if missing:
-        raise ConfigError(
-            f"model_parameters holds {len(missing)} parameters that optimizer= does not, first of shape {missing[0]}"
-        )
-
-
-def _loader(engine: DeepSpeedEngine, data: Dataset[Any], collate_fn: Any) -> DataLoader[Any]:
-    """This rank's micro-batches, reshuffled by ``loader.sampler.set_epoch``; an incomplete last batch is dropped."""
-    sampler: DistributedSampler[Any] = DistributedSampler(data, engine.world_size, engine.global_rank, drop_last=True)
-    return DataLoader(data, engine.batch.micro_batch, sampler=sampler, collate_fn=collate_fn, drop_last=True)

@@ -23,10 +23,10 @@ against it; the method is Micikevicius et al., "Mixed Precision Training", 2018,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from deepzero.config.engine import PrecisionConfig
-from deepzero.config.strict import ConfigError
+from deepzero.config.strict import ConfigError, require
 
 GROWTH = 2.0
 """The scale doubles and halves: a power of two changes no digit of a gradient, only its exponent."""
@@ -36,60 +36,49 @@ class LossScaleError(RuntimeError):
     """The scale is at its minimum and gradients still overflow: something else is wrong, and training stops."""
 
 
-class LossScaler(Protocol):
-    """What the engine asks of either scaler."""
-
-    scale: float
-    """Multiplies the next loss; divides the gradients that come of it."""
-
-    dynamic: ClassVar[bool]
-    """Whether :meth:`update` may change ``scale``."""
-
-    def update(self, overflow: bool) -> None:
-        """Take note of one optimizer step. ``overflow`` must be agreed upon by all ranks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on with the same scales."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what :meth:`state_dict` gave."""
-
-
-class StaticLossScaler:
-    """A scale that never changes: fp16 with a fixed ``loss_scale``, and 1.0 for bf16 and fp32.
+class LossScaler:
+    """A scale that never changes: fp16 with a fixed ``loss_scale``, and 1 for bf16 and fp32. DeepSpeed's name.
 
     An overflowing step is still skipped by the engine; there is just nothing to learn from it.
 
     Args:
-        scale: the factor, positive.
-
-    Example:
-        >>> scaler = StaticLossScaler(128.0)
-        >>> scaler.update(overflow=True)
-        >>> scaler.scale
-        128.0
+        scale: multiplies the next loss, and divides the gradients that come of it; positive.
     """
 
-    dynamic: ClassVar[bool] = False
+    kind = "static"
+    changing: ClassVar[tuple[str, ...]] = ("scale",)
+    """Attributes that are saved with a checkpoint."""
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ConfigError(f"precision.loss_scale={scale!r}: a fixed loss scale must be positive")
+        require(scale > 0, "precision.loss_scale", scale, "a fixed loss scale must be positive")
         self.scale = float(scale)
 
     def update(self, overflow: bool) -> None:
-        """Nothing to do."""
+        """Take note of one optimizer step. ``overflow`` must be agreed upon by all ranks, or their scales part ways."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The kind and the scale; the scale only to be looked at, it comes from the config."""
-        return {"kind": "static", "scale": self.scale}
+        """What changes; a fixed scale is there only to be looked at, and everything else comes from the config."""
+        return {"kind": self.kind, **{name: getattr(self, name) for name in self.changing}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that ``state`` is a static scaler's; the config's scale stays."""
-        _check_state(state, "static", self.state_dict())
+        """Go on where :meth:`state_dict` was taken, with the window, hysteresis, minimum or fixed scale of this run.
+
+        Raises:
+            ValueError: the state of another kind of scaler, or with keys missing or too many.
+        """
+        if state.get("kind") != self.kind:
+            raise ValueError(
+                f"the saved loss scaler is {state.get('kind')!r}, this run's is {self.kind!r}: set "
+                "precision.loss_scale as in the run that was saved (0 is dynamic), or leave the saved loss scaler out"
+            )
+        expected = sorted(self.state_dict())
+        if sorted(state) != expected:
+            raise ValueError(f"a {self.kind} loss scaler's state has the keys {expected}, this one has {sorted(state)}")
+        for name in self.changing if self.kind == "dynamic" else ():
+            setattr(self, name, type(getattr(self, name))(state[name]))
 
 
-class DynamicLossScaler:
+class DynamicLossScaler(LossScaler):
     """A scale that doubles after a while without overflow and halves after one. See the module's first lines.
 
     Args:
@@ -113,7 +102,8 @@ class DynamicLossScaler:
         8.0
     """
 
-    dynamic: ClassVar[bool] = True
+    kind = "dynamic"
+    changing = ("scale", "iteration", "last_overflow_iteration", "hysteresis_left")
 
     def __init__(
         self,
@@ -124,30 +114,20 @@ class DynamicLossScaler:
         min_scale: float = 1.0,
     ) -> None:
         for name, value in (("loss_scale_window", window), ("hysteresis", hysteresis)):
-            if value < 1:
-                raise ConfigError(f"precision.{name}={value!r}: must be at least 1")
+            require(value >= 1, f"precision.{name}", value, "must be at least 1")
         if not 0 < min_scale <= initial_scale:
             raise ConfigError(
                 f"precision.min_loss_scale={min_scale!r}: must be positive and not above the first loss scale, "
                 f"which is {initial_scale:g} (2 to the power of precision.initial_scale_power)"
             )
-        self.window = window
-        self.hysteresis = hysteresis
-        self.consecutive_hysteresis = consecutive_hysteresis
+        super().__init__(initial_scale)
+        self.window, self.hysteresis, self.consecutive_hysteresis = window, hysteresis, consecutive_hysteresis
         self.min_scale = float(min_scale)
-
-        # What changes while training runs, and is saved with a checkpoint. -1 is the step before the first one.
-        self.scale = float(initial_scale)
-        self.iteration = 0
-        self.last_overflow_iteration = -1
-        self.hysteresis_left = hysteresis
+        # -1 is the step before the first one.
+        self.iteration, self.last_overflow_iteration, self.hysteresis_left = 0, -1, hysteresis
 
     def update(self, overflow: bool) -> None:
         """Take note of one optimizer step, and change ``scale`` for the next one.
-
-        Args:
-            overflow: whether any gradient on any rank was inf or NaN. All ranks must pass the same value, or their
-                scales part ways.
 
         Raises:
             LossScaleError: overflow at the minimum scale, with no forgiveness left.
@@ -156,7 +136,11 @@ class DynamicLossScaler:
             self._shrink()
             self.last_overflow_iteration = self.iteration
         else:
-            self._grow()
+            good_steps = self.iteration - self.last_overflow_iteration - 1
+            grows = good_steps > 0 and good_steps % self.window == 0
+            if grows or self.consecutive_hysteresis:
+                self.hysteresis_left = self.hysteresis
+            self.scale *= GROWTH if grows else 1
         self.iteration += 1
 
     def _shrink(self) -> None:
@@ -174,74 +158,20 @@ class DynamicLossScaler:
             )
         self.scale = max(self.scale / GROWTH, self.min_scale)
 
-    def _grow(self) -> None:
-        if self.consecutive_hysteresis:
-            self.hysteresis_left = self.hysteresis
-        good_steps = self.iteration - self.last_overflow_iteration - 1
-        if good_steps > 0 and good_steps % self.window == 0:
-            self.hysteresis_left = self.hysteresis
-            self.scale *= GROWTH
-
-    def state_dict(self) -> dict[str, Any]:
-        """The four numbers that change; window, hysteresis and minimum come from the config."""
-        return {
-            "kind": "dynamic",
-            "scale": self.scale,
-            "iteration": self.iteration,
-            "last_overflow_iteration": self.last_overflow_iteration,
-            "hysteresis_left": self.hysteresis_left,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken, with this run's window, hysteresis and minimum.
-
-        Raises:
-            ValueError: the state of another kind of scaler, or with keys missing or too many.
-        """
-        _check_state(state, "dynamic", self.state_dict())
-        self.scale = float(state["scale"])
-        self.iteration = int(state["iteration"])
-        self.last_overflow_iteration = int(state["last_overflow_iteration"])
-        self.hysteresis_left = int(state["hysteresis_left"])
-
-
-def _check_state(state: Mapping[str, Any], kind: str, expected: Mapping[str, Any]) -> None:
-    found = state.get("kind")
-    if found != kind:
-        raise ValueError(
-            f"the saved loss scaler is {found!r}, this run's is {kind!r}: set precision.loss_scale as in the run that "
-            "was saved (0 is dynamic), or leave the saved loss scaler out"
-        )
-    if set(state) != set(expected):
-        raise ValueError(f"a {kind} loss scaler's state has the keys {sorted(expected)}, this one has {sorted(state)}")
-
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """The scaler that a precision asks for.
-
-    Args:
-        precision: dtype and, for fp16, ``loss_scale`` (0 is dynamic) and the dynamic scaler's numbers.
-
-    Returns:
-        A :class:`DynamicLossScaler` for fp16 with ``loss_scale=0``, otherwise a :class:`StaticLossScaler`.
+    """The scaler that a precision asks for: dynamic for fp16 with ``loss_scale=0``, else fixed, and 1 outside fp16.
 
     Raises:
         ConfigError: numbers that do not fit together.
 
     Example:
-        >>> build_loss_scaler(PrecisionConfig(dtype="fp16")).scale
-        65536.0
-        >>> build_loss_scaler(PrecisionConfig(dtype="bf16")).scale
-        1.0
+        >>> build_loss_scaler(PrecisionConfig(dtype="fp16")).scale, build_loss_scaler(PrecisionConfig()).scale
+        (65536.0, 1.0)
     """
-    if precision.dtype != "fp16":
-        return StaticLossScaler(1.0)
-    if precision.loss_scale:
-        return StaticLossScaler(precision.loss_scale)
+    if precision.dtype != "fp16" or precision.loss_scale:
+        return LossScaler(precision.loss_scale if precision.dtype == "fp16" else 1.0)
     return DynamicLossScaler(
-        initial_scale=2.0**precision.initial_scale_power,
-        window=precision.loss_scale_window,
-        hysteresis=precision.hysteresis,
-        consecutive_hysteresis=precision.consecutive_hysteresis,
-        min_scale=precision.min_loss_scale,
-    )
+        2.0**precision.initial_scale_power, precision.loss_scale_window, precision.hysteresis,
+        precision.consecutive_hysteresis, precision.min_loss_scale,
+    )  # fmt: skip

@@ -1,11 +1,11 @@
 """Learning-rate schedules, deepzero's own and DeepSpeed's: a curve says what, one scheduler says when.
 
-A *curve* is a frozen dataclass of numbers with one pure function, ``lrs(done, base_lrs)``: the learning rate of each
-parameter group for the optimizer step that comes after ``done`` steps. :class:`Scheduler` is the only thing with a
-state, and that state is one integer. So resuming needs no history, and a curve can be plotted without an optimizer.
+A *curve* is a frozen dataclass of numbers with one pure function, ``lrs(done, base_lrs)``: the learning rates of the
+optimizer step that comes after ``done`` steps. Only :class:`Scheduler` has a state, one integer (torch's schedulers
+keep more), so resuming needs no history, and a curve can be plotted without an optimizer.
 
-**When.** The constructor writes the rate for the first optimizer step into the optimizer (``done = 0``); each call of
-:meth:`Scheduler.step` comes *after* an optimizer step and writes the rate for the next one. The engine does not call it
+**When.** The constructor writes the rate of the first optimizer step into the optimizer (``done = 0``); each call of
+:meth:`Scheduler.step` comes *after* an optimizer step and writes the rate of the next one. The engine does not call it
 after a step that was skipped (fp16 overflow): such a step uses up data, but no place on the curve.
 
 =======================  ============================================================================================
@@ -20,13 +20,11 @@ after a step that was skipped (fp16 overflow): such a step uses up data, but no 
 ``OneCycle``             ``cycle_min_lr``, up, down, then decay; Adam's first beta moves the other way
 =======================  ============================================================================================
 
-deepzero's own waste no step on a rate of zero, at either end. DeepSpeed's count ``last_batch_iteration``, which is -1
-after construction and 0 after the first ``step()``: step k > 0 has the value of iteration k - 1, so the warm-ups start
-*twice* at the bottom, and with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter. That
-is what scripts tuned under DeepSpeed have seen, and what they get here. Where DeepSpeed warns and goes on (an unknown
-``warmup_type``), these raise. ``LRRangeTest`` is left out.
-
-T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given, it is the length of the run.
+T is ``total_steps`` (``total_num_steps`` in DeepSpeed's); when it is not given, it is the length of the run. deepzero's
+own waste no step on a rate of zero. DeepSpeed's count ``last_batch_iteration``, which is -1 after construction and 0
+after the first ``step()``: step k > 0 has the value of iteration k - 1, so warm-ups start *twice* at the bottom, and
+with the default ``warmup_min_lr`` of 0 the first two optimizer steps move no parameter; scripts tuned there get the
+same here. Where DeepSpeed warns and goes on (an unknown ``warmup_type``), these raise. ``LRRangeTest`` is left out.
 
 Sources: DeepSpeed's ``runtime/lr_schedules.py`` for its names, defaults and values, against which they are tested; the
 cosine is Loshchilov and Hutter, "SGDR", 2017, in nanoGPT's form; warm-up, stable, decay is Hu et al., "MiniCPM", 2024,
@@ -41,12 +39,12 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from deepzero.config.engine import SchedulerConfig
-from deepzero.config.strict import ConfigError, build, convert, require
+from deepzero.config.strict import ConfigError, Section, build, convert, require
 
 PerGroup = float | tuple[float, ...]
 """One number for all parameter groups, or one for each."""
@@ -55,8 +53,11 @@ BETA2 = 0.99
 """While OneCycle moves the first beta of Adam, DeepSpeed sets the second one to this."""
 
 
-class Curve(Protocol):
-    """A schedule as a pure function."""
+@dataclass(frozen=True)
+class Curve(Section):
+    """A schedule as a pure function; its fields are ``scheduler.params``."""
+
+    where = "scheduler.params"
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """The learning rates for the optimizer step after ``done`` steps.
@@ -68,6 +69,21 @@ class Curve(Protocol):
         Returns:
             One rate for each parameter group.
         """
+        raise NotImplementedError
+
+    def per_group(self, name: str, groups: int) -> list[float]:
+        """The field's number for each of ``groups`` parameter groups."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return [value] * groups
+        rule = f"has {len(value)} values, and the optimizer has {groups} parameter groups"
+        require(len(value) == groups, f"{self.where}.{name}", list(value), rule)
+        return list(value)
+
+    def length(self, name: str) -> int:
+        """T, which ``build_scheduler`` fills in where it was not given."""
+        self.need(getattr(self, name) is not None, name, "is not known; give it, in optimizer steps")
+        return int(getattr(self, name))
 
 
 def _cosine(progress: float, floor: float) -> float:
@@ -75,37 +91,15 @@ def _cosine(progress: float, floor: float) -> float:
     return floor + (1.0 - floor) * (1.0 + math.cos(math.pi * min(1.0, progress))) / 2.0
 
 
-def _per_group(value: PerGroup, groups: int, name: str) -> list[float]:
-    if not isinstance(value, tuple):
-        return [value] * groups
-    rule = f"has {len(value)} values, and the optimizer has {groups} parameter groups"
-    require(len(value) == groups, f"scheduler.params.{name}", list(value), rule)
-    return list(value)
-
-
 def _between(low: Sequence[float], top: Sequence[float], part: float) -> list[float]:
     return [a + (b - a) * part for a, b in zip(low, top, strict=True)]
-
-
-def _check_at_least(curve: Any, least: int, *names: str) -> None:
-    rule = f"must be at least {least}" if least else "must not be negative"
-    for name in names:
-        value = getattr(curve, name)
-        require(value is None or value >= least, f"scheduler.params.{name}", value, rule)
-
-
-def _known(curve: Any, name: str) -> int:
-    total = getattr(curve, name)
-    if total is None:
-        raise ConfigError(f"scheduler.params.{name} is not known; give it, in optimizer steps")
-    return int(total)
 
 
 # ---- deepzero's own --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(Curve):
     """``constant``: the optimizer's own learning rate, all the way."""
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
@@ -114,24 +108,21 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class WarmupCosine:
+class WarmupCosine(Curve):
     """``warmup_cosine``: a straight line up, half a cosine down."""
 
-    warmup_steps: int = 0
-    """Steps below the full rate, which step number ``warmup_steps`` (counted from 0) is the first to have."""
-
-    total_steps: int | None = None
-    """T, the length of the whole schedule in optimizer steps; None: the length of the run."""
-
-    min_lr_ratio: float = 0.1
-    """Where the cosine ends, as a part of the full rate. Steps after T, if any, stay there."""
+    warmup_steps: int = 0  # below the full rate, which step number warmup_steps (from 0) is the first to have
+    total_steps: int | None = None  # T; None: the length of the run
+    min_lr_ratio: float = 0.1  # the end, as a part of the full rate; steps after T, if any, stay there
 
     def __post_init__(self) -> None:
-        _check_own(self)
+        self.least(0, "warmup_steps")
+        self.least(1, "total_steps")
+        self.need(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", "must be between 0 and 1")
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """``base_lrs`` times warm-up or cosine, which meet at ``done = warmup_steps``, where both are 1."""
-        total = _known(self, "total_steps")
+        total = self.length("total_steps")
         factor = min(1.0, (done + 1) / (self.warmup_steps + 1))
         if done > self.warmup_steps:
             factor = _cosine((done - self.warmup_steps) / max(1, total - self.warmup_steps), self.min_lr_ratio)
@@ -139,230 +130,146 @@ class WarmupCosine:
 
 
 @dataclass(frozen=True)
-class WarmupStableDecay:
+class WarmupStableDecay(WarmupCosine):
     """``warmup_stable_decay``: up, level, down; the level part can be made longer without a new start."""
 
-    warmup_steps: int = 0
-    """Steps below the full rate, which step number ``warmup_steps`` (counted from 0) is the first to have."""
-
-    total_steps: int | None = None
-    """T, the length of the whole schedule in optimizer steps; None: the length of the run."""
-
-    decay_steps: int | None = None
-    """Length of the decay at the end; None: a fifth of T, rounded up."""
-
-    min_lr_ratio: float = 0.0
-    """Where the decay ends (at T, one step after the last), as a part of the full rate."""
+    min_lr_ratio: float = 0.0  # the end (at T, one step after the last)
+    decay_steps: int | None = None  # at the end; None: a fifth of T, rounded up
 
     def __post_init__(self) -> None:
-        _check_own(self)
-        _check_at_least(self, 0, "decay_steps")
+        super().__post_init__()
+        self.least(0, "decay_steps")
         if self.decay_steps is not None and self.total_steps is not None:
             rule = f"is longer than the whole schedule, scheduler.params.total_steps={self.total_steps}"
-            require(self.decay_steps <= self.total_steps, "scheduler.params.decay_steps", self.decay_steps, rule)
+            self.need(self.decay_steps <= self.total_steps, "decay_steps", rule)
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """``base_lrs`` times warm-up, 1 or decay; where warm-up and decay overlap, the lower of the two."""
-        total = _known(self, "total_steps")
+        total = self.length("total_steps")
         decay_steps = -(-total // 5) if self.decay_steps is None else self.decay_steps
-        left = total - done
-        factor = min(1.0, (done + 1) / (self.warmup_steps + 1))
+        factor, left = min(1.0, (done + 1) / (self.warmup_steps + 1)), total - done
         if left < decay_steps:
             down = max(0, left) / decay_steps
             factor = min(factor, self.min_lr_ratio + (1.0 - self.min_lr_ratio) * down)
         return [lr * factor for lr in base_lrs]
 
 
-def _check_own(curve: WarmupCosine | WarmupStableDecay) -> None:
-    _check_at_least(curve, 0, "warmup_steps")
-    _check_at_least(curve, 1, "total_steps")
-    rule = "must be between 0 and 1"
-    require(0.0 <= curve.min_lr_ratio <= 1.0, "scheduler.params.min_lr_ratio", curve.min_lr_ratio, rule)
-
-
 # ---- DeepSpeed's -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class WarmupLR:
+class DeepSpeedWarmup(Curve):
+    """The warm-up that three of DeepSpeed's schedules share."""
+
+    warmup_num_steps: int = 1000  # iterations; 1 counts as 2
+    warmup_type: Literal["log", "linear"] = "log"  # fast at first, or even
+
+    def __post_init__(self) -> None:
+        self.least(1, "warmup_num_steps", *(["total_num_steps"] if hasattr(self, "total_num_steps") else []))
+
+    def warmup(self, iteration: int) -> float | None:
+        """From 0 at iteration 0 to 1, by the logarithm (1 at the last iteration) or by a line; None: it is over."""
+        steps = max(2, self.warmup_num_steps)
+        if iteration >= steps:
+            return None
+        return math.log(iteration + 1) / math.log(steps) if self.warmup_type == "log" else iteration / steps
+
+
+@dataclass(frozen=True)
+class WarmupLR(DeepSpeedWarmup):
     """Up from ``warmup_min_lr`` to ``warmup_max_lr``, then level."""
 
     warmup_min_lr: PerGroup = 0.0
-    """Where the warm-up starts."""
-
-    warmup_max_lr: PerGroup | None = None
-    """Where it ends; None: the optimizer's own learning rate."""
-
-    warmup_num_steps: int = 1000
-    """Iterations of the warm-up; 1 counts as 2."""
-
-    warmup_type: Literal["log", "linear"] = "log"
-    """Fast at first, or even."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(self, 1, "warmup_num_steps")
+    warmup_max_lr: PerGroup | None = None  # None: the optimizer's own learning rate
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """Between the two rates of each group."""
-        low = _per_group(self.warmup_min_lr, len(base_lrs), "warmup_min_lr")
-        top = base_lrs
+        low, top = self.per_group("warmup_min_lr", len(base_lrs)), base_lrs
         if self.warmup_max_lr is not None:
-            top = _per_group(self.warmup_max_lr, len(base_lrs), "warmup_max_lr")
+            top = self.per_group("warmup_max_lr", len(base_lrs))
         if done == 0:
             return low
-        warming = _warmup(self, done - 1)
-        return _between(low, top, 1.0 if warming is None else warming)
+        part = self.warmup(done - 1)
+        return _between(low, top, self.after(done) if part is None else part)
+
+    def after(self, done: int) -> float:
+        """The place between the two rates when the warm-up is over."""
+        return 1.0
 
 
 @dataclass(frozen=True)
-class WarmupDecayLR:
+class WarmupDecayLR(WarmupLR):
     """Up as in :class:`WarmupLR`, then a straight line that ends at ``warmup_min_lr`` when all steps are done."""
 
-    total_num_steps: int | None = None
-    """Length of the schedule in optimizer steps; None: the length of the run."""
-
-    warmup_min_lr: PerGroup = 0.0
-    """Where the warm-up starts and the decay ends."""
-
     warmup_max_lr: PerGroup = 0.001
-    """The highest rate."""
+    total_num_steps: int | None = None  # T; None: the length of the run
 
-    warmup_num_steps: int = 1000
-    """Iterations of the warm-up; 1 counts as 2."""
-
-    warmup_type: Literal["log", "linear"] = "log"
-    """Fast at first, or even."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(self, 1, "warmup_num_steps", "total_num_steps")
-
-    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """Between the two rates of each group."""
-        low = _per_group(self.warmup_min_lr, len(base_lrs), "warmup_min_lr")
-        top = _per_group(self.warmup_max_lr, len(base_lrs), "warmup_max_lr")
-        if done == 0:
-            return low
-        part = _warmup(self, done - 1)
-        if part is None:
-            total = _known(self, "total_num_steps")
-            part = max(0.0, (total - (done - 1)) / max(1.0, total - max(2, self.warmup_num_steps)))
-        return _between(low, top, part)
+    def after(self, done: int) -> float:
+        """The line."""
+        total = self.length("total_num_steps")
+        return max(0.0, (total - (done - 1)) / max(1.0, total - max(2, self.warmup_num_steps)))
 
 
 @dataclass(frozen=True)
-class WarmupCosineLR:
+class WarmupCosineLR(DeepSpeedWarmup):
     """The optimizer's own rate times a warm-up and half a cosine."""
 
-    total_num_steps: int | None = None
-    """Length of the schedule in optimizer steps; None: the length of the run."""
-
-    warmup_min_ratio: float = 0.0
-    """Where the warm-up starts, as a part of the full rate."""
-
-    warmup_num_steps: int = 1000
-    """Iterations of the warm-up; 1 counts as 2."""
-
-    cos_min_ratio: float = 0.0001
-    """Where the cosine ends and stays, as a part of the full rate."""
-
-    warmup_type: Literal["log", "linear"] = "log"
-    """Fast at first, or even."""
-
-    def __post_init__(self) -> None:
-        _check_at_least(self, 1, "warmup_num_steps", "total_num_steps")
+    total_num_steps: int | None = None  # T; None: the length of the run
+    warmup_min_ratio: float = 0.0  # where the warm-up starts, as a part of the full rate
+    cos_min_ratio: float = 0.0001  # where the cosine ends and stays, as a part of the full rate
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """``base_lrs`` times one factor."""
         if done == 0:
             return [lr * 0.0 for lr in base_lrs]
-        part = _warmup(self, done - 1)
+        part = self.warmup(done - 1)
         if part is not None:
             factor = self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
         else:
-            total, steps = _known(self, "total_num_steps"), max(2, self.warmup_num_steps)
+            total, steps = self.length("total_num_steps"), max(2, self.warmup_num_steps)
             factor = max(0.0, _cosine((done - steps) / max(1, total - steps), self.cos_min_ratio))
         return [lr * factor for lr in base_lrs]
 
 
-def _warmup(curve: WarmupLR | WarmupDecayLR | WarmupCosineLR, iteration: int) -> float | None:
-    """From 0 at iteration 0 to 1, by the logarithm (1 already at the last iteration) or by a line; None: it is over."""
-    steps = max(2, curve.warmup_num_steps)
-    if iteration >= steps:
-        return None
-    return math.log(iteration + 1) / math.log(steps) if curve.warmup_type == "log" else iteration / steps
-
-
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycle(Curve):
     """One climb and one descent between two rates, then a slow decay; Adam's first beta moves the other way.
 
     ``cycle_min_lr`` and ``cycle_max_lr`` have no default in DeepSpeed, and none here.
     """
 
-    cycle_min_lr: PerGroup
-    """The rate at both ends of the cycle."""
-
-    cycle_max_lr: PerGroup
-    """The rate in the middle."""
-
-    decay_lr_rate: float = 0.0
-    """After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * x)``, x counted in ``decay_step_size``."""
-
-    cycle_first_step_size: int = 2000
-    """Iterations up."""
-
-    cycle_second_step_size: int | None = None
-    """Iterations down; None: as many as up."""
-
-    cycle_first_stair_count: int = 0
-    """Climb in so many stairs; 0: smoothly."""
-
-    cycle_second_stair_count: int | None = None
-    """Descend in so many stairs; None: as many as on the way up."""
-
-    decay_step_size: float = 0
-    """Iterations of one unit of decay; 0: no decay."""
-
-    cycle_momentum: bool | None = None
-    """Move the first beta too; None: if the optimizer has betas."""
-
-    cycle_min_mom: PerGroup = 0.8
-    """The first beta in the middle of the cycle, and at optimizer step 0."""
-
-    cycle_max_mom: PerGroup = 0.9
-    """The first beta at both ends of the cycle."""
-
-    decay_mom_rate: float = 0.0
-    """After the cycle the first beta is ``cycle_max_mom * (1 + decay_mom_rate * x)``."""
+    cycle_min_lr: PerGroup  # at both ends of the cycle
+    cycle_max_lr: PerGroup  # in the middle
+    decay_lr_rate: float = 0.0  # after the cycle the rate is cycle_min_lr / (1 + decay_lr_rate * x)
+    cycle_first_step_size: int = 2000  # iterations up
+    cycle_second_step_size: int | None = None  # iterations down; None: as many as up
+    cycle_first_stair_count: int = 0  # climb in so many stairs; 0: smoothly
+    cycle_second_stair_count: int | None = None  # descend in so many; None: as many as on the way up
+    decay_step_size: float = 0  # iterations of one unit of x; 0: no decay
+    cycle_momentum: bool | None = None  # move the first beta too; None: if the optimizer has betas
+    cycle_min_mom: PerGroup = 0.8  # the first beta in the middle of the cycle, and at optimizer step 0
+    cycle_max_mom: PerGroup = 0.9  # the first beta at both ends
+    decay_mom_rate: float = 0.0  # after the cycle the first beta is cycle_max_mom * (1 + decay_mom_rate * x)
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "cycle_first_step_size")
-        _check_at_least(self, 0, "cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count")
-        _check_at_least(self, 0, "decay_step_size")
+        self.least(1, "cycle_first_step_size")
+        stairs = ("cycle_first_stair_count", "cycle_second_stair_count")
+        self.least(0, "cycle_second_step_size", *stairs, "decay_step_size")
 
     def for_optimizer(self, optimizer: torch.optim.Optimizer) -> OneCycle:
-        """Decide about the betas, now that the optimizer is known.
-
-        Returns:
-            The same curve with ``cycle_momentum`` true or false.
+        """The same curve with ``cycle_momentum`` true or false, now that the optimizer is known.
 
         Raises:
             ConfigError: settings for betas that nobody would read.
         """
-        has_betas = "betas" in optimizer.defaults
+        has_betas, kind = "betas" in optimizer.defaults, type(optimizer).__name__
         cycling = has_betas if self.cycle_momentum is None else self.cycle_momentum
-        names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
-        asked = [f.name for f in dataclasses.fields(self) if f.name in names and getattr(self, f.name) != f.default]
-        if cycling and not has_betas:
-            raise ConfigError(
-                "scheduler.params.cycle_momentum=True: OneCycle moves the betas of an Adam, and "
-                f"{type(optimizer).__name__} has none; leave cycle_momentum out"
-            )
-        if asked and not cycling:
-            why = "cycle_momentum is false" if has_betas else f"{type(optimizer).__name__} has no betas"
-            raise ConfigError(
-                f"scheduler.params.{asked[0]}={getattr(self, asked[0])!r} is for betas, and {why}; leave it out"
-            )
+        rule = f"OneCycle moves the betas of an Adam, and {kind} has none; leave cycle_momentum out"
+        self.need(has_betas or not cycling, "cycle_momentum", rule)
+        why = "cycle_momentum is false" if has_betas else f"{kind} has no betas"
+        for name in ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate"):
+            unset = getattr(self, name) == getattr(OneCycle, name)
+            self.need(cycling or unset, name, f"is for betas, and {why}; leave it out")
         return dataclasses.replace(self, cycle_momentum=cycling)
 
     @property
@@ -388,16 +295,14 @@ class OneCycle:
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """Between the two rates of each group; ``base_lrs`` only says how many groups there are."""
-        low = _per_group(self.cycle_min_lr, len(base_lrs), "cycle_min_lr")
-        top = _per_group(self.cycle_max_lr, len(base_lrs), "cycle_max_lr")
+        low, top = (self.per_group(name, len(base_lrs)) for name in ("cycle_min_lr", "cycle_max_lr"))
         if done <= self.cycle_steps:
             return _between(low, top, self.height(done))
         return [a / (1.0 + self.decay_lr_rate * self._decay_units(done)) for a in low]
 
     def betas(self, done: int, groups: int) -> list[tuple[float, float]]:
         """The betas of each of ``groups`` parameter groups; at step 0 the first one is low, and so is the rate."""
-        low = _per_group(self.cycle_min_mom, groups, "cycle_min_mom")
-        top = _per_group(self.cycle_max_mom, groups, "cycle_max_mom")
+        low, top = (self.per_group(name, groups) for name in ("cycle_min_mom", "cycle_max_mom"))
         if done == 0:
             return [(a, BETA2) for a in low]
         if done <= self.cycle_steps:
@@ -419,7 +324,7 @@ class Scheduler:
 
     Args:
         optimizer: its ``param_groups`` are written to; their present ``lr`` are the curve's base rates.
-        curve: the schedule.
+        curve: the schedule; any object with :meth:`Curve.lrs` will do.
         last_batch_iteration: DeepSpeed's count, which is one behind: -1 starts the schedule, ``n - 1`` goes on after
             ``n`` steps.
 
@@ -437,12 +342,10 @@ class Scheduler:
     def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve, last_batch_iteration: int = -1) -> None:
         rule = "must be -1 (the start) or the number of the last finished step"
         require(last_batch_iteration >= -1, "scheduler.params.last_batch_iteration", last_batch_iteration, rule)
-        self.optimizer = optimizer
-        self.curve = curve
-        # Taken before the first write below; a rate in a tensor is read once, the tensor goes on being written to.
+        self.optimizer, self.curve, self.last_batch_iteration = optimizer, curve, last_batch_iteration
+        # Taken before the first write; a rate in a tensor is read once, the tensor goes on being written to.
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        self.last_batch_iteration = last_batch_iteration
-        self._write()
+        self.step(last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """One optimizer step is over: write the learning rates for the next one.
@@ -452,15 +355,21 @@ class Scheduler:
         """
         here = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = here
-        self._write()
+        groups = self.optimizer.param_groups
+        for group, lr in zip(groups, self.get_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # captured CUDA graphs hold this very tensor
+            else:
+                group["lr"] = lr
+        if isinstance(self.curve, OneCycle) and self.curve.cycle_momentum:
+            for group, betas in zip(groups, self.curve.betas(here + 1, len(groups)), strict=True):
+                group["betas"] = betas
 
     def get_lr(self) -> list[float]:
-        """The rate of each parameter group for the coming optimizer step, as DeepSpeed names it."""
+        """The rate of each parameter group for the coming optimizer step, which was written last."""
         return self.curve.lrs(self.last_batch_iteration + 1, self.base_lrs)
 
-    def get_last_lr(self) -> list[float]:
-        """The same, as torch names it: the rates that were written last."""
-        return self.get_lr()
+    get_last_lr = get_lr  # torch's name of it
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's one key: a checkpoint's scheduler state fits either."""
@@ -476,32 +385,14 @@ class Scheduler:
             raise ValueError(f"a scheduler's state has the key 'last_batch_iteration', this one has {sorted(state)}")
         self.step(int(state["last_batch_iteration"]))
 
-    def _write(self) -> None:
-        done = self.last_batch_iteration + 1
-        groups = self.optimizer.param_groups
-        for group, lr in zip(groups, self.curve.lrs(done, self.base_lrs), strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)  # captured CUDA graphs hold this very tensor
-            else:
-                group["lr"] = lr
-        if isinstance(self.curve, OneCycle) and self.curve.cycle_momentum:
-            for group, betas in zip(groups, self.curve.betas(done, len(groups)), strict=True):
-                group["betas"] = betas
 
-
-CURVES: dict[str, type[Any]] = {
+CURVES: dict[str, type[Curve]] = {
     "constant": Constant,
     "warmup_cosine": WarmupCosine,
     "warmup_stable_decay": WarmupStableDecay,
-    "WarmupLR": WarmupLR,
-    "WarmupDecayLR": WarmupDecayLR,
-    "WarmupCosineLR": WarmupCosineLR,
-    "OneCycle": OneCycle,
+    **{cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle)},
 }
 """``scheduler.type`` and the curve it means."""
-
-_TOTALS = ("total_steps", "total_num_steps")
-"""What deepzero's and DeepSpeed's curves call the length of the run."""
 
 
 def build_scheduler(
@@ -529,17 +420,13 @@ def build_scheduler(
         near = difflib.get_close_matches(config.type.lower(), [name.lower() for name in CURVES], n=1)
         hint = "".join(f"; did you mean {name!r}?" for name in CURVES if name.lower() in near)
         raise ConfigError(f"scheduler.type={config.type!r} is not one of {', '.join(CURVES)}{hint}")
-    cls = CURVES[config.type]
-    params = dict(config.params)
-    last = -1
-    if cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle):
+    cls, params, last = CURVES[config.type], dict(config.params), -1
+    if issubclass(cls, (DeepSpeedWarmup, OneCycle)):
         last = convert(int, params.pop("last_batch_iteration", -1), "scheduler.params.last_batch_iteration")
-    for name in _TOTALS:
-        if name in {field.name for field in dataclasses.fields(cls)} and params.get(name) is None:
+    for name in {"total_steps", "total_num_steps"} & {field.name for field in dataclasses.fields(cls)}:
+        if params.get(name) is None:
             if total_steps is None:
                 raise ConfigError(f"scheduler.type={config.type!r} needs scheduler.params.{name}, in optimizer steps")
             params[name] = total_steps
     curve = build(cls, params, "scheduler.params")
-    if isinstance(curve, OneCycle):
-        curve = curve.for_optimizer(optimizer)
-    return Scheduler(optimizer, curve, last)
+    return Scheduler(optimizer, curve.for_optimizer(optimizer) if isinstance(curve, OneCycle) else curve, last)

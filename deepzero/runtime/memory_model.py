@@ -15,10 +15,9 @@ stage        parameters  gradients                           masters       momen
 
 u is what unreduced gradients take: c; or a when several micro-batches are summed in a wider dtype; or nothing in stage
 1 with ``overlap_comm`` and a single micro-batch, whose gradients leave as they come. Stage 1 by all-reduce holds ``aΨ``
-in place of ``aΨ/W``. With 2-byte gradients (``grad_accum_dtype`` = compute dtype) and x + m = K, stage 2 is the paper's
-``2Ψ + (2+K)Ψ/W``; stage 1 is its ``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it; stage 3 is its
-``(4+K)Ψ/W``, and what is gathered at the moment. Stage 3's persistent parameters take c bytes on every rank, its frozen
-ones a W-th of that.
+in place of ``aΨ/W``. With 2-byte gradients and x + m = K, stage 2 is the paper's ``2Ψ + (2+K)Ψ/W``, stage 1 its
+``4Ψ + KΨ/W`` and the reduced share, ``aΨ/W``, beside it, stage 3 its ``(4+K)Ψ/W``, and what is gathered at the moment.
+Stage 3's persistent parameters take c bytes on every rank, its frozen ones a W-th of that.
 
 Sent by one rank per optimizer step, in elements, mean over ranks: one reduce-scatter or all-gather of all parameters is
 ``Ψ(W-1)/W``. Stages 0, 1 and 2 send two of them; stage 1 by all-reduce three; stage 2 reduces every micro-batch; stage
@@ -32,9 +31,10 @@ Sources: "Partitioning" and "Communication volume analysis" of the stage-2 notes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -48,17 +48,15 @@ from deepzero.comm.topology import Nodes
 from deepzero.config.engine import EngineConfig
 from deepzero.layout import Bucket, FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import FETCH, TO_DEVICE, TO_HOST
-from deepzero.offload.offload_plan import MOMENTS
-from deepzero.offload.optimizer_offload import GRADIENTS, STAGING
+from deepzero.offload.optimizer_offload import GRADIENTS, MOMENTS, STAGING
 from deepzero.runtime.consistency import AGREEMENT, OWN_WORDS
 from deepzero.runtime.grad_norm import WORDS
-from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS
 from deepzero.runtime.zero.parameter_all_gather import (
     BACKWARD,
     FORWARD,
     TO_REPLICAS,
-    PlainAllGather,
     SecondaryAllGather,
     send_to_replicas,
 )
@@ -66,7 +64,9 @@ from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS, PartitionedParamGroup
 from deepzero.runtime.zero.stage_1_and_2 import ALL_GATHER
-from deepzero.runtime.zero_components import ZeroComponents
+
+if TYPE_CHECKING:
+    from deepzero.runtime.build import ZeroComponents
 
 # ---- closed forms: integers in, bytes and traffic out ----------------------------------------------------------------
 
@@ -82,11 +82,9 @@ class StateSizes:
     stage: int
     overlap: bool
     micro_batches: int
-    whole_reduce: bool
-    """Gradients are all-reduced: stage 0, or stage 1 with ``reduce_scatter=False``."""
+    whole_reduce: bool  # gradients are all-reduced: stage 0, or stage 1 with reduce_scatter=False
     exact: bool
-    quantized_grads: Format | None = None
-    """qgZ's messages; None: gradients travel in the wire dtype."""
+    quantized_grads: Format | None = None  # qgZ's messages; None: gradients travel in the wire dtype
 
     @property
     def unreduced(self) -> int:
@@ -95,46 +93,23 @@ class StateSizes:
             return 0
         return self.compute if self.micro_batches == 1 else max(self.compute, self.accumulation)
 
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces every gradient."""
+        return self.micro_batches if self.stage >= 2 else 1
+
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of all groups; those of persistent and frozen parameters are stage 3's."""
+    """Elements of all groups, of parameters or of padding."""
 
     trained: int
-    persistent: int = 0
-    """Of the trained ones: whole on every rank."""
-    frozen: int = 0
-    """Partitioned, not trained."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Elements that belong to parameters, and elements of padding."""
-
-    true: Elements
-    padding: Elements
-
-    @classmethod
-    def of(
-        cls, layouts: Sequence[FlatLayout], persistent: Sequence[FlatLayout], frozen: Sequence[FlatLayout]
-    ) -> Counts:
-        """Count.
-
-        Args:
-            layouts: of all trained groups, persistent ones among them.
-            persistent: of those alone.
-            frozen: of frozen groups.
-        """
-        true = [sum(layout.numel for layout in some) for some in (layouts, persistent, frozen)]
-        padded = [sum(layout.padded_numel for layout in some) for some in (layouts, persistent, frozen)]
-        return cls(Elements(*true), Elements(*(p - t for p, t in zip(padded, true, strict=True))))
+    persistent: int = 0  # stage 3's: whole on every rank, and trained
+    frozen: int = 0  # stage 3's: partitioned, not trained
 
 
 def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> dict[str, int]:
-    """Bytes of one rank by category; the table above.
-
-    Called with the *padding* elements it gives what padding takes in each category.
-    """
+    """Bytes of one rank by category; the table above."""
     numel = elements.trained
     whole = elements.persistent if sizes.stage == 3 else numel
     parted = numel - whole + elements.frozen
@@ -151,36 +126,29 @@ def predicted_memory(elements: Elements, world_size: int, sizes: StateSizes) -> 
 
 @dataclass(frozen=True)
 class HostElements:
-    """Elements on each side, over all ranks: of all groups, true or padding."""
+    """Elements on each side, over all ranks: of all groups, of parameters or of padding."""
 
     host_optimizer: int
     device_optimizer: int
     host_masters: int
     device_masters: int
-    host_parameters: int
+    host_parameters: int  # of partitioned groups alone
     device_parameters: int
-    """Of partitioned groups alone."""
-    sent: int
-    """The CPU steps on them, and their parameters are on the device."""
+    sent: int  # the CPU steps on them, and their parameters are on the device
 
     @classmethod
-    def of(cls, placements: Sequence[tuple[OffloadPlan, bool, bool]], count: Callable[[Bucket], int]) -> HostElements:
-        """Count.
-
-        Args:
-            placements: of every group, whether it is trained, and whether its parameters are partitioned.
-            count: elements of a bucket, the true ones or the others.
-        """
+    def of(cls, placements: Iterable[tuple[OffloadPlan, bool, bool]], count: Callable[[Bucket], int]) -> HostElements:
+        """Count what ``count`` finds in a bucket, over groups: placement, whether trained, whether partitioned."""
         sums = dict.fromkeys((f.name for f in fields(cls)), 0)
         for placed, trained, partitioned in placements:
             for bucket in placed.layout.buckets:
                 numel = count(bucket)
                 side = "host" if placed.steps_on_host(bucket) else "device"
-                sums[f"{side}_optimizer"] += numel if trained else 0
-                sums[f"{side}_masters"] += numel if trained and not placed.own_masters_at(bucket) else 0
                 kept = "host" if placed.keeps_on_host(bucket) else "device"
-                sums[f"{kept}_parameters"] += numel if partitioned else 0
-                sums["sent"] += numel if (side, kept) == ("host", "device") else 0
+                sums[f"{side}_optimizer"] += numel * trained
+                sums[f"{side}_masters"] += numel * (trained and not placed.own_masters_at(bucket))
+                sums[f"{kept}_parameters"] += numel * partitioned
+                sums["sent"] += numel * ((side, kept) == ("host", "device"))
         return cls(**sums)
 
 
@@ -208,42 +176,6 @@ def offloaded_memory(
         "host_moments": sizes.moments * elements.host_optimizer,
     }
     return {category: total // world_size for category, total in forms.items()}
-
-
-def predicted_wire(
-    elements: HostElements, padding: HostElements, world_size: int, sizes: StateSizes, calls: tuple[int, int]
-) -> dict[str, Traffic]:
-    """One step's copies between device and host, mean over ranks: gradients down, new parameters up.
-
-    The first micro-batch's gradients travel in the accumulation dtype; later ones, which are added on the host, in
-    fp32. Parameters that live in host memory travel when they are fetched, which stage 3's plan knows.
-
-    Args:
-        elements: true ones.
-        padding: the others.
-        world_size: W.
-        sizes: bytes per element.
-        calls: buckets that the CPU steps on, and how many of them have their parameters on the device.
-    """
-    down, up = Traffic(), Traffic()
-    true, rest = elements.host_optimizer / world_size, padding.host_optimizer / world_size
-    times = sizes.micro_batches if sizes.stage >= 2 else 1
-    for number in range(times):
-        itemsize = sizes.accumulation if number == 0 else 4
-        down.add(Traffic(calls[0], true, rest, (true + rest) * itemsize))
-    true, rest = elements.sent / world_size, padding.sent / world_size
-    up.add(Traffic(calls[1], true, rest, (true + rest) * sizes.compute))
-    return {kind: traffic for kind, traffic in ((TO_HOST, down), (TO_DEVICE, up)) if traffic.calls}
-
-
-def padding_memory(counts: Counts, world_size: int, sizes: StateSizes) -> dict[str, int]:
-    """Bytes that the layout's padding elements take in each category: flat buffers have them, tensors of autograd
-    (``param.grad``) and of the optimizer (moments) have none.
-    """
-    forms = {**predicted_memory(counts.padding, world_size, sizes), "moments": 0}
-    if sizes.unreduced == sizes.compute:
-        forms["gradients"] -= counts.padding.trained * sizes.unreduced
-    return forms
 
 
 def bucket_bytes(
@@ -282,10 +214,7 @@ def wire_bytes(placements: Sequence[OffloadPlan], sizes: StateSizes, world_size:
 
 
 def predicted_traffic(
-    layouts: Sequence[FlatLayout],
-    nodes: Nodes,
-    sizes: StateSizes,
-    persistent: Sequence[FlatLayout] = (),
+    layouts: Sequence[FlatLayout], nodes: Nodes, sizes: StateSizes, persistent: Sequence[FlatLayout] = ()
 ) -> dict[str, Traffic]:
     """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart.
 
@@ -293,31 +222,28 @@ def predicted_traffic(
         layouts: of all trained groups.
         nodes: the ranks, and which of them share one.
         sizes: bytes per element, and how the run is cut.
-        persistent: stage 3: of those of ``layouts`` that stay whole.
+        persistent: stage 3: of those of ``layouts`` that stay whole. What is partitioned is in :func:`expected`.
     """
-    times, world_size = sizes.micro_batches if sizes.stage >= 2 else 1, nodes.world_size
+    times, world_size = sizes.reductions, nodes.world_size
     forms: dict[str, Traffic] = {}
     if sizes.quantized_grads is not None:
         exact = {group for group, layout in enumerate(layouts) if layout in persistent}
         goes_exact = lambda group, _: group in exact
         forms |= reduction_traffic(layouts, nodes, sizes.quantized_grads, sizes.wire, goes_exact, times)
     elif sizes.whole_reduce and not sizes.exact:
-        forms[ALL_REDUCE] = one_collective(layouts, nodes, sizes.wire, times, halves=2)
+        forms[ALL_REDUCE] = _one_collective(layouts, nodes, sizes.wire, times, halves=2)
     else:
-        forms[REDUCE_SCATTER] = one_collective(layouts, nodes, sizes.wire, times)
+        forms[REDUCE_SCATTER] = _one_collective(layouts, nodes, sizes.wire, times)
         if sizes.whole_reduce and world_size > 1:
-            forms[ALL_GATHER_GRADIENTS] = one_collective(layouts, nodes, sizes.accumulation)
-    if sizes.stage in (1, 2):
-        forms[ALL_GATHER] = one_collective(layouts, nodes, sizes.compute)
-    if sizes.stage == 3 and persistent:
-        # What is partitioned travels as its buckets say: ``expected``, below.
-        forms[ALL_GATHER] = one_collective(persistent, nodes, sizes.compute)
+            forms[ALL_GATHER_GRADIENTS] = _one_collective(layouts, nodes, sizes.accumulation)
+    if sizes.stage in (1, 2) or persistent:
+        forms[ALL_GATHER] = _one_collective(persistent or layouts, nodes, sizes.compute)
     message = 2 * (world_size - 1) * (WORDS + world_size + OWN_WORDS) // world_size
     forms[AGREEMENT] = Traffic(1, message, 0, 8 * message, 8 * message * nodes.share_between)
     return forms
 
 
-def one_collective(
+def _one_collective(
     layouts: Sequence[FlatLayout], nodes: Nodes, itemsize: int, times: int = 1, halves: int = 1
 ) -> Traffic:
     """``times`` reduce-scatters or all-gathers of everything; ``halves=2``: all-reduces."""
@@ -368,20 +294,16 @@ def reduction_traffic(
     for group, layout in enumerate(layouts):
         for bucket in layout.buckets:
             true, padding = bucket.true_numel(), bucket.numel - bucket.true_numel()
-            # For each kind: how many parts a rank sends, their bytes, and how many of these leave the node.
+            # For each kind: how many parts a rank sends, and how many of these leave the node.
+            part_bytes = form.message_bytes(bucket.shard_numel)
+            sends = [(INSIDE, (inside - 1) * count, 0), (BETWEEN, count - 1, count - 1)]
             if goes_exact(group, bucket.index):
                 part_bytes = wire * bucket.shard_numel
-                sends = [(REDUCE_SCATTER, world - 1, part_bytes, (world - inside) * part_bytes)]
-            else:
-                part_bytes = form.message_bytes(bucket.shard_numel)
-                sends = [
-                    (INSIDE, (inside - 1) * count, part_bytes, 0),
-                    (BETWEEN, count - 1, part_bytes, (count - 1) * part_bytes),
-                ]
-            for kind, parts, nbytes, between in sends:
+                sends = [(REDUCE_SCATTER, world - 1, world - inside)]
+            for kind, parts, leaving in sends:
+                sent = (parts * true / world, parts * padding / world, parts * part_bytes, leaving * part_bytes)
                 if parts:
-                    sent = Traffic(1, parts * true / world, parts * padding / world, parts * nbytes, between)
-                    forms.setdefault(kind, Traffic()).add(sent, times)
+                    forms.setdefault(kind, Traffic()).add(Traffic(1, *sent), times)
     return forms
 
 
@@ -412,79 +334,59 @@ def residual_bytes(layouts: Sequence[FlatLayout], nodes: Nodes, wire: int) -> in
 # ---- stage 3: before and after its plan is known ---------------------------------------------------------------------
 
 
-@dataclass
-class Forecast:
-    """Of one rank, mean over ranks."""
-
-    traffic: dict[str, Traffic] = field(default_factory=dict)
-    message_bytes: int = 0
-    """The most that buffers for quantised messages take at any time."""
-
-
 def expected(buckets: Sequence[PartitionedBucket], micro_batches: int) -> dict[str, Traffic]:
     """One step's traffic without a plan: every bucket forward and backward in every micro-batch."""
     forward, backward = Traffic(), Traffic()
     for bucket in buckets:
-        kept = bucket.gather.group is not None
-        over_all = 0 if bucket.gather.always_inside else 1 if kept else micro_batches
-        forward.add(bucket.gather.forecast(inside=False), over_all)
-        forward.add(bucket.gather.forecast(inside=True), micro_batches - over_all)
-        backward.add(bucket.gather.forecast(inside=kept), micro_batches)
-    return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)}
+        gather = bucket.gather
+        kept = gather.group is not None
+        over_all = 0 if gather.always_inside else 1 if kept else micro_batches
+        forward.add(gather.forecast(inside=False), over_all)
+        forward.add(gather.forecast(inside=True), micro_batches - over_all)
+        backward.add(gather.forecast(inside=kept), micro_batches)
+    return {FORWARD: forward, BACKWARD: backward, **_replicas(buckets)} if buckets else {}
 
 
-def planned(buckets: Sequence[PartitionedBucket], uses: Sequence[ModuleUse], plan: Sequence[FetchAction]) -> Forecast:
-    """What every later step will send and hold, by its plan."""
+def planned(buckets: Sequence[PartitionedBucket], plan: FetchPlan) -> tuple[dict[str, Traffic], int]:
+    """What every later step will send by its plan, and the most that buffers for quantised messages will take."""
     forms, fetched = {FORWARD: Traffic(), BACKWARD: Traffic()}, Traffic()
     # hpZ: what has been gathered over all ranks since the last step is kept inside the node.
     seen: set[int] = set()
     flying: set[int] = set()
-    most_flying = _publishing(buckets)
-    for use, action in zip(uses, plan, strict=True):
-        launched = [(key, use.backward) for key in action.fetch] + list(action.prefetch)
-        flying |= {key for key, _ in launched}
+    # A publication to replicas has at most two buffers for quantised messages under way.
+    most_flying = min(2, sum(bucket.gather.quantizes and bucket.gather.mics for bucket in buckets))
+    for use in plan.uses:
+        flying |= {key for key, _ in use.launches}
         most_flying = max(most_flying, sum(buckets[key].gather.quantizes for key in flying))
         flying -= set(use.keys)
-        for key, backward in launched:
+        for key, backward in use.launches:
             bucket, gather = buckets[key], buckets[key].gather
             kept = gather.group is not None and (key in seen or gather.always_inside)
             seen.add(key)
             forms[BACKWARD if backward else FORWARD].add(gather.forecast(inside=kept))
-            if bucket.gather.shard_on_host and not kept:
-                fetched.add(_from_host(bucket))
+            if gather.shard_on_host and not kept:  # this rank's part comes from host memory first
+                world, true = gather.comm.world_size, bucket.bucket.true_numel()
+                part_bytes = bucket.bucket.shard_numel * gather.dtype.itemsize
+                fetched.add(Traffic(1, true / world, (bucket.numel - true) / world, part_bytes))
     traffic = {**forms, **_replicas(buckets), **({FETCH: fetched} if fetched.calls else {})}
-    room = max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
-    return Forecast(traffic, most_flying * room)
+    return traffic, most_flying * max((bucket.gather.scratch_bytes for bucket in buckets), default=0)
 
 
 def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> None:
-    """Put into the ledger what later steps will send and hold by their plans, which know all savings."""
-    training, evaluation = coordinator.training, coordinator.evaluation
-    plans = [(trace.uses, trace.plan) for trace in (training, evaluation) if trace.plan is not None]
-    forecasts = [planned(coordinator.buckets, *plan) for plan in plans]
-    if training.plan is not None:
-        ledger.predicted_traffic.update(forecasts[0].traffic)
-    messages = max(forecast.message_bytes for forecast in forecasts)
-    itemsize = max((bucket.gather.dtype.itemsize for bucket in coordinator.buckets), default=0)
+    """Put into the ledger what later steps will send and hold by their plans, which contain all savings."""
+    buckets = coordinator.buckets
+    forecasts = [planned(buckets, plan) for plan in coordinator.plans()]
+    if coordinator.training.plan is not None:
+        ledger.predicted_traffic.update(forecasts[0][0])
+    itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
+    messages = max(message_bytes for _, message_bytes in forecasts)
     ledger.predicted_memory["gathered"] = coordinator.most_gathered_numel() * itemsize + messages
 
 
-def _publishing(buckets: Sequence[PartitionedBucket]) -> int:
-    """Buffers for quantised messages that a publication to replicas has under way at once."""
-    sent = [bucket for bucket in buckets if bucket.gather.quantizes and bucket.gather.mics]
-    return min(len(sent), 2)
-
-
-def secondary_bytes(gather: PlainAllGather) -> int:
-    """What hpZ or MiCS keep of a bucket on a rank: one H-th of it, as it travels."""
-    return gather.kept_messages * gather.message_bytes if isinstance(gather, SecondaryAllGather) else 0
-
-
-def _from_host(bucket: PartitionedBucket) -> Traffic:
-    """One part's way from host memory to the device."""
-    world, true = bucket.gather.comm.world_size, bucket.bucket.true_numel()
-    part_bytes = bucket.bucket.shard_numel * bucket.gather.dtype.itemsize
-    return Traffic(1, true / world, (bucket.numel - true) / world, part_bytes)
+def secondary_bytes(buckets: Iterable[PartitionedBucket]) -> int:
+    """What hpZ or MiCS keep of the buckets on a rank: one H-th of each, as it travels."""
+    gathers = [bucket.gather for bucket in buckets if isinstance(bucket.gather, SecondaryAllGather)]
+    return sum(gather.kept_messages * gather.message_bytes for gather in gathers)
 
 
 def _replicas(buckets: Sequence[PartitionedBucket]) -> dict[str, Traffic]:
@@ -505,8 +407,8 @@ def build_ledger(
     comm: Communicator,
     micro_batches: int,
 ) -> None:
-    """Put the closed forms in, and say which tensors are measured against them."""
-    ledger, dtypes, world = comm.ledger, built.dtypes, comm.world_size
+    """Put the closed forms in, and name the tensors that are measured against them."""
+    ledger, dtypes, offload = comm.ledger, built.dtypes, built.offload
     sizes = StateSizes(
         compute=dtypes.compute.itemsize,
         accumulation=dtypes.accumulation.itemsize,
@@ -520,122 +422,151 @@ def build_ledger(
         quantized_grads=built.quantized_grads.format if built.quantized_grads is not None else None,
     )
     layouts = [group.layout for group in built.groups]
-    persistent, frozen = _layouts_of_stage3(built)
-    counts = Counts.of(layouts, persistent, frozen)
-    memory = predicted_memory(counts.true, world, sizes)
-    padding = padding_memory(counts, world, sizes)
+    persistent = [g.layout for g in built.groups if not g.partitioned] if built.partitioning is not None else []
+    memory, padding = _states(built, comm.world_size, sizes)
     traffic = predicted_traffic(layouts, comm.nodes, sizes, persistent)
-    if built.offload is not None:
-        memory, padding = _with_host(built, counts, world, sizes)
-        traffic |= _wire(built, world, sizes)
-
+    memory["buckets"] = bucket_bytes(layouts, comm.world_size, comm.device, sizes, comm.nodes)
+    if offload is not None:
+        traffic |= _copies(built, comm.world_size, sizes)
+        placements, delayed = [g.placement for g in built.groups], config.zero.offload_optimizer.delayed_update
+        on_device, memory[STAGING] = wire_bytes(placements, sizes, comm.world_size, delayed)
+        memory["buckets"] += on_device
     if built.partitioning is not None:
         coordinator = built.partitioning.coordinator
         coordinator.on_plan = partial(predict, coordinator, ledger)
-        buckets = coordinator.buckets
-        traffic |= expected(buckets, micro_batches) if buckets else {}
-        memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
-    memory["buckets"] = bucket_bytes(layouts, world, comm.device, sizes, comm.nodes)
-    if built.offload is not None:
-        delayed = config.zero.offload_optimizer.delayed_update
-        placements = [group.placement for group in built.groups]
-        on_device, memory[STAGING] = wire_bytes(placements, sizes, world, delayed)
-        memory["buckets"] += on_device
+        traffic |= expected(coordinator.buckets, micro_batches)
+        memory[SECONDARY] = secondary_bytes(coordinator.buckets)
     if built.quantized_grads is not None and config.zero.quantization.error_feedback:
-        memory["buckets"] += residual_bytes([x for x in layouts if x not in persistent], comm.nodes, sizes.wire)
-    ledger.predict({**memory, "padding": sum(padding.values())}, traffic)
+        quantized = [layout for layout in layouts if layout not in persistent]
+        memory["buckets"] += residual_bytes(quantized, comm.nodes, sizes.wire)
+    ledger.predict({**memory, "padding": padding}, traffic)
     _watch(built, optimizer, ledger)
 
 
-def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches: int, stage: int) -> None:
+def predict_unquantized(built: ZeroComponents, comm: Communicator, micro_batches: int) -> None:
     """Predict later steps anew: a bucket goes unquantised from now on, so every later step sends more."""
     ledger, quantized_grads = comm.ledger, built.quantized_grads
     if built.partitioning is not None:
-        buckets = built.partitioning.coordinator.buckets
+        coordinator = built.partitioning.coordinator
         with ledger.aside():  # secondary partitions that have changed their form are empty
-            send_to_replicas(buckets)
-        ledger.predicted_traffic |= expected(buckets, micro_batches) if buckets else {}
-        built.partitioning.coordinator.predict_anew()
-        ledger.predicted_memory[SECONDARY] = sum(secondary_bytes(bucket.gather) for bucket in buckets)
+            send_to_replicas(coordinator.buckets)
+        ledger.predicted_traffic |= expected(coordinator.buckets, micro_batches)
+        coordinator.predict_anew()
+        ledger.predicted_memory[SECONDARY] = secondary_bytes(coordinator.buckets)
     if quantized_grads is not None:
-        layouts = [group.layout for group in built.groups]
         for kind in (INSIDE, BETWEEN):
             ledger.predicted_traffic.pop(kind, None)
         ledger.predicted_traffic |= reduction_traffic(
-            layouts, comm.nodes, quantized_grads.format, built.dtypes.wire.itemsize,
-            lambda group, bucket: not quantized_grads.takes((group, bucket)), micro_batches if stage >= 2 else 1,
+            [group.layout for group in built.groups], comm.nodes, quantized_grads.format, built.dtypes.wire.itemsize,
+            lambda group, bucket: not quantized_grads.takes((group, bucket)),
+            micro_batches if built.stage.gradients.every_pass else 1,
         )  # fmt: skip
 
 
-def _bucket_buffers(built: ZeroComponents) -> list[torch.Tensor]:
-    """What is kept for gradients on their way, and means nothing in between."""
-    return [*built.reducer.buffers(), *(built.offload.buffers_on_device() if built.offload is not None else ())]
+def _true(bucket: Bucket) -> int:
+    return bucket.true_numel()
 
 
-def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
-    """Which tensors are measured, and how much of each is padding: what is more than this rank's pieces."""
-
-    def stepped_on_host() -> list[torch.Tensor]:
-        uploads = built.offload.uploads if built.offload is not None else []
-        masters = [master for upload in uploads for master in upload.masters]
-        states = (optimizer.state.get(master, {}) for master in masters)
-        return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
-
-    def host_moments() -> list[torch.Tensor]:
-        if built.offload is None:
-            return []
-        made = stepped_on_host()
-        # The arena's rooms, whether this rank has a piece in them or padding alone; and what was made elsewhere.
-        return [*built.offload.arena.tensors(MOMENTS), *(t for t in made if not built.offload.arena.holds(t))]
-
-    def moments() -> list[torch.Tensor]:
-        # Counters of steps, 4 bytes for each tensor, are no moments, and lie on the host.
-        kept = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
-        there = {storage_ptr_of(t) for t in host_moments()}
-        return [t for t in kept if storage_ptr_of(t) not in there]
-
-    padding = _padding(built)
-
-    ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
-    ledger.watch("masters", lambda: [group.master_shard.on_device for group in built.groups], padding["masters"])
-    ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
-    ledger.watch("moments", moments, padding["moments"])
-    ledger.watch("buckets", lambda: [*_bucket_buffers(built), *built.reducer.kept()])
-    if built.partitioning is not None:
-        ledger.watch("gathered", built.partitioning.gather_buffers, most=built.partitioning.most_gathered)
-        if built.partitioning.secondaries():
-            ledger.watch(SECONDARY, built.partitioning.secondaries)
-    if built.offload is not None:
-        for category in HOST_CATEGORIES:
-            held = host_moments if category == MOMENTS else partial(built.offload.arena.tensors, category)
-            if category == MOMENTS:
-                inside = sum(t.nbytes for t in stepped_on_host() if built.offload.arena.holds(t))
-                padding[MOMENTS] = sum(t.nbytes for t in built.offload.arena.tensors(MOMENTS)) - inside
-            ledger.watch(category, held, padding.get(category, 0))
+def _rest(bucket: Bucket) -> int:
+    return bucket.numel - bucket.true_numel()
 
 
-def _with_host(
-    built: ZeroComponents, counts: Counts, world: int, sizes: StateSizes
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by category, and what of each is padding, where a part is in host memory."""
-    offload = built.offload
-    copies = offload.sums.copies if offload is not None and offload.sums is not None else 1
-    whole = counts.true.persistent if sizes.stage == 3 else counts.true.trained
-    whole_padding = counts.padding.persistent if sizes.stage == 3 else counts.padding.trained
-    true, rest = _elements(built)
-    memory = offloaded_memory(whole, counts.true.trained, true, world, sizes, copies)
-    padding = offloaded_memory(whole_padding, counts.padding.trained, rest, world, sizes, copies)
+def _on_host(built: ZeroComponents, count: Callable[[Bucket], int]) -> HostElements:
+    return HostElements.of(
+        ((group.placement, group.optimizer_group is not None, group.partitioned) for group in built.stores), count
+    )
+
+
+def _states(built: ZeroComponents, world: int, sizes: StateSizes) -> tuple[dict[str, int], int]:
+    """Bytes of model states by category, and the bytes of padding in all of them."""
+    offload, partitioning = built.offload, built.partitioning
+
+    def forms(count: Callable[[Bucket], int]) -> tuple[dict[str, int], int]:
+        trained = sum(count(b) for g in built.groups for b in g.layout.buckets)
+        persistent = sum(count(b) for g in built.groups if not g.partitioned for b in g.layout.buckets)
+        frozen = sum(count(b) for g in partitioning.frozen for b in g.layout.buckets) if partitioning is not None else 0
+        if offload is None:
+            return predicted_memory(Elements(trained, persistent, frozen), world, sizes), trained
+        copies = offload.sums.copies if offload.sums is not None else 1
+        return offloaded_memory(persistent, trained, _on_host(built, count), world, sizes, copies), trained
+
+    (memory, _), (padding, trained) = forms(_true), forms(_rest)
     # Flat buffers have padding, tensors of autograd and of the optimizer have none; rooms for moments have.
     padding["moments"] = 0
     if offload is not None and not any(room.numel for room in offload.rooms):
         padding[MOMENTS] = 0  # the optimizer makes its own, without padding
     if sizes.unreduced == sizes.compute:
-        padding["gradients"] -= counts.padding.trained * sizes.unreduced
-    return memory, padding
+        padding["gradients"] -= trained * sizes.unreduced
+    return memory, sum(padding.values())
 
 
-def _padding(built: ZeroComponents) -> dict[str, int]:
-    """Bytes of this rank's flat tensors that are in none of its pieces, by category; measured, not predicted."""
+def _copies(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, Traffic]:
+    """One step's copies between device and host, mean over ranks: gradients down, new parameters up.
+
+    The first micro-batch's gradients travel in the accumulation dtype; later ones, which are added on the host, in
+    fp32. Parameters that live in host memory travel when they are fetched, which is in stage 3's plan.
+    """
+    true, rest = _on_host(built, _true), _on_host(built, _rest)
+    stepped = [(g.placement, b) for g in built.groups for b in g.layout.buckets if g.placement.steps_on_host(b)]
+    sent = [bucket for placement, bucket in stepped if not placement.keeps_on_host(bucket)]
+
+    def traffic(calls: int, true: int, rest: int, itemsize: int) -> Traffic:
+        return Traffic(calls, true / world, rest / world, (true / world + rest / world) * itemsize)
+
+    down, up = Traffic(), Traffic()
+    for number in range(sizes.reductions):
+        itemsize = sizes.accumulation if number == 0 else 4
+        down.add(traffic(len(stepped), true.host_optimizer, rest.host_optimizer, itemsize))
+    up.add(traffic(len(sent), true.sent, rest.sent, sizes.compute))
+    return {kind: traffic for kind, traffic in ((TO_HOST, down), (TO_DEVICE, up)) if traffic.calls}
+
+
+def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledger) -> None:
+    """Which tensors are measured, and how much of each is padding: what is more than this rank's fragments."""
+    offload, partitioning = built.offload, built.partitioning
+
+    def states_of(masters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        # Counters of steps, 4 bytes for each tensor, are no moments, and lie on the host.
+        states = (optimizer.state.get(master, {}) for master in masters)
+        return [t for state in states for t in state.values() if torch.is_tensor(t) and t.dim()]
+
+    def stepped_on_host() -> list[torch.Tensor]:
+        return states_of(m for upload in offload.uploads for m in upload.masters) if offload is not None else []
+
+    def host_moments() -> list[torch.Tensor]:
+        if offload is None:
+            return []
+        # The arena's rooms, whether this rank has a fragment in them or padding alone; and what was made elsewhere.
+        return [*offload.arena.tensors(MOMENTS), *(t for t in stepped_on_host() if not offload.arena.holds(t))]
+
+    def moments() -> list[torch.Tensor]:
+        there = {storage_ptr_of(t) for t in host_moments()}
+        return [t for t in states_of(optimizer.state) if storage_ptr_of(t) not in there]
+
+    def buckets() -> list[torch.Tensor]:
+        on_wire = offload.buffers_on_device() if offload is not None else ()
+        return [*built.reducer.buffers(), *on_wire, *built.reducer.kept()]
+
+    padding = _padding(built)
+    ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
+    ledger.watch("masters", lambda: [group.master_shard.on_device for group in built.groups], padding["masters"])
+    ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
+    ledger.watch("moments", moments, padding["moments"])
+    ledger.watch("buckets", buckets)
+    if partitioning is not None:
+        ledger.watch("gathered", partitioning.gather_buffers, most=partitioning.most_gathered)
+        if partitioning.secondaries():
+            ledger.watch(SECONDARY, partitioning.secondaries)
+    if offload is not None:
+        inside = sum(t.nbytes for t in stepped_on_host() if offload.arena.holds(t))
+        padding[MOMENTS] = sum(t.nbytes for t in offload.arena.tensors(MOMENTS)) - inside
+        for category in HOST_CATEGORIES:
+            held = host_moments if category == MOMENTS else partial(offload.arena.tensors, category)
+            ledger.watch(category, held, padding[category])
+
+
+def _padding(built: ZeroComponents) -> Counter[str]:
+    """Bytes of this rank's flat tensors that are in none of its fragments, by category; measured, not predicted."""
     found: Counter[str] = Counter()
 
     def count(category: str, tensor: torch.Tensor | None, numel: int) -> None:
@@ -645,8 +576,8 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
     for group in built.stores:
         fragments, placement, store = group.fragments, group.placement, group.master_shard
         if isinstance(group, PartitionedParamGroup):
-            on_host = sum(p.numel for p in fragments if p.shard_start < placement.parameter_numel)
-            count("parameters", group.shard_on_device, sum(p.numel for p in fragments) - on_host)
+            on_host = sum(f.numel for f in fragments if f.shard_start < placement.parameter_numel)
+            count("parameters", group.shard_on_device, sum(f.numel for f in fragments) - on_host)
             count(HOST_PARAMETERS, group.shard_on_host, on_host)
         else:
             count("parameters", group.parameter_storage[0], group.layout.numel)
@@ -654,38 +585,14 @@ def _padding(built: ZeroComponents) -> dict[str, int]:
             ("masters", placement.device_masters, store.on_device),
             (HOST_MASTERS, placement.host_masters, store.on_host),
         ):
-            count(category, tensor, sum(p.numel for p in fragments if span.holds(p.shard_start)))
-    sums, whole = built.optimizer_shard.grad_S, built.reducer.whole
-    for group, flat, mine in zip(built.groups, built.source.flat, sums, strict=True):
+            count(category, tensor, sum(f.numel for f in fragments if f.shard_start in span))
+    offload, on_host = built.offload, 0
+    for group, flat, mine in zip(built.groups, built.source.flat, built.optimizer_shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
-        there = group.placement.optimizer_numel
-        kept = sum(p.numel for p in group.fragments if p.shard_start >= there)
-        count("gradients", mine, group.layout.numel if whole else kept)
-    if built.offload is not None and built.offload.sums is not None:
-        of_host = [p for g in built.groups for p in g.fragments if p.shard_start < g.placement.optimizer_numel]
-        size = built.dtypes.accumulation.itemsize
-        held = sum(t.nbytes for t in built.offload.arena.tensors(GRADIENTS))
-        found[GRADIENTS] = held - built.offload.sums.copies * size * sum(p.numel for p in of_host)
+        kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.optimizer_numel)
+        count("gradients", mine, group.layout.numel if built.reducer.whole else kept)
+        on_host += sum(f.numel for f in group.fragments) - kept
+    if offload is not None and offload.sums is not None:
+        held = sum(t.nbytes for t in offload.arena.tensors(GRADIENTS))
+        found[GRADIENTS] = held - offload.sums.copies * built.dtypes.accumulation.itemsize * on_host
     return found
-
-
-def _elements(built: ZeroComponents) -> tuple[HostElements, HostElements]:
-    stores = built.stores
-    placed = [(group.placement, group.optimizer_group is not None, group.partitioned) for group in stores]
-    true = HostElements.of(placed, lambda bucket: bucket.true_numel())
-    return true, HostElements.of(placed, lambda bucket: bucket.numel - bucket.true_numel())
-
-
-def _wire(built: ZeroComponents, world: int, sizes: StateSizes) -> dict[str, Traffic]:
-    true, rest = _elements(built)
-    inside = [(g.placement, i) for g in built.groups for i in g.layout.buckets if g.placement.steps_on_host(i)]
-    sent = [bucket for placement, bucket in inside if not placement.keeps_on_host(bucket)]
-    return predicted_wire(true, rest, world, sizes, (len(inside), len(sent)))
-
-
-def _layouts_of_stage3(built: ZeroComponents) -> tuple[list[FlatLayout], list[FlatLayout]]:
-    """Layouts of persistent and of frozen parameters."""
-    if built.partitioning is None:
-        return [], []
-    frozen = [group.layout for group in built.partitioning.frozen]
-    return [group.layout for group in built.groups if not group.partitioned], frozen

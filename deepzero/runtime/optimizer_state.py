@@ -9,13 +9,29 @@ it for each class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.runtime.elementwise_check import borrowed, settings_of, state_like
+
+Group = Mapping[str, Any]
+
+_STATES: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.NAdam: ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.SGD: (),
+    CPUAdam: (),
+}
+"""What each class starts with, from constants. Exactly these classes: a subclass may do anything. Rprop and ASGD are
+left out: they start from the learning rate of their first step, which a schedule may still change."""
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
@@ -36,27 +52,22 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         >>> sorted(optimizer.state[master])
         ['exp_avg', 'exp_avg_sq', 'step']
     """
-    initial = _INITIAL.get(type(optimizer))
-    unknown: list[tuple[Mapping[str, Any], torch.Tensor]] = []
+    unknown: list[tuple[Group, torch.Tensor]] = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if optimizer.state.get(param):
-                continue
-            state = None if initial is None else initial(group, param)
-            if state is None:
-                unknown.append((group, param))
-            elif state:
-                optimizer.state[param] = state
-    if unknown:
-        _reach_peak(optimizer, unknown)
-
-
-def _reach_peak(optimizer: torch.optim.Optimizer, params: Sequence[tuple[Mapping[str, Any], torch.Tensor]]) -> None:
+            if not optimizer.state.get(param):
+                state = _initial_state(type(optimizer), group, param)
+                if state is None:
+                    unknown.append((group, param))
+                elif state:
+                    optimizer.state[param] = state
+    if not unknown:
+        return
     # One parameter at a time: the copy that makes the way back exact is then as large as one master, not as all.
     with borrowed(optimizer) as lent, torch.no_grad():
-        for group, param in params:
+        for tried, param in unknown:
             kept, grad = param.detach().clone(), param.grad
-            lent.param_groups = [{**settings_of(group), "params": [param]}]
+            lent.param_groups = [{**settings_of(tried), "params": [param]}]
             try:
                 param.grad = torch.zeros_like(param)
                 lent.step()
@@ -65,83 +76,41 @@ def _reach_peak(optimizer: torch.optim.Optimizer, params: Sequence[tuple[Mapping
                 param.grad = grad
 
 
-def _step_count(group: Mapping[str, Any], param: torch.Tensor, value: float = 0.0) -> torch.Tensor:
-    """Torch's counters are fp32 tensors, on the CPU unless a kernel on the device reads them."""
+def _initial_state(cls: type[torch.optim.Optimizer], group: Group, param: torch.Tensor) -> dict[str, Any] | None:
+    """The state that the first step would make; None: it has to be tried."""
+    if cls is CPUAdam:
+        return CPUAdam.initial_state(param)
+    if cls is torch.optim.SGD:
+        if group["momentum"] == 0:
+            return {}
+        # The first step sets the momentum to the gradient; from here it computes momentum * buffer + gradient instead.
+        # **Minus zero**, because -0.0 + g has the bits of g for every g, and 0.0 + g has not when g is -0.0. With
+        # dampening the first gradient enters undampened, which no initial value can imitate.
+        minus_zero = {"momentum_buffer": torch.full_like(param, -0.0, requires_grad=False)}
+        return minus_zero if group["dampening"] == 0 else None
+    if cls not in _STATES:
+        return None
+    more = {
+        "max_exp_avg_sq": cls in (torch.optim.Adam, torch.optim.AdamW) and group["amsgrad"],
+        "momentum_buffer": cls is torch.optim.RMSprop and group["momentum"] > 0,
+        "grad_avg": cls is torch.optim.RMSprop and group["centered"],
+    }
+    counters = {"step": 0.0, "mu_product": 1.0}
+    # Torch's counters are fp32 tensors, on the CPU unless a kernel on the device reads them.
     fused = bool(group.get("fused"))
-    wide = torch.get_default_dtype() == torch.float64 and not fused
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 and not fused else torch.float32
     device = param.device if fused or group.get("capturable") else torch.device("cpu")
-    return torch.full((), value, dtype=torch.float64 if wide else torch.float32, device=device)
-
-
-def _zeros(param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(param, requires_grad=False)
-
-
-def _adam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    state = {"step": _step_count(group, param), "exp_avg": _zeros(param), "exp_avg_sq": _zeros(param)}
-    if group["amsgrad"]:
-        state["max_exp_avg_sq"] = _zeros(param)
-    return state
-
-
-def _cpu_adam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    return CPUAdam.initial_state(param)
-
-
-def _radam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    return {"step": _step_count(group, param), "exp_avg": _zeros(param), "exp_avg_sq": _zeros(param)}
-
-
-def _nadam(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    counts = {"step": _step_count(group, param), "mu_product": _step_count(group, param, 1.0)}
-    return {**counts, "exp_avg": _zeros(param), "exp_avg_sq": _zeros(param)}
-
-
-def _adamax(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    return {"step": _step_count(group, param), "exp_avg": _zeros(param), "exp_inf": _zeros(param)}
-
-
-def _adadelta(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    return {"step": _step_count(group, param), "square_avg": _zeros(param), "acc_delta": _zeros(param)}
-
-
-def _rmsprop(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
-    state = {"step": _step_count(group, param), "square_avg": _zeros(param)}
-    if group["momentum"] > 0:
-        state["momentum_buffer"] = _zeros(param)
-    if group["centered"]:
-        state["grad_avg"] = _zeros(param)
-    return state
-
-
-def _sgd(group: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any] | None:
-    if group["momentum"] == 0:
-        return {}
-    if group["dampening"] != 0:
-        return None  # the first gradient enters undampened, which no initial value can imitate
-    # The first step sets the momentum to the gradient; from here it computes momentum * buffer + gradient instead.
-    # **Minus zero**, because -0.0 + g has the bits of g for every g, and 0.0 + g has not when g is -0.0.
-    return {"momentum_buffer": torch.full_like(param, -0.0, requires_grad=False)}
+    return {
+        name: torch.full((), counters[name], dtype=dtype, device=device)
+        if name in counters
+        else torch.zeros_like(param, requires_grad=False)
+        for name in (*_STATES[cls], *(name for name, kept in more.items() if kept))
+    }
 
 
 def makes_state_in_advance(optimizer: torch.optim.Optimizer) -> bool:
     """Whether :func:`allocate_state` leaves state behind; else the optimizer makes its own in its first step."""
-    return type(optimizer) in _INITIAL
-
-
-_INITIAL: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any], torch.Tensor], dict[str, Any] | None]] = {
-    torch.optim.Adam: _adam,
-    torch.optim.AdamW: _adam,
-    CPUAdam: _cpu_adam,
-    torch.optim.RAdam: _radam,
-    torch.optim.NAdam: _nadam,
-    torch.optim.Adamax: _adamax,
-    torch.optim.Adadelta: _adadelta,
-    torch.optim.RMSprop: _rmsprop,
-    torch.optim.SGD: _sgd,
-}
-"""Exactly these classes: a subclass may do anything. Rprop and ASGD are not here: they start from the learning rate of
-their first step, which a schedule may still change."""
+    return type(optimizer) in _STATES
 
 
 def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.device, number: int | None = None) -> int:
@@ -152,22 +121,19 @@ def moment_bytes_per_element(optimizer: torch.optim.Optimizer, device: torch.dev
         device: where its masters will lie.
         number: the group's; None: the first that has parameters.
     """
-    extent = 64
-    group = next(g for g in optimizer.param_groups if g["params"])
-    if number is not None:
-        group = optimizer.param_groups[number]
-        if not group["params"]:
-            return 0
-    tensor = torch.zeros(extent, device=device).requires_grad_()
+    groups = optimizer.param_groups
+    group = groups[number] if number is not None else next(g for g in groups if g["params"])
+    if not group["params"]:
+        return 0
+    tensor = torch.zeros(64, device=device).requires_grad_()
     tensor.grad = torch.zeros_like(tensor)
-    settings, first = settings_of(group), group["params"][0]
-    state = state_like(optimizer.state[first], first, tensor) if first in optimizer.state else {}
+    first = group["params"][0]
+    state = state_like(optimizer.state[first], first, tensor, values=False) if first in optimizer.state else {}
+    settings = settings_of(group)
     with borrowed(optimizer) as lent:
         lent.param_groups = [{**settings, "params": [tensor]}]
         if state:
             lent.state[tensor] = state
         lent.step()
-        kept = [
-            v for entry in lent.state.values() for v in entry.values() if torch.is_tensor(v) and v.numel() == extent
-        ]
-    return sum(v.element_size() for v in kept)
+        kept = [value for entry in lent.state.values() for value in entry.values() if torch.is_tensor(value)]
+    return sum(value.element_size() for value in kept if value.numel() == tensor.numel())

@@ -155,6 +155,11 @@ def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) 
     """Check the names against the class's signature, and read numbers that YAML or JSON left as strings and lists."""
     accepted = dict(inspect.signature(cls).parameters)
     accepted.pop("params", None)
+    if cls is CPUAdam:  # its open end takes DeepSpeed's switches, and nothing else
+        del accepted["switches"]
+        accepted |= {
+            n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in cls.switches.items()
+        }
     names = [name for name, p in accepted.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     arguments: dict[str, Any] = {}

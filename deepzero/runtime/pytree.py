@@ -9,19 +9,24 @@ from typing import Any
 import torch
 
 
+def _entries(value: Any) -> Mapping[Any, Any]:
+    """What is one level below ``value``, by key, field or position."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {}
+
+
 def output_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside ``value``, in order."""
     if torch.is_tensor(value):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    else:
+        for item in _entries(value).values():
             yield from output_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from output_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from output_tensors(getattr(value, field.name))
 
 
 def scalar_loss(value: Any) -> torch.Tensor | None:
@@ -29,13 +34,6 @@ def scalar_loss(value: Any) -> torch.Tensor | None:
 
     Only for the log: a scalar that requires grad. Gradients never depend on this guess.
     """
-    candidate: Any = value
-    if isinstance(value, Mapping):
-        candidate = value.get("loss")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        candidate = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}.get("loss")
-    elif isinstance(value, (list, tuple)):
-        candidate = value[0] if value else None
-    if torch.is_tensor(candidate) and candidate.numel() == 1 and candidate.requires_grad:
-        return candidate
-    return None
+    entries = _entries(value)
+    found = value if torch.is_tensor(value) else entries.get(0 if isinstance(value, (list, tuple)) else "loss")
+    return found if torch.is_tensor(found) and found.numel() == 1 and found.requires_grad else None

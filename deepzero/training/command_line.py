@@ -15,6 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +32,8 @@ from deepzero.checkpoint.checkpoint_dir import holds, release
 from deepzero.config.hydra_errors import check_words, explain, plain_names
 from deepzero.config.run import RunConfig
 from deepzero.config.strict import ConfigError
-from deepzero.launch import elastic, launcher
-from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, default_threads, launch, under_launcher
+from deepzero.launch import launcher, rank_process
+from deepzero.launch.launcher import Interrupted, RankFailed, default_nproc, launch, under_launcher
 from deepzero.launch.rank_process import CONFIG_ERROR_EXIT, FAILURE_EXIT, fail_as_rank, leave, run_here
 from deepzero.monitor.metrics_file import write_error, write_failed_summary
 from deepzero.monitor.report.compare import runs_in, text_table
@@ -41,18 +42,10 @@ from deepzero.monitor.run_name import named
 from deepzero.monitor.terminal import say
 from deepzero.planning import plan
 from deepzero.planning.dry_run import ClusterShape, dry_run
+from deepzero.training import run_folder
 from deepzero.training.build_model import preflight, program_of
-from deepzero.training.command import Command, interpreter, torchrun_words
-from deepzero.training.run_folder import (
-    RUN_FOLDER_NOTE,
-    at_its_start,
-    cannot_write,
-    has_begun,
-    join,
-    remove_unused,
-    sweep_folder,
-    take,
-)
+from deepzero.training.resume import Command, interpreter, torchrun_words
+from deepzero.training.run_folder import at_its_start, cannot_write, has_begun, remove_unused
 from deepzero.utils.formatting import flatten
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -86,9 +79,9 @@ class CommandLine:
             _prepare_words()
             hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
         except (HydraException, OmegaConfBaseException, ConfigError) as error:
-            self._refuse(ConfigError(explain(error, CONFIGS, valid_keys)))
+            self._refuse(plain_names(explain(error, CONFIGS, valid_keys)))
         except OSError as error:  # Hydra's: those of a run have been told
-            self._refuse(cannot_write(Path(), error))
+            self._refuse(str(cannot_write(Path(), error)))
         except RuntimeError as error:
             # Of a launcher plugin: not installed, no Slurm here, or a job that failed elsewhere.
             missing = "Unknown plugin class" in str(error)
@@ -99,51 +92,46 @@ class CommandLine:
         except (KeyboardInterrupt, SystemExit) as error:  # a signal has ended the run, and with it the sweep
             self.status = int(error.code or 0) if isinstance(error, SystemExit) else 128 + signal.SIGINT
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
-        if (folder := sweep_folder()) is not None and (runs := runs_in(folder)):
+        if (folder := run_folder.sweep_folder()) is not None and (runs := runs_in(folder)):
             say("\n" + text_table(runs), sys.stdout)
         remove_unused()
         if under_launcher():
             leave(self.status)
         sys.exit(self.status)
 
-    def _refuse(self, problem: ConfigError) -> None:
+    def _refuse(self, problem: str) -> None:
         if under_launcher():
-            fail_as_rank(problem)
-        say(plain_names(str(problem)))
+            fail_as_rank(ConfigError(problem))
+        say(problem)
         self.status = CONFIG_ERROR_EXIT
 
     def job(self, cfg: DictConfig) -> None:
         """One run, or one point of a sweep."""
         run_dir, command = Path(HydraConfig.get().runtime.output_dir), self._typed(cfg)
         if under_launcher():
-            started = time.time()
-
-            def on_failure(reason: str) -> None:
-                if holds(run_dir):  # else it is another run's folder, or no run has begun
-                    _record_failure(run_dir, reason, settings_for_summary(cfg), started)
-                    say(command.way_on(run_dir, cfg.train.steps))
-
-            run_here(self._train_here, cfg, str(run_dir), command, on_failure=on_failure)
+            tell = partial(self._tell_failure, cfg, run_dir, command, time.time())
+            run_here(self._train_here, cfg, str(run_dir), command, on_failure=tell)
             return
+        way_on: Callable[[], str] = str
         try:
             run = read_config(cfg)
             if run.plan:
                 print_plan(run)
                 return
+            way_on = partial(command.way_on, run_dir, run.train.steps)
             self._start_ranks(run, run_dir, command)
             if HydraConfig.get().mode != RunMode.MULTIRUN:
-                say(command.way_on(run_dir, run.train.steps), sys.stdout)
+                say(way_on(), sys.stdout)
         except (ConfigError, RankFailed, OSError) as error:
-            told = f"the run could not be started: {error}" if isinstance(error, OSError) else plain_names(str(error))
-            say(told)
+            say(f"the run could not be started: {error}" if isinstance(error, OSError) else plain_names(str(error)))
             self.status = CONFIG_ERROR_EXIT if isinstance(error, ConfigError) else FAILURE_EXIT
             if isinstance(error, RankFailed):
-                say(command.way_on(run_dir, run.train.steps))
+                say(way_on())
             if os.getpid() != self._process:  # a launcher plugin runs jobs elsewhere and must hear of it
                 raise
         except Interrupted as error:
             say(f"{error}; what there is lies in {run_dir}")
-            say(command.way_on(run_dir, run.train.steps))
+            say(way_on())
             # Not an Exception for Hydra to collect: it ends a sweep, too.
             raise SystemExit(128 + error.signum) from None
         finally:
@@ -165,13 +153,12 @@ class CommandLine:
         """Check what can be checked, start the ranks on this machine, wait for them."""
         nproc = run.launch.nproc or default_nproc()
         device = launcher.choose_device(run.launch.device, nproc)
-        take(run_dir)
+        run_folder.take(run_dir)
         run = at_its_start(run, run_dir, nproc)
         preflight(run, nproc, device)
-        threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or default_threads(nproc)
+        threads = run.launch.threads_per_rank or os.environ.get("OMP_NUM_THREADS") or launcher.default_threads(nproc)
         environment = {"DEEPZERO_DEVICE": device, "OMP_NUM_THREADS": str(threads)}
-        started, restarts = time.time(), run.launch.max_restarts
-        args = (run, str(run_dir), command)
+        started, restarts, args = time.time(), run.launch.max_restarts, (run, str(run_dir), command)
         try:
             launch(str(self._program), "train", args, nproc=nproc, environment=environment, max_restarts=restarts)
         except (ConfigError, RankFailed, Interrupted) as error:
@@ -204,9 +191,9 @@ class CommandLine:
             os.environ["DEEPZERO_DEVICE"] = device = launcher.choose_device(run.launch.device, here)
             if run.launch.threads_per_rank is not None:
                 torch.set_num_threads(run.launch.threads_per_rank)
-            folder = join(run, run_dir)
+            folder = run_folder.join(run, run_dir)
             if first:
-                take(folder)
+                run_folder.take(folder)
             run = at_its_start(run, folder, world_size)
             preflight(run, world_size, device)
             self._train(run, run_dir, command)
@@ -217,6 +204,17 @@ class CommandLine:
             raise
         if first:
             say(command.way_on(folder, run.train.steps), sys.stdout)
+
+    def _tell_failure(self, cfg: DictConfig, run_dir: Path, command: Command, started: float, reason: str) -> None:
+        """What the launching process would have written down of a rank that fails, if the run folder is this rank's."""
+        if not holds(run_dir):  # another run's folder, or no run has begun
+            return
+        try:
+            settings = dataclasses.asdict(read_config(cfg))
+        except ConfigError:
+            settings = settings_of(cfg)
+        _record_failure(run_dir, reason, settings, started)
+        say(command.way_on(run_dir, cfg.train.steps))
 
 
 def _prepare_words() -> None:
@@ -230,7 +228,7 @@ def _prepare_words() -> None:
         if sweep:
             raise ConfigError("a sweep (-m) starts the ranks of each job itself: run it with python, not with torchrun")
         # Rank 0's Hydra makes the run folder; the others' Hydra must not make more of them.
-        earlier = elastic.recall(RUN_FOLDER_NOTE)
+        earlier = rank_process.recall(run_folder.RUN_FOLDER_NOTE)
         if os.environ["RANK"] != "0":
             sys.argv += NO_FOLDER
         elif earlier is not None:
@@ -274,14 +272,6 @@ def settings_of(cfg: DictConfig) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError("the composed config is not a mapping")
     return {str(key): value for key, value in settings.items()}
-
-
-def settings_for_summary(cfg: DictConfig) -> dict[str, Any]:
-    """All settings with their defaults; where they cannot be read, what was composed."""
-    try:
-        return dataclasses.asdict(read_config(cfg))
-    except ConfigError:
-        return settings_of(cfg)
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:

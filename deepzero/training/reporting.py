@@ -1,8 +1,17 @@
-"""What a run says of itself: to whom it reports at every step, and what its summary holds."""
+"""What a run says of itself: to whom it reports at every step, what its summary holds, and ``timeline.json``.
+
+The timeline is the memory of every rank over one optimizer step of each start of a run (``train.timeline_step``);
+``docs/report.md`` says what the file holds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +25,22 @@ from deepzero.data.corpus import Corpus
 from deepzero.models.gpt import GPT
 from deepzero.models.hf import HFModel
 from deepzero.monitor.environment import environment
+from deepzero.monitor.metrics_file import TIMELINE, write_json
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor, peak_rss_bytes
+from deepzero.monitor.report.sections import write_report_or_tell
 from deepzero.monitor.throughput import peak_flops
+from deepzero.planning.dry_run import ClusterShape, dry_run, quiet
+from deepzero.profiling.step_recorder import StepRecorder, points_for
+from deepzero.training.build_model import program_of
 from deepzero.training.run_folder import cannot_write
+
+REHEARSAL_SECONDS = 5.0
+"""After so long no further rank is rehearsed: the others are drawn with the last one's plan, from which theirs differs
+by padding."""
+REHEARSED_MICRO_BATCHES = 8
+"""Of a step: of longer ones nobody would wait for the rehearsal."""
+RANKS_IN_FULL = 8
+"""Of so many ranks the points are written down, and rehearsed; of the others their figures alone."""
 
 
 def build_monitor(
@@ -64,9 +86,9 @@ def step_record(run: RunConfig, engine: DeepSpeedEngine) -> dict[str, Any]:
 def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None) -> dict[str, Any]:
     """What the summary says besides losses. Collective: every rank calls it."""
     rss = process_group.all_gather_object(peak_rss_bytes())
-    on_gpu, here = engine.device.type == "cuda", engine.global_rank == 0
-    report = engine.report()
+    on_gpu, report = engine.device.type == "cuda", engine.report()
     device_bytes = torch.cuda.max_memory_allocated(engine.device) if on_gpu else None
+    device_name = torch.cuda.get_device_name(engine.device) if on_gpu else None
     return {
         "params_sha256": engine.params_sha256(),
         "model_numel": engine.model_numel,
@@ -79,6 +101,93 @@ def final_facts(run: RunConfig, engine: DeepSpeedEngine, sample_text: str | None
         "skipped_steps": engine.skipped_steps,
         "sample": sample_text,
         # Rank 0 alone writes the summary: a thousand ranks need not ask git.
-        "environment": environment(torch.cuda.get_device_name(engine.device) if on_gpu else None) if here else None,
+        "environment": environment(device_name) if engine.global_rank == 0 else None,
         "config": dataclasses.asdict(run),
     }
+
+
+def ranks_in_full(peaks: Sequence[int]) -> list[int]:
+    """The ranks whose points are kept, of ranks that held ``peaks`` bytes: all of a few; of many the first ones, the
+    last, and those that held the most and the least.
+
+    Example:
+        >>> ranks_in_full([7, 5, 7]), ranks_in_full([5] * 20 + [9, 5, 4] + [5] * 9)
+        ([0, 1, 2], [0, 1, 2, 3, 4, 20, 22, 31])
+    """
+    chosen = {0, len(peaks) - 1, peaks.index(max(peaks)), peaks.index(min(peaks))}
+    others = [rank for rank in range(len(peaks)) if rank not in chosen]
+    return sorted([*chosen, *others[: RANKS_IN_FULL - len(chosen)]])
+
+
+class StepTimeline:
+    """Records the chosen step on every rank; rank 0 writes it down when the step is over.
+
+    Args:
+        run: the settings.
+        run_dir: the run folder.
+        engine: whose ledger is listened to.
+        first_step: steps that were taken before this start of the run.
+    """
+
+    def __init__(self, run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, first_step: int) -> None:
+        wanted = run.train.timeline_step
+        self.step = min(first_step + wanted, run.train.steps) if wanted else 0
+        """Which optimizer step is recorded, counted from 1 over the whole run; 0: none."""
+        self._run_dir, self._engine = run_dir, engine
+        on_gpu = engine.device.type == "cuda"
+        weigh = partial(torch.cuda.memory_allocated, engine.device) if on_gpu else None
+        self._recorder = StepRecorder(engine.ledger, points_for(engine.world_size), weigh)
+
+    def begin(self, step: int) -> None:
+        """Optimizer step number ``step`` begins."""
+        if step == self.step:
+            self._recorder.begin()
+
+    def end(self, step: int, tell: Callable[[str], None]) -> None:
+        """It is over. A collective at the recorded step; what follows it, the writing, cannot fail the run."""
+        if step != self.step:
+            return
+        self._recorder.end()
+        in_full = ranks_in_full(process_group.all_gather_object(self._recorder.peak_bytes))
+        mine = self._recorder.as_dict()
+        if self._engine.global_rank not in in_full:
+            mine["points"] = []
+        ranks = process_group.gather_object(mine)
+        # The ledger's comparison, too: a run that fails later has no summary to find it in.
+        facts = {**self._engine.report(), "model_numel": self._engine.model_numel}
+        if ranks is None:
+            return
+        seconds = max(rank["seconds"] for rank in ranks)
+        everything = {"step": step, "seconds": seconds, "world_size": len(ranks), **facts}
+        try:
+            write_json(self._run_dir / TIMELINE, {**everything, "ranks": ranks, "predicted": None})
+        except Exception as error:  # whatever the disk says
+            tell(f"{TIMELINE}: {type(error).__name__}: {error}; training goes on without it")
+
+
+def complete_timeline(run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, tell: Callable[[str], None]) -> None:
+    """Put the plan beside what was measured: the same step, rehearsed; and write the report once more. Rank 0 does it.
+
+    Everything else is on the disk by now, the process group has ended, and nobody waits for this process but its
+    launcher. The first rank's rehearsal may take its time; those of the others only while :data:`REHEARSAL_SECONDS`
+    have not passed. A model that cannot be rehearsed (its path depends on values) leaves the file as it was.
+    """
+    path = run_dir / TIMELINE
+    if engine.global_rank != 0 or not path.exists() or engine.batch.accumulation > REHEARSED_MICRO_BATCHES:
+        return
+    began, plan = time.perf_counter(), list[dict[str, Any]]()
+    try:
+        timeline, nodes = json.loads(path.read_text(encoding="utf-8")), engine.comm.nodes
+        world = ClusterShape(nodes.world_size, nodes.per_node, "cuda" if engine.device.type == "cuda" else "cpu")
+        program, limit = program_of(run, world.world_size), points_for(world.world_size)
+        timeline["predicted"] = []
+        for rank, entry in enumerate(timeline["ranks"]):
+            if entry["points"] and (not plan or time.perf_counter() - began <= REHEARSAL_SECONDS):
+                with quiet(logging.ERROR):  # the run has given its warnings
+                    plan = dry_run(program, world, rank, limit=limit).points
+            timeline["predicted"].append({"points": plan if entry["points"] else []})
+        write_json(path, timeline)
+    except Exception as error:  # the run has done its work; a picture without an outline is no reason to fail it
+        tell(f"{TIMELINE}: no plan beside it: {type(error).__name__}: {error}")
+        return
+    write_report_or_tell(run_dir, tell)

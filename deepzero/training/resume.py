@@ -1,30 +1,29 @@
-"""Which checkpoint a run of ``train.py`` begins with, and with which batch. Plain files and numbers, no process group.
+"""How a run of ``train.py`` goes on: from which checkpoint, with which batch, by which command. Needs no other rank.
 
-A run keeps its checkpoints in its own folder. ``train.resume=auto`` goes on from the newest of them; so the same
-command, with the same run folder, is how a run is continued, by hand, by a scheduler or by a launcher.
+A run keeps its checkpoints in its own folder, and ``train.resume=auto`` goes on from the newest of them. So the same
+command with the same run folder continues a run, whether a person, a scheduler or a launcher types it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from deepzero.checkpoint.checkpoint_dir import (
-    RUN_CHECKPOINTS,
-    complete_beside,
-    complete_tags,
-    find,
-    latest_tag,
-    read_manifest,
-)
+from deepzero.checkpoint import checkpoint_dir
+from deepzero.checkpoint.checkpoint_dir import RUN_CHECKPOINTS, complete_beside, complete_tags, read_manifest
 from deepzero.checkpoint.errors import CheckpointError, said_complete
 from deepzero.checkpoint.manifest import Manifest
 from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.hydra_errors import split
 from deepzero.config.strict import ConfigError
-
-CHECKPOINTS = RUN_CHECKPOINTS
-"""Inside the run folder."""
 
 
 def tag_of(step: int) -> str:
@@ -44,24 +43,22 @@ def find_start(resume: str | None, run_dir: Path, restarted: bool = False) -> Pa
     Raises:
         ConfigError: there is none where ``resume`` says, or the run folder holds some that ``resume`` does not want.
     """
-    own, tag = run_dir / CHECKPOINTS, None
+    own, tag = run_dir / RUN_CHECKPOINTS, None
     try:
         if resume is not None and not restarted and Path(resume).expanduser().resolve().parent == own.resolve():
             tag = Path(resume).name
-            return find(own, tag)
+            return checkpoint_dir.find(own, tag)
         if resume is not None or restarted:
             # ``latest`` is written after the first checkpoint has appeared: a kill may come between.
-            newest = latest_tag(own) or next(reversed(complete_tags(own)), None)
+            newest = checkpoint_dir.latest_tag(own) or next(reversed(complete_tags(own)), None)
             if newest is not None:
-                return find(own, newest)
-        if resume is None and not restarted and complete_tags(own):
+                return checkpoint_dir.find(own, newest)
+        elif saved := complete_tags(own):
             raise ConfigError(
-                f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(complete_tags(own))}): "
+                f"train.resume=null, and {own} holds checkpoints of an earlier run ({', '.join(saved)}): "
                 "train.resume=auto goes on from them; to begin anew choose another hydra.run.dir, or remove them"
             )
-        if resume is None or resume == "auto":
-            return None
-        return find(resume, None)
+        return None if resume in (None, "auto") else checkpoint_dir.find(resume, None)
     except CheckpointError as error:
         beside = complete_beside(own if complete_tags(own) else resume or own, tag)
         raise ConfigError(f"train.resume={resume or 'null'}: {error}{way_out(beside)}") from None
@@ -84,8 +81,7 @@ def manifest_of(path: Path, total_steps: int) -> Manifest:
         manifest = read_manifest(path)
     except CheckpointError as error:
         raise ConfigError(f"{error}{way_out(complete_beside(path.parent, path.name))}") from None
-    taken = manifest.counters["global_steps"]
-    if taken > total_steps:
+    if (taken := manifest.counters["global_steps"]) > total_steps:
         raise ConfigError(f"train.steps={total_steps}: {path} was saved after step {taken}; name at least as many")
     return manifest
 
@@ -108,24 +104,100 @@ def keep_global_batch(config: EngineConfig, manifest: Manifest, world_size: int)
         >>> kept.train_batch_size, kept.train_micro_batch_size_per_gpu
         (24, 4)
     """
-    total = manifest.batch["global_batch"]
+    total, micro = manifest.batch["global_batch"], config.train_micro_batch_size_per_gpu
     if config.train_batch_size not in (None, total):
         return config
-    micro = config.train_micro_batch_size_per_gpu
     if micro is not None or config.gradient_accumulation_steps is not None:
         named = dataclasses.replace(config, train_batch_size=total)
         with contextlib.suppress(ConfigError):
             resolve_batch(named, world_size)
             return named
-    if total % world_size:
+    share, rest = divmod(total, world_size)
+    if rest:
         raise ConfigError(
             f"the checkpoint was trained with train_batch_size={total}, which {world_size} ranks cannot share evenly; "
             f"start a number of ranks that divides it, or set another train_batch_size"
         )
-    share = total // world_size
-    largest = max(
-        size for size in range(1, min(micro or manifest.batch["micro_batch"], share) + 1) if share % size == 0
-    )
+    most = min(micro or manifest.batch["micro_batch"], share)
+    micro = max(size for size in range(1, most + 1) if share % size == 0)
     return dataclasses.replace(
-        config, train_batch_size=total, train_micro_batch_size_per_gpu=largest, gradient_accumulation_steps=None
+        config, train_batch_size=total, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=None
     )
+
+
+@dataclass(frozen=True)
+class Command:
+    """One run as it was typed; of a sweep, one of its runs."""
+
+    start: Sequence[str]
+    """The words before the overrides: ``python train.py``, or torchrun with what it needs."""
+    overrides: Sequence[str]
+    files: Mapping[str, str]
+    """Names and texts of Hydra's own record: config, overrides, Hydra's settings."""
+    by_torchrun: bool
+    """Then ranks say for themselves how to go on; else the process that has started them does."""
+
+    def keep(self, run_dir: Path) -> None:
+        """Write Hydra's record when the run begins: a run that is refused leaves no trace in the folder."""
+        (run_dir / ".hydra").mkdir(parents=True, exist_ok=True)
+        for name, text in self.files.items():
+            (run_dir / ".hydra" / name).write_text(text, encoding="utf-8")
+
+    def way_on(self, run_dir: Path, total_steps: int) -> str:
+        """Which step was saved last, and the command that goes on from there; empty where nothing was saved.
+
+        After the last of ``total_steps`` the command asks for twice as many.
+        """
+        try:
+            if (path := find_start("auto", run_dir)) is None:
+                return ""
+            step = read_manifest(path).counters["global_steps"]
+        except (ConfigError, CheckpointError):  # whoever tries to go on reads what is wrong with it
+            return ""
+        more = [f"train.steps={2 * total_steps}"] if step >= total_steps else []
+        # Without train.resume the newest checkpoint of the folder counts. The value that was typed named the beginning
+        # of this run: null is refused now that there are checkpoints, and an earlier one of them would be gone back to.
+        replaced = {"hydra.run.dir", "train.resume", *(split(word)[1] for word in more)}
+        kept = [word for word in self.overrides if split(word)[1] not in replaced]
+        words = [*self.start, *kept, *more, f"hydra.run.dir={in_hydras_quotes(str(run_dir))}"]
+        typed = " ".join(map(in_shells_quotes, words))
+        return f"saved after step {step}; to go on{' to more steps' if more else ''}: {typed}"
+
+
+def interpreter() -> str:
+    """This Python as a shell finds it: by its name where that leads here, else by its path."""
+    name = Path(sys.executable).name
+    return name if shutil.which(name) == sys.executable else sys.executable
+
+
+def torchrun_words(program: str) -> tuple[str, ...]:
+    """How torchrun was called on this node, from the table of processes; shortened where there is none to read."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")
+        return tuple(words[: words.index(program)])
+    except (OSError, ValueError):
+        return ("torchrun", "...")
+
+
+def in_hydras_quotes(value: str) -> str:
+    r"""The value of an override as Hydra reads it to the letter; plain where it can stand as it is.
+
+    Example:
+        >>> print(in_hydras_quotes("runs/1"), in_hydras_quotes("it's (2)"))
+        runs/1 'it\'s (2)'
+    """
+    if re.fullmatch(r"[\w./+-]+", value, re.ASCII):
+        return value
+    # A backslash is an escape only where a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), value)
+    return "'" + escaped.replace("${", "\\${") + "'"
+
+
+def in_shells_quotes(word: str) -> str:
+    """A word for the shell; one with Hydra's quotes in double ones where that can be.
+
+    Example:
+        >>> print(in_shells_quotes("zero.stage=2"), in_shells_quotes("data.path='my text'"), in_shells_quotes("a b"))
+        zero.stage=2 "data.path='my text'" 'a b'
+    """
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)

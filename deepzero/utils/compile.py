@@ -2,7 +2,7 @@
 
 A kernel is a few lines of torch over whole tensors, written for a reader, which the compiler turns into one pass over
 memory. It is compiled before training, checked against the same lines in plain torch, and then serves every size.
-Who uses one: ``comm/quantization.py`` and ``offload/adam_compiled.py``.
+Who uses one: ``comm/quantization.py`` and ``offload/adam_kernels.py``.
 """
 
 from __future__ import annotations

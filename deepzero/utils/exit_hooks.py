@@ -1,8 +1,7 @@
 """What has to be finished before a program ends, also where Python's own shutdown does not run.
 
 A rank that the launcher has started leaves by ``os._exit`` (:func:`deepzero.launch.rank_process.leave` says why), which
-skips :mod:`atexit`. A module of its own for the reason of :mod:`deepzero.launch.preemption`: that rank runs
-``rank_process`` as ``__main__``, and there must be one list.
+skips :mod:`atexit`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -69,3 +69,17 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in mapping.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
     return found
+
+
+def text_columns(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table: cells padded to the width of their column, the first ``left`` columns to the left.
+
+    Example:
+        >>> text_columns([["run", "loss"], ["a", "2.5"]])
+        ['run  loss', 'a     2.5']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{'<' if k < left else '>'}{w}}" for k, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]

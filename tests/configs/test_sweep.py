@@ -76,7 +76,7 @@ def test_the_file_says_what_wandb_knows(sweep):
 
 
 def test_the_metric_is_one_that_every_run_has(sweep):
-    from deepzero.monitor.scalars import scalars
+    from deepzero.monitor.metrics_file import scalars
     from deepzero.monitor.throughput import rates
 
     assert sweep["metric"]["name"] in scalars("train", rates(100, 0.5, 1e6, 2, None))

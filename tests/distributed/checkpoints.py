@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import deepzero
 from deepzero.checkpoint.engine_state import EngineState
+from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.training import make_model, my_micro_batches, start
 
@@ -51,11 +53,10 @@ def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
     """SHA-256 of every parameter's whole master and moments, by name; the same for all stages and numbers of ranks."""
     holdings: EngineState = engine.checkpointer.holdings()
     mine: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
-    for group in holdings.groups:
-        for run in holdings.runs(group):
-            for key, tensor in {"master": run.master, **holdings.moments(run)}.items():
-                content = run.cut(tensor).contiguous().view(torch.uint8).numpy().tobytes()
-                mine.setdefault((run.name, key), []).append((run.start, content))
+    for run in holdings.runs():
+        for key, tensor in {"master": run.master, **holdings.optimizer_state(run)[0]}.items():
+            content = run.cut(tensor).contiguous().view(torch.uint8).numpy().tobytes()
+            mine.setdefault((run.name, key), []).append((run.start, content))
     everyone = process_group.all_gather_object(mine)
     merged: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
     for theirs in everyone:
@@ -65,6 +66,15 @@ def fingerprints(engine: deepzero.Engine) -> dict[str, str]:
         f"{name}/{key}": hashlib.sha256(b"".join(content for _, content in sorted(runs))).hexdigest()
         for (name, key), runs in sorted(merged.items())
     }
+
+
+def said(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """The CheckpointError of a call; None: it went well."""
+    try:
+        act(*args, **kwargs)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def train_and_save(rank: int, world: int, folder: Path, stage: int, until: int, changes: dict[str, Any]) -> Any:

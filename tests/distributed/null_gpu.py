@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator, DryRunCommunicator
 from deepzero.comm.process_group import FakeRank, fake_process_group
-from deepzero.offload import arena
+from deepzero.offload import pinned_arena
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -515,7 +515,7 @@ def null_gpu(mirrors=0):
     replaced = [
         (process_group, "default_device", lambda: GPU),
         # Also when garbage is collected after the end of this.
-        (arena, "_unlock", lambda address, device: machine.locked.remove(address)),
+        (pinned_arena, "_unlock", lambda address, device: machine.locked.remove(address)),
         *((torch.cuda, name, value) for name, value in _cuda(machine).items()),
         *((Communicator, name, value) for name, value in _collectives(machine).items()),
         *((torch, name, value) for name, value in _torch(machine).items()),

@@ -369,7 +369,7 @@ def _end_with_parent() -> None:
 def _prepare(process_group: bool, meeting: str) -> None:
     import torch
 
-    from deepzero.comm.loopback import LAUNCH_FOLDER_VARIABLE, loopback_variables
+    from deepzero.comm.rendezvous import LAUNCH_FOLDER_VARIABLE, loopback_variables
 
     torch.set_num_threads(1)
     os.environ.update({LAUNCH_FOLDER_VARIABLE: meeting, **loopback_variables()})

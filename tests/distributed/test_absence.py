@@ -9,35 +9,32 @@ import time
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
 from deepzero.comm.flight_recorder import FlightRecorder, State
-from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import StoreMailbox
-from deepzero.comm.streams import Chaos
-from deepzero.config.engine import ChaosConfig, CommConfig
-from deepzero.health import absence, desync_watchdog
-from deepzero.health.absence import Absence
+from deepzero.config.engine import CommConfig
+from deepzero.health import desync_watchdog, hang_report
+from deepzero.health.hang_report import RollCall
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_divergence import one_exchange
+from tests.distributed.test_divergence import communicator, joined, one_exchange
 from tests.distributed.training import make_model, my_micro_batches, start
 
 
 class Ranks:
     """Trails of ranks and what looks after them, without threads, at a clock of their own."""
 
-    def __init__(self, launches, host_waits=True, silent=()):
+    def __init__(self, launches, host_waits=True, silent=(), running=()):
         store, world = dist.HashStore(), len(launches)
         self.boards = [StoreMailbox("absence", store, rank, world) for rank in range(world)]
         self.trails = [FlightRecorder() for _ in launches]
-        self.looks = [Absence(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
+        self.looks = [RollCall(b, t, 0, host_waits) for b, t in zip(self.boards, self.trails, strict=True)]
         self.now, self.silent, self.host_waits = 0.0, silent, host_waits
         for rank, wheres in enumerate(launches):
             for where in wheres:
                 self.launch(rank, where)
+        self.run(*running)
 
     def launch(self, rank, where):
         """A collective at which the rank's host stands still, if hosts do."""
@@ -46,9 +43,10 @@ class Ranks:
         launch = trail.launch("gather", where)
         trail.waiting = launch if self.host_waits else None
 
-    def run(self, rank):
-        """Its own code runs."""
-        self.trails[rank].waiting = None
+    def run(self, *ranks):
+        """Their own code runs."""
+        for rank in ranks:
+            self.trails[rank].waiting = None
 
     def until(self, now, capsys):
         """What is printed, and when, while every thread looks once a second."""
@@ -64,8 +62,7 @@ class Ranks:
 
 
 def test_rank_0_says_who_is_missing_and_again_each_minute(capsys):
-    ranks = Ranks(["ab", "a", "ab"])
-    ranks.run(1)
+    ranks = Ranks(["ab", "a", "ab"], running=[1])
     said = ranks.until(200, capsys)
     assert said[0][1] == (
         "waiting for 31 s (step 12, forward of b): rank 0 and rank 2 wait for rank 1, which has not launched "
@@ -77,20 +74,11 @@ def test_rank_0_says_who_is_missing_and_again_each_minute(capsys):
     assert State.from_json(ranks.boards[1].get("here/1") or "").seconds == pytest.approx(152, abs=1)
     assert "waiting for 92 s" in said[1][1] and "rank 1, for 91 s" in said[1][1]
     ranks.launch(1, "b")
-    for rank in range(3):
-        ranks.run(rank)
+    ranks.run(0, 1, 2)
     assert ranks.until(400, capsys) == []  # nobody waits any more
     ranks.launch(0, "c")
     [(when, text)] = ranks.until(450, capsys)
     assert when == 432 and "rank 0 waits in" not in text and "rank 0 waits for rank 1, which has not launched" in text
-
-
-def test_another_says_it_when_rank_0_is_missing(capsys):
-    ranks = Ranks(["a", "ab", "ab"])
-    ranks.run(0)
-    said = ranks.until(100, capsys)
-    assert len(said) == 2
-    assert all(text.count("waiting for") == 1 and "rank 1 and rank 2 wait for rank 0, wh" in text for _, text in said)
 
 
 def test_short_waits_and_slow_networks(capsys):
@@ -99,51 +87,44 @@ def test_short_waits_and_slow_networks(capsys):
         ranks.launch(1, "a")
         if second % 29 == 0:
             ranks.launch(0, "a")
-            ranks.run(0)
-            ranks.run(1)
+            ranks.run(0, 1)
             ranks.until(ranks.now + 1, capsys)
     assert ranks.until(ranks.now + 29, capsys) == []
     both = Ranks(["a", "a"])
     assert "which every rank has launched: its messages do not arrive" in both.until(40, capsys)[0][1]
 
 
-def test_a_rank_whose_thread_does_not_answer(capsys):
-    ranks = Ranks(["ab", "a", "ab"], silent=(1,))
-    [(when, text)] = ranks.until(60, capsys)
-    assert "wait in collective 2, gather of b, for rank 1, which does not answer: killed, stopped" in text
-    assert when == 31 + absence.ROLL_CALL_SECONDS and text.count("\n") == 1
-
-
-def test_a_rank_that_has_left(capsys):
+def left():
     ranks = Ranks(["ab", "a"], silent=(1,))
     ranks.boards[1].leave(1, "has ended its program")
-    assert "rank 1, which has ended its program" in ranks.until(40, capsys)[0][1]
+    return ranks
 
 
-def test_many_ranks_fit_on_the_screen(capsys):
-    ranks = Ranks(["ab", *["a"] * 30])
-    for rank in range(1, 31):
-        ranks.run(rank)
-    lines = ranks.until(40, capsys)[0][1].splitlines()
-    assert len(lines) == 1 + 8 and "23 more" in lines[0]
-    ranks = Ranks(["a", *["ab"] * 30])
-    ranks.run(0)
-    assert "rank 7 and 23 more wait for rank 0, which has" in ranks.until(40, capsys)[0][1]
+WHO = "rank 1 and rank 2 wait for rank 0, which has not"
+ON_NCCL = (
+    "(step 12, forward of c): rank 0 and rank 2 wait for rank 1, which has not launched collective 3, gather of c: "
+    "rank 1's own code is running\n  rank 1, for 30 s: step 12, in forward of b, its own"
+)
 
 
-def test_where_waits_do_not_hold_up_the_host(capsys):
-    """As on NCCL: who has launched most waits for who has launched less."""
-    ranks = Ranks(["abc", "ab", "abc"], host_waits=False)
-    said = ranks.until(100, capsys)
-    assert len(said) == 2
-    assert "(step 12, forward of c): rank 0 and rank 2 wait for rank 1, which has not launched coll" in said[0][1]
-    assert "  rank 1, for 30 s: step 12, in forward of b, its own" in said[0][1]
-    ranks = Ranks(["ab", "abc", "abc"], host_waits=False)
-    [(_, text)] = ranks.until(60, capsys)
-    assert "rank 1 and rank 2 wait for rank 0, which has not" in text
-    assert text.count("waiting for") == 1  # rank 0 stands too, and says nothing
-    assert Ranks(["ab", "ab"], host_waits=False).until(100, capsys) == []  # all validate, or one long kernel
-    assert Ranks(["", ""], host_waits=False).until(100, capsys) == []
+@pytest.mark.parametrize(("ranks", "times", "lines", "said"), [
+    (Ranks(["a", "ab", "ab"], running=[0]), [32, 93], 2, WHO),  # another says it when rank 0 is missing
+    (Ranks(["ab", "a", "ab"], silent=(1,)), [34, 97], 1,  # its thread does not answer
+     "wait in collective 2, gather of b, for rank 1, which does not answer: killed, stopped"),
+    (left(), [32, 93], 1, "rank 1, which has ended its program"),
+    (Ranks(["ab", *["a"] * 30], running=range(1, 31)), [32, 93], 9, "23 more"),  # many fit on the screen
+    (Ranks(["a", *["ab"] * 30], running=[0]), [32, 93], 2, "rank 7 and 23 more wait for rank 0, which has"),
+    # Where waits do not hold up the host, as on NCCL, who has launched most waits for who has launched less.
+    (Ranks(["abc", "ab", "abc"], host_waits=False), [32, 93], 2, ON_NCCL),
+    (Ranks(["ab", "abc", "abc"], host_waits=False), [32, 93], 2, WHO),  # rank 0 stands too, and says nothing
+    (Ranks(["ab", "ab"], host_waits=False), [], 0, ""),  # all validate, or one long kernel
+    (Ranks(["", ""], host_waits=False), [], 0, ""),
+])  # fmt: skip
+def test_what_is_said_in_a_hundred_seconds(ranks, times, lines, said, capsys):
+    found = ranks.until(100, capsys)
+    assert [when for when, _ in found] == times
+    assert said in "".join(text for _, text in found[:1])
+    assert all(text.count("\n") == lines and text.count("waiting for ") == 1 for _, text in found)
 
 
 class Posts(io.StringIO):
@@ -164,14 +145,11 @@ class Posts(io.StringIO):
 def impatient():
     """A process group of this call's own, where a short wait is told, and told again."""
     with (
-        mock.patch.multiple(absence, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
+        mock.patch.multiple(hang_report, NOTICE_SECONDS=0.1, AGAIN_SECONDS=0.1),
         mock.patch.object(desync_watchdog, "TICK_SECONDS", 0.02),
+        joined(desync_watchdog.DIVERGENCE_SECONDS, timeout_seconds=110) as comm,
     ):
-        process_group.init_distributed(backend="gloo", timeout_seconds=110)
-        try:
-            yield
-        finally:
-            process_group.shutdown()
+        yield comm
 
 
 def come_when_missed(rank, world, missing):
@@ -205,9 +183,8 @@ def test_ranks_that_train(ranks, missing, speaker):
 
 def beside(rank, world):
     """What the thread beside NCCL prints, on ranks whose hosts do not wait."""
-    with mock.patch.object(desync_watchdog, "_speaks_gloo", lambda: False), impatient():
+    with mock.patch.object(desync_watchdog, "_speaks_gloo", lambda: False), impatient() as comm:
         posts = Posts("stderr of 0") if rank == 0 else io.StringIO()
-        comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
         one_exchange(comm, "the first")
         with contextlib.redirect_stderr(posts):
             if rank == 0:
@@ -227,8 +204,7 @@ def test_ranks_beside_nccl(ranks):
 @on_ranks()
 def test_a_launch_may_stand_still(rank, world):
     """What the watchdog sees while a launch itself blocks, as gloo's do when its buffers are full; and afterwards."""
-    comm, seen = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank)), []
-    send = dist.isend
+    comm, seen, send = communicator(rank), [], dist.isend
 
     def look(*given, **named):
         seen.append(comm._watch.trail.waiting)
@@ -249,6 +225,5 @@ def test_a_side_channel_of_one_rank():
 
 
 def test_the_buckets_are_far_apart():
-    assert absence.NOTICE_SECONDS == 30
-    assert absence.AGAIN_SECONDS == 60
-    assert CommConfig().timeout_seconds >= 10 * absence.NOTICE_SECONDS
+    assert (hang_report.NOTICE_SECONDS, hang_report.AGAIN_SECONDS) == (30, 60)
+    assert CommConfig().timeout_seconds >= 10 * hang_report.NOTICE_SECONDS

@@ -10,44 +10,28 @@ import threading
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
 from deepzero.comm.flight_recorder import DepartedRank, FlightRecorder, State
-from deepzero.comm.ledger import Ledger
 from deepzero.comm.process_group import StoreMailbox
-from deepzero.comm.streams import Chaos
-from deepzero.config.engine import ChaosConfig
 from deepzero.health import desync_watchdog, hang_report
 from deepzero.health.desync_watchdog import NcclWatchdog, RankLeftError, Watchdog
-from deepzero.health.hang_report import (
-    CollectiveTimeoutError,
-    Diagnosis,
-    NcclStallReporter,
-    StateCollector,
-    failure_of,
-    summary,
-    within,
-)
-from tests.distributed.test_divergence import one_exchange
+from deepzero.health.hang_report import CollectiveTimeoutError, Diagnosis, RollCall, summary, within
+from tests.distributed.test_divergence import dogs_of, joined, one_exchange, stand
 
 LOST = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:15558")
 TIMED_OUT = RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
-def state(launches, waits, **values):
+def state(launches, waits):
     """A rank that has launched one collective a letter, and waits for the last or runs."""
     trail = FlightRecorder()
     for where in launches:
         trail.waiting = trail.launch("gather", where)
     trail.waiting = trail.waiting if waits else None
     trail.step, trail.position = 12, f"forward of {launches[-1]}"
-    found = trail.state(1, "data.py:88")
-    for name, value in values.items():
-        setattr(found, name, value)
-    return State.from_json(found.to_json())
+    return State.from_json(trail.state(1, "data.py:88").to_json())
 
 
 def test_a_state_travels():
@@ -60,19 +44,16 @@ def test_a_state_travels():
     assert trail.place() == "step 7, forward of blocks.3.mlp"
 
 
-def test_summary_of_a_rank_that_is_busy():
-    text = summary({0: state("ab", True), 1: state("a", False), 2: state("ab", True)}, {}, 3, 600.0)
-    lines = text.splitlines()
-    assert lines[0] == (
-        "a collective did not complete within 600 s (comm.timeout_seconds): rank 0 and rank 2 wait for rank 1, which "
-        "has not launched collective 2, gather of b: rank 1's own code is running at data.py:88"
-    )
-    assert lines[1] == "  rank 0: step 12, in forward of b, at data.py:88, waiting for collective 2, gather of b"
-    assert lines[2].endswith("at data.py:88, its own code is running, after collective 1, gather of a")
-    assert lines[-1].endswith("raise comm.timeout_seconds")
+BUSY = (
+    "a collective did not complete within 3 s (comm.timeout_seconds): rank 0 and rank 2 wait for rank 1, which has not "
+    "launched collective 2, gather of b: rank 1's own code is running at data.py:88\n"
+    "  rank 0: step 12, in forward of b, at data.py:88, waiting for collective 2, gather of b\n"
+    "  rank 1: step 12, in forward of a, at data.py:88, its own code is running, after collective 1, gather of a\n"
+)
 
 
 @pytest.mark.parametrize(("states", "gone", "world", "said"), [
+    ({0: state("ab", True), 1: state("a", False), 2: state("ab", True)}, {}, 3, BUSY),
     ({0: state("ab", True)}, {}, 2, "rank 0 waits in collective 2, gather of b, for rank 1, which does not answer:"),
     ({0: state("ab", True), 1: state("ac", True)}, {}, 2, "has launched collective 2, gather of c in place of coll"),
     ({0: state("ab", True), 1: state("ab", True)}, {}, 2, "rank 0 and rank 1 wait for collective 2, gather of b, wh"),
@@ -81,90 +62,74 @@ def test_summary_of_a_rank_that_is_busy():
     ({0: state("a", False)}, {}, 2, "rank 1: does not answer: killed, stopped, or its machine is gone"),
 ])  # fmt: skip
 def test_summary(states, gone, world, said):
-    assert said in summary(states, gone, world, 3.0)
+    text = summary(states, gone, world, 3.0)
+    assert said in text and text.endswith("raise comm.timeout_seconds")
 
 
-def test_what_the_roll_is_called_for():
-    assert failure_of(LOST)[0] == hang_report.CONNECTION
-    assert failure_of(TIMED_OUT) == (hang_report.TIMEOUT, 3.0)
-    assert failure_of(RuntimeError("CUDA out of memory"))[0] == ""
-
-
-def dogs_of(name, world):
-    """Watchdogs with their threads, in one process; their ranks have launched a collective, and wait in it."""
-    store = dist.HashStore()
-    dogs = [Watchdog(store, rank, world, name, seconds=1e9) for rank in range(world)]
-    for dog in dogs:
-        dog.trail.waiting = dog.trail.launch("gather", "a")
-    return dogs
-
-
-def dead(dog):
-    """As after SIGKILL: no thread and no word."""
-    dog._stop.set()
-    dog._thread.join(5)
+@contextlib.contextmanager
+def waiting_dogs(world, running=()):
+    """Watchdogs in one process; their ranks have launched a collective, and wait in it or run."""
+    with dogs_of(world) as dogs:
+        for rank, dog in enumerate(dogs):
+            stand(dog, "a")
+            dog.trail.waiting = None if rank in running else dog.trail.waiting
+        yield dogs
 
 
 def test_a_rank_without_a_sign_of_life():
-    dogs = dogs_of("silent", 3)
-    dead(dogs[1])
-    dogs[2].trail.waiting = None  # busy in its own code; its watchdog answers
-    began = time.monotonic()
-    with pytest.raises(RankLeftError) as error:
-        dogs[0].explain(LOST)
-    assert time.monotonic() - began < hang_report.ASKING_SECONDS + 1
-    assert str(error.value) == (
-        "rank 1 gave no sign of life: it was killed or its machine is gone. "
-        "Rank 0 still needs it: it is waiting for collective 1, gather of a"
-    )
-    assert error.value.peer_left
-    began = time.monotonic()
-    with pytest.raises(RankLeftError, match=r"rank 1 gave no sign of life.*Rank 2 still needs it"):
-        dogs[2].explain(LOST)  # later: it is known by now
-    assert time.monotonic() - began < 2
-    for dog in dogs:
-        dog.leave("is done")
+    with waiting_dogs(3, running=[2]) as dogs:  # busy in its own code; its watchdog answers
+        dogs[1]._stop.set()  # as after SIGKILL: no thread and no word
+        dogs[1]._thread.join(5)
+        began = time.monotonic()
+        with pytest.raises(RankLeftError) as error:
+            dogs[0].explain(LOST)
+        assert time.monotonic() - began < hang_report.ASKING_SECONDS + 1
+        assert str(error.value) == (
+            "rank 1 gave no sign of life: it was killed or its machine is gone. "
+            "Rank 0 still needs it: it is waiting for collective 1, gather of a"
+        )
+        assert error.value.peer_left
+        began = time.monotonic()
+        with pytest.raises(RankLeftError, match=r"rank 1 gave no sign of life.*Rank 2 still needs it"):
+            dogs[2].explain(LOST)  # later: it is established by now
+        assert time.monotonic() - began < 2
 
 
 @pytest.mark.exhaustive
 def test_a_lost_connection_between_living_ranks_stays_what_it_is():
-    dogs = dogs_of("living", 2)
-    dogs[0].explain(LOST)
-    dogs[1].explain(RuntimeError("something else"))
-    for dog in dogs:
-        dog.leave("is done")
+    with waiting_dogs(2) as dogs:
+        dogs[0].explain(LOST)
+        dogs[1].explain(RuntimeError("something else"))
 
 
 def test_a_lost_connection_may_be_anothers_time_out(capsys):
     """On gloo the rank that times out closes its connections, and the others may notice before it has said so."""
-    dogs = dogs_of("both", 3)
-    dogs[2].trail.waiting = None
     ends = []
 
-    def lose():
+    def lose(dog):
         try:
-            dogs[1].explain(LOST)
+            dog.explain(LOST)
         except RuntimeError as error:
             ends.append(error)
 
-    thread = threading.Thread(target=lose)
-    thread.start()
-    time.sleep(0.3)
-    with pytest.raises(CollectiveTimeoutError) as error:
-        dogs[0].explain(TIMED_OUT)
-    thread.join(10)
-    assert [str(end) for end in ends] == [str(error.value)]
-    assert sorted([ends[0].peer_left, error.value.peer_left]) == [False, True]
-    said = capsys.readouterr().err.splitlines()
-    assert sorted(line.split(":")[0] for line in said) == [f"where rank {rank} is" for rank in range(3)]
-    for dog in dogs:
-        dog.leave("is done")
+    with waiting_dogs(3, running=[2]) as dogs:
+        thread = threading.Thread(target=lose, args=[dogs[1]])
+        thread.start()
+        time.sleep(0.3)
+        with pytest.raises(CollectiveTimeoutError) as error:
+            dogs[0].explain(TIMED_OUT)
+        thread.join(10)
+        assert [str(end) for end in ends] == [str(error.value)]
+        assert sorted([ends[0].peer_left, error.value.peer_left]) == [False, True]
+        said = capsys.readouterr().err.splitlines()
+        assert sorted(line.split(":")[0] for line in said) == [f"where rank {rank} is" for rank in range(3)]
 
 
-class BrokenStore:
+class BrokenStore(dist.Store):
     """A store whose process was stopped, or is gone."""
 
     def __init__(self, hangs):
+        super().__init__()
         self.hangs = hangs
 
     def check(self, keys):
@@ -178,7 +143,7 @@ class BrokenStore:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_a_store_the_error_stays_what_it_is(hangs, monkeypatch):
     monkeypatch.setattr(desync_watchdog, "ASKING_SECONDS", 0.5)
-    dog = Watchdog(BrokenStore(hangs), 0, 2, "broken", seconds=1e9)
+    dog = Watchdog(StoreMailbox("broken", BrokenStore(hangs), 0, 2), seconds=1e9)
     began = time.monotonic()
     dog.explain(LOST)
     dog.explain(TIMED_OUT)
@@ -198,26 +163,26 @@ def test_the_first_verdict_counts():
     Diagnosis("timeout", 0, "a").write(board)
     Diagnosis("missing", 1, "b").write(board)
     assert Diagnosis.read(board) == Diagnosis("timeout", 0, "a")
-    assert StateCollector(board, FlightRecorder(), 0)._answers([0, 1]) == {}
 
 
 def test_standing_still_is_said_once():
     """What the thread does beside NCCL, by a made-up clock."""
-    trail, still = FlightRecorder(), NcclStallReporter(100.0)
-    assert not any(still.look(trail, now) for now in (0.0, 500.0))  # nothing was launched
+    trail = FlightRecorder()
+    still = RollCall(StoreMailbox("still", dist.HashStore(), 1, 2), trail, 0, host_waits=False)
+    assert not any(still.standstill(now, 90.0) for now in (0.0, 500.0))  # nothing was launched
     trail.launch("gather", "a")
     trail.step, trail.position = 3, "backward"
-    looks = [now for now in range(600, 1000, 10) if still.look(trail, float(now))]
-    assert looks == [690]
+    said = {now: text for now in range(600, 1000, 10) if (text := still.standstill(now, 90.0))}
+    assert [*said] == [690] and said[690].startswith(
+        "where rank 1 is, nothing launched for 90 s: step 3, in backward, its own code is running"
+    )
     trail.launch("gather", "b")
-    assert [now for now in range(1000, 1200, 10) if still.look(trail, float(now))] == [1090]
-    said = "where rank 1 is, nothing launched for 90 s: step 3, in backward, at x.py:2, its own code is running"
-    assert still.text(trail, 1, "x.py:2").startswith(said)
+    assert [now for now in range(1000, 1200, 10) if still.standstill(now, 90.0)] == [1090]
 
 
 @pytest.mark.slow
 def test_the_thread_beside_nccl_prints(capsys):
-    dog = NcclWatchdog(1, NcclStallReporter(1.0))
+    dog = NcclWatchdog(StoreMailbox("nccl", dist.HashStore(), 1, 2), 1.0)
     dog.trail.launch("gather", "a")
     time.sleep(2.5)
     dog.leave("is done")
@@ -227,33 +192,25 @@ def test_the_thread_beside_nccl_prints(capsys):
 
 def sleep_through(rank, world, blocking):
     """Rank 1 sleeps while the others wait; what is raised, what is printed, when."""
-    process_group.init_distributed(backend="gloo", timeout_seconds=4)
-    comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
     printed = io.StringIO()
-    try:
+    with joined(desync_watchdog.DIVERGENCE_SECONDS, timeout_seconds=4) as comm:
         one_exchange(comm, "the first")
         comm.position, comm.step = "forward of blocks.3.mlp", 12
         began = time.monotonic()
         with contextlib.redirect_stderr(printed), pytest.raises(CollectiveTimeoutError) as error:
-            if rank == 1:
-                time.sleep(10)
+            time.sleep(10 if rank == 1 else 0)
             if blocking:
                 process_group.all_gather_object("bucket 3")
             else:
                 one_exchange(comm, "bucket 3")
         return str(error.value), printed.getvalue(), time.monotonic() - began, error.value.peer_left
-    finally:
-        process_group.shutdown()
 
 
-SLEEPERS = [pytest.param(2, True, marks=pytest.mark.exhaustive), pytest.param(3, False, marks=pytest.mark.exhaustive)]
-
-
-@pytest.mark.parametrize(("world", "blocking"), SLEEPERS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("world", "blocking"), [(2, True), (3, False)])
 def test_a_rank_that_sleeps_is_named(ranks, world, blocking):
     ends = ranks.run(sleep_through, blocking, world_size=world, process_group=False)
-    assert len({text for text, *_ in ends}) == 1  # all say the same
-    text = ends[0][0]
+    (text,) = {text for text, *_ in ends}  # all say the same
     waiting = "rank 0 waits" if world == 2 else "rank 0 and rank 2 wait"
     what = "all_gather_object" if blocking else "parameters.all_gather of bucket 3"
     first = f"{waiting} for rank 1, which has not launched collective 2, {what}: "

@@ -12,18 +12,9 @@ from torch import nn
 from deepzero.checkpoint import reader
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
-from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, TinyModel, start
-
-
-def said(act, *args, **kwargs):
-    """The CheckpointError of a call; None: it went well."""
-    try:
-        act(*args, **kwargs)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def save_one(rank, world, folder, stage):

@@ -6,9 +6,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 
 import deepzero
-from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_checkpoint_bad_input import said
 from tests.distributed.training import (
     LENGTH,
     VOCAB,

@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 from deepzero.checkpoint import checkpoint_dir as folders
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.export import ModelWriter, TensorPlan
+from deepzero.checkpoint.export import TensorPlan, divide, write_model
 from deepzero.checkpoint.verify import verify
 from deepzero.comm import process_group
 from deepzero.monitor.metrics_file import MetricsFile, kept_metrics, write_summary
@@ -201,11 +201,11 @@ def test_what_a_killed_process_had_no_time_to_flush(ranks, tmp_path, monkeypatch
     assert any("clear_remains" in site for site in needed)
 
 
-def write_model(folder, number, max_bytes):
+def write_numbers(folder, number, max_bytes):
     """Three tensors that are all ``number``."""
-    plans = [TensorPlan(name, "F32", (100,)) for name in "abc"]
-    with ModelWriter(folder, plans, max_bytes, replace=True, extra={"config.json": str(number).encode()}) as writer:
-        writer.write((plan, 0, torch.full((100,), float(number))) for plan in writer.order)
+    files = divide([TensorPlan(name, "F32", (100,)) for name in "abc"], max_bytes)
+    values = itertools.repeat(torch.full((100,), float(number)))
+    write_model(folder, files, values, replace=True, extra={"config.json": str(number).encode()})
 
 
 def find_model(tree):
@@ -242,7 +242,7 @@ def test_a_model_appears_whole(tmp_path, monkeypatch):
             with monkeypatch.context() as patch, pytest.raises(CheckpointError) if number == 5 else nullcontext():
                 if number == 5:
                     patch.setattr(Path, "replace", refuse)
-                write_model(out, number, max_bytes)
+                write_numbers(out, number, max_bytes)
             recorder.mark(4 if number == 5 else number)
 
     known = {}
@@ -276,7 +276,7 @@ def test_small_files_of_a_run(tmp_path):
     run = tmp_path / "root" / "run"
     earlier = MetricsFile(run)
     for step in range(1, 6):
-        earlier.step({"step": step, "loss": 1.0})
+        earlier.write("train", {"step": step, "loss": 1.0})
     earlier.finish({})
     write_summary(run, {"number": 0})
     recorder = Recorder(tmp_path / "root", tmp_path / "log")
@@ -284,9 +284,9 @@ def test_small_files_of_a_run(tmp_path):
     settled = len(read(tmp_path / "log"))
     with recorder.recording():
         going_on = MetricsFile(run, 3)
-        going_on.step({"step": 4, "loss": 1.0})
+        going_on.write("train", {"step": 4, "loss": 1.0})
         write_summary(run, {"number": 1})
-        going_on.step({"step": 5, "loss": 1.0})
+        going_on.write("train", {"step": 5, "loss": 1.0})
         write_summary(run, {"number": 2})
         going_on.finish({})
 

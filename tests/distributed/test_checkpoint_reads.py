@@ -2,28 +2,22 @@
 
 import pytest
 
+from deepzero.checkpoint import reader
 from deepzero.checkpoint.checkpoint_dir import find, read_manifest
-from deepzero.checkpoint.reader import ShardReader
 from tests.distributed.checkpoints import engine_for, train_and_save
 from tests.distributed.training import TinyModel
 
 
 def bytes_of_a_load(rank, world, folder, stage):
     engine = engine_for(world, stage, model=TinyModel(hidden=400))
-    total, fill = 0, ShardReader._fill
-
-    def counted(self, file, view, offset):
-        nonlocal total
-        total += len(view)
-        fill(self, file, view, offset)
-
-    ShardReader._fill = counted
-    try:
+    sizes, fill = [], reader.fill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            reader, "fill", lambda path, file, view, at: (sizes.append(len(view)), fill(path, file, view, at))
+        )
         engine.load_checkpoint(folder)
-    finally:
-        ShardReader._fill = fill
     engine.destroy()
-    return total
+    return sum(sizes)
 
 
 @pytest.mark.parametrize(

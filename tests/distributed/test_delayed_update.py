@@ -163,7 +163,7 @@ def test_what_a_late_step_moved_is_measured(rank, world):
     engine.finish_delayed_update()
     numel = sum(part.master.numel() for part in engine.zero.optimizer_shard.parts)
     meter = engine.zero.offload.meter
-    legs = [meter.last_step["offload.optimizer_step"], meter.leg("offload.optimizer_step")]
+    legs = [meter.last_step["offload.optimizer_step"], meter.legs["offload.optimizer_step"]]
     engine.destroy()
     seconds = time.perf_counter() - began
     for leg in legs:

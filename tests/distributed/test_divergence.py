@@ -4,6 +4,7 @@ A group whose waits were broken is of no use any more, so these tests run on ran
 of their own for each call, with the default time-out of ten minutes: whoever hangs, hangs.
 """
 
+import contextlib
 import time
 
 import pytest
@@ -24,117 +25,126 @@ from deepzero.health.desync_watchdog import RankDivergenceError, RankLeftError, 
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import SGD, config, make_model, my_micro_batches, start
 
-QUICK_SECONDS = 0.5
 BY_HAND = pytest.mark.exhaustive
 
 
-def waiting_state(launches, waits_for, beat=1):
-    """A rank that has launched ``launches`` and waits for the one with this number."""
+def waiting_state(launches, waits_for):
+    """A rank that has launched ``launches`` and waits for the one with this number, as another reads it."""
     trail = FlightRecorder()
     for where in launches:
         trail.launch("gather", where)
     recent = {item.sequence: item for item in trail.recent}
-    return State(beat, f"forward of {launches[-1]}", "train.py:7", trail.sequence, recent[waits_for], recent)
+    state = State(1, f"forward of {launches[-1]}", "train.py:7", trail.sequence, recent[waits_for], recent)
+    return State.from_json(state.to_json())
 
 
-@pytest.mark.parametrize(
-    ("trails", "gone", "expected"),
-    [
-        ({0: ("ab", 2), 1: ("ac", 2)}, {}, [0, 1]),
-        ({0: ("ab", 2), 1: ("ab", 2)}, {}, []),  # a slow network
-        ({0: ("ab", 2), 1: ("ab", 1)}, {}, []),
-        ({0: ("abc", 3), 1: ("ab", 2)}, {}, []),  # rank 1 has what it needs and will launch c
-        ({0: ("ab", 2)}, {}, []),  # rank 1 is running
-        ({0: ("ab", 2), 1: ("ac", 2), 2: ("ab", 2)}, {}, [0, 1, 2]),
-        ({0: ("ab", 2), 1: ("abc", 3), 2: ("a", 1)}, {}, []),
-        ({0: ("ab", 2)}, {1: DepartedRank(1, "has failed")}, [0]),
-        ({0: ("ab", 2)}, {1: DepartedRank(2, "has ended its program")}, []),
-    ],
-)
+@pytest.mark.parametrize(("trails", "gone", "expected"), [
+    ({0: ("ab", 2), 1: ("ac", 2)}, {}, [0, 1]),
+    ({0: ("ab", 2), 1: ("ab", 2)}, {}, []),  # a slow network
+    ({0: ("ab", 2), 1: ("ab", 1)}, {}, []),
+    ({0: ("abc", 3), 1: ("ab", 2)}, {}, []),  # rank 1 has what it needs and will launch c
+    ({0: ("ab", 2)}, {}, []),  # rank 1 is running
+    ({0: ("ab", 2), 1: ("ac", 2), 2: ("ab", 2)}, {}, [0, 1, 2]),
+    ({0: ("ab", 2), 1: ("abc", 3), 2: ("a", 1)}, {}, []),
+    ({0: ("ab", 2)}, {1: DepartedRank(1, "has failed")}, [0]),
+    ({0: ("ab", 2)}, {1: DepartedRank(2, "has ended its program")}, []),
+])  # fmt: skip
 def test_who_is_stuck(trails, gone, expected):
-    states = {rank: waiting_state(list(launches), waits_for) for rank, (launches, waits_for) in trails.items()}
-    states = {rank: State.from_json(state.to_json()) for rank, state in states.items()}
-    assert desync_watchdog.stuck(states, gone) == expected
+    assert desync_watchdog.stuck({rank: waiting_state(*trail) for rank, trail in trails.items()}, gone) == expected
 
 
 def test_verdict_names_everything():
-    states = {0: waiting_state(["a", "b"], 2), 2: waiting_state(["a", "c"], 2)}
-    text = desync_watchdog.verdict(states, {}, 3)
-    assert "rank 0: in forward of b, at train.py:7, waiting for collective 2, gather of b" in text
-    assert "rank 1: its own code is running" in text
-    assert "rank 0 launched collective 2, gather of b; rank 2 launched collective 2, gather of c" in text
-    assert "set_z3_leaf_modules" in text
+    text = desync_watchdog.verdict({0: waiting_state("ab", 2), 2: waiting_state("ac", 2)}, {}, 3)
+    for said in (
+        "rank 0: in forward of b, at train.py:7, waiting for collective 2, gather of b",
+        "rank 1: its own code is running",
+        "rank 0 launched collective 2, gather of b; rank 2 launched collective 2, gather of c",
+        "set_z3_leaf_modules",
+    ):
+        assert said in text
 
 
 def test_tags_differ():
     trail = FlightRecorder()
     tags = {trail.launch("gather", "a").tag for _ in range(1000)}
-    assert len(tags) == 1000
-    assert all(2**30 <= tag < 2**31 for tag in tags)
+    assert len(tags) == 1000 and all(2**30 <= tag < 2**31 for tag in tags)
     assert CollectiveRecord(1, 0, "gather", "").text() == "collective 1, gather"
+
+
+@contextlib.contextmanager
+def dogs_of(world):
+    """Watchdogs with their threads, in one process, which find nothing by themselves."""
+    store = dist.HashStore()
+    dogs = [Watchdog(StoreMailbox("dogs", store, rank, world), seconds=1e9) for rank in range(world)]
+    yield dogs
+    for dog in dogs:
+        dog.leave("is done")
+
+
+def stand(dog, where):
+    """Its rank launches a collective and waits in it."""
+    dog.trail.waiting = dog.trail.launch("gather", where)
 
 
 def look(dog):
     """One round of the thread, without the thread."""
-    assert dog.trail.waiting is not None
     return dog._look(dog.trail.waiting)
 
 
 def test_a_wait_that_goes_on_is_posted_in_full_once(monkeypatch):
     """A store that is a file keeps each post."""
-    store, posted = dist.HashStore(), []
-    dog, other = (Watchdog(store, rank, 2, "long", seconds=1e9) for rank in range(2))
-    monkeypatch.setattr(
-        dog._board, "set", lambda key, text: (posted.append(key), StoreMailbox.set(dog._board, key, text))
-    )
-    for where in "ab":
-        for watched in (dog, other):
-            watched.trail.waiting = watched.trail.launch("gather", where)
-        for _ in range(5):
-            assert not look(dog) and not look(other)
+    posted = []
+    with dogs_of(2) as (dog, other):
+        monkeypatch.setattr(
+            dog._board, "set", lambda key, text: (posted.append(key), StoreMailbox.set(dog._board, key, text))
+        )
+        for where in "ab":
+            stand(dog, where)
+            stand(other, where)
+            for _ in range(5):
+                assert not look(dog) and not look(other)
     assert posted.count("state/0") == 2 and posted.count("beat/0") == 10
 
 
 def test_an_old_post_is_no_waiting_rank():
-    store = dist.HashStore()
-    dogs = [Watchdog(store, rank, 4, "old", seconds=1e9) for rank in range(4)]
-    for dog, where in zip(dogs, "abcc", strict=True):
-        dog.trail.waiting = dog.trail.launch("gather", where)
-    dogs[3].leave("has failed")  # a rank that has left after the same launch holds up nobody
-    assert not look(dogs[2])  # rank 2 waited once and runs now; 0 and 1 wait for each other
-    rounds = 0
-    while not (look(dogs[0]) or look(dogs[1])):
-        rounds += 1
-        assert rounds < 20
-    for dog in dogs[:2]:
-        assert look(dog)
-        with pytest.raises(RankDivergenceError) as error:
-            dog.explain(RuntimeError("Connection closed by peer"))
-        assert not error.value.peer_left
-        assert "rank 2: its own code is running" in str(error.value)
-        assert "rank 3: has failed" in str(error.value)
-        dog.leave("is done")
-    dogs[2].leave("is done")
+    with dogs_of(4) as dogs:
+        for dog, where in zip(dogs, "abcc", strict=True):
+            stand(dog, where)
+        dogs[3].leave("has failed")  # a rank that has left after the same launch holds up nobody
+        assert not look(dogs[2])  # rank 2 waited once and runs now; 0 and 1 wait for each other
+        assert any(look(dogs[0]) or look(dogs[1]) for _ in range(20))
+        for dog in dogs[:2]:
+            assert look(dog)
+            with pytest.raises(
+                RankDivergenceError, match=r"(?s)rank 2: its own code is run.*rank 3: has failed"
+            ) as error:
+                dog.explain(RuntimeError("Connection closed by peer"))
+            assert not error.value.peer_left
 
 
 def test_who_goes_on_is_left_alone():
-    store = dist.HashStore()
-    dogs = [Watchdog(store, rank, 2, "slow", seconds=1e9) for rank in range(2)]
-    for wheres in ("ab", "cd", "ef"):  # each waits long for the other, in turn
-        for dog, others in (dogs, dogs[::-1]):
-            dog.trail.waiting = dog.trail.launch("gather", wheres[0])
-            assert not any(look(dog) for _ in range(6))
-            others.trail.launch("gather", wheres[0])
-            dog.trail.waiting = None
-    for dog in dogs:
-        dog.leave("is done")
+    with dogs_of(2) as dogs:
+        for where in "ace":  # each waits long for the other, in turn
+            for dog, other in (dogs, dogs[::-1]):
+                stand(dog, where)
+                assert not any(look(dog) for _ in range(6))
+                other.trail.launch("gather", where)
+                dog.trail.waiting = None
 
 
-def join(seconds=QUICK_SECONDS):
+def communicator(rank):
+    return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
+
+
+@contextlib.contextmanager
+def joined(seconds=0.5, **settings):
     """A process group of this call's own, and a watchdog that is quicker than the default."""
     desync_watchdog.DIVERGENCE_SECONDS = seconds
-    process_group.init_distributed(backend="gloo")
-    return Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+    process_group.init_distributed(backend="gloo", **settings)
+    try:
+        yield communicator(process_group.rank())
+    finally:
+        process_group.shutdown()
 
 
 def one_exchange(comm, where, elements=5):
@@ -147,26 +157,22 @@ def one_exchange(comm, where, elements=5):
 
 def take_different_paths(rank, world, how):
     """What this rank raises, and after how many seconds."""
-    comm = join()
-    try:
+    with joined() as comm:
         one_exchange(comm, "the first")
         started = time.monotonic()
         with pytest.raises(RankDivergenceError) as error:
             comm.position = f"forward of blocks.{rank}"
-            if how == "exchange":  # small messages: nothing but the tag keeps them apart
-                one_exchange(comm, f"bucket {rank}")
-            elif how == "blocking" and rank == 0:
+            if how == "blocking" and rank == 0:
                 process_group.all_gather_object("a")
             elif how == "blocking" and rank == 1:
                 comm.all_reduce("agreement.all_reduce", torch.zeros(7)).wait()
             elif how == "blocking":
                 comm.broadcast("setup", torch.zeros(7), src=1)
-            elif how == "running":  # ranks 0 and 1 differ while rank 2 is busy; it finds out when it comes
-                time.sleep(8 if rank == 2 else 0)
+            else:  # small messages: nothing but the tag keeps them apart
+                # Ranks 0 and 1 differ while rank 2 is busy; it finds out when it comes.
+                time.sleep(8 if how == "running" and rank == 2 else 0)
                 one_exchange(comm, f"bucket {rank}")
         return str(error.value), time.monotonic() - started
-    finally:
-        process_group.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -175,8 +181,7 @@ def take_different_paths(rank, world, how):
 )
 def test_different_collectives(ranks, how, world):
     ends = ranks.run(take_different_paths, how, world_size=world, process_group=False)
-    assert len({text for text, _ in ends}) == 1  # all say the same
-    text = ends[0][0]
+    (text,) = {text for text, _ in ends}  # all say the same
     for rank in range(world if how != "running" else 2):
         assert f"rank {rank}: in forward of blocks.{rank}, at test_divergence.py:" in text
     if how == "exchange":
@@ -188,22 +193,18 @@ def test_different_collectives(ranks, how, world):
 @pytest.mark.exhaustive
 @on_ranks(3, process_group=False)
 def test_a_slow_rank_is_no_divergence(rank, world):
-    comm = join()
-    try:
+    with joined() as comm:
         out = [one_exchange(comm, "before")]
         time.sleep(5 if rank == 0 else 0)
         out.append(one_exchange(comm, "after", 200_000))
         process_group.barrier()
         assert out == [[-1.0 if q == rank else float(q) for q in range(3)]] * 2
-    finally:
-        process_group.shutdown()
 
 
 @pytest.mark.slow
 @on_ranks(process_group=False)
 def test_one_rank_runs_one_backward_pass_more(rank, world):
-    join(desync_watchdog.DIVERGENCE_SECONDS)
-    try:
+    with joined(desync_watchdog.DIVERGENCE_SECONDS):
         engine = start(make_model(), stage=2, optimizer=SGD, bucket=800)
         batch = my_micro_batches(0, rank, world, 2, 1)[0]
         started = time.monotonic()
@@ -212,8 +213,6 @@ def test_one_rank_runs_one_backward_pass_more(rank, world):
                 engine.backward(engine(*batch))
             engine.step()
         assert time.monotonic() - started < 15
-    finally:
-        process_group.shutdown()
     text = str(error.value)
     assert all(f"rank {r}: step 1, in reduction of the bucket of " in text for r in range(2))
     assert "waiting for collective" in text and "gradients.reduce_scatter" in text
@@ -221,16 +220,13 @@ def test_one_rank_runs_one_backward_pass_more(rank, world):
 
 @on_ranks(process_group=False)
 def test_a_rank_that_leaves_is_named(rank, world):
-    comm = join()
-    try:
+    with joined() as comm:
         one_exchange(comm, "the first")
         if rank == 1:
             comm.position = "step 1"
             return
         with pytest.raises(RankLeftError) as error:
             one_exchange(comm, "the second")
-    finally:
-        process_group.shutdown()
     text = str(error.value)
     assert "rank 1 has left the process group (step 1). Rank 0 still needs it" in text
     assert "waiting for collective 2, parameters.all_gather of the second" in text
@@ -239,16 +235,16 @@ def test_a_rank_that_leaves_is_named(rank, world):
 @on_ranks(process_group=False)
 def test_the_thread_ends_with_its_group(rank, world):
     """Destroying the group without a word ends the thread too, and the next group starts afresh."""
-    first = join()._watch
-    # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
-    store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    second = flight_recorder.observer()
-    process_group.barrier()
-    first._thread.join(5)
-    alive = first._thread.is_alive(), second._thread.is_alive()
-    process_group.shutdown()
+    with joined() as comm:
+        first = comm._watch
+        # Under its own prefix: in the same one a fast rank would read the address that a slow one had before.
+        store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        second = flight_recorder.observer()
+        process_group.barrier()
+        first._thread.join(5)
+        alive = first._thread.is_alive(), second._thread.is_alive()
     second._thread.join(5)
     assert (first is not second, *alive, second._thread.is_alive()) == (True, False, True, False)
 
@@ -267,16 +263,15 @@ class Branching(nn.Module):
 @on_ranks(process_group=False)
 def test_stage_3_names_the_modules(rank, world):
     """Each message has both ranks' modules, and what to do about experts."""
-    join()
-    settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
-    engine, *_ = deepzero.initialize(model=Branching(), config=settings)
-    engine.backward(engine(torch.ones(2, 16), 0))
-    engine.step()
-    started = time.monotonic()
-    with pytest.raises(RankDivergenceError) as error:
-        engine.backward(engine(torch.ones(2, 16), rank))
-    process_group.shutdown()
-    text, seconds = str(error.value), time.monotonic() - started
+    with joined():
+        settings = config(stage=3, bucket=256, zero={"stage3_param_persistence_threshold": 0})
+        engine, *_ = deepzero.initialize(model=Branching(), config=settings)
+        engine.backward(engine(torch.ones(2, 16), 0))
+        engine.step()
+        started = time.monotonic()
+        with pytest.raises(RankDivergenceError) as error:
+            engine.backward(engine(torch.ones(2, 16), rank))
+        seconds = time.monotonic() - started
     for said in ("in reduction of the bucket of right.weight", "in forward of right", "set_z3_leaf_modules"):
-        assert said in text
+        assert said in str(error.value)
     assert seconds < 15

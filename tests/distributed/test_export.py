@@ -204,7 +204,7 @@ def test_strip_prefix(ranks, tmp_path):
     file = tmp_path / "out" / "model.safetensors"
     assert set(safetensors_torch.load_file(file)) | {"head.weight"} == set(make_model().state_dict())
     assert read_header(file)[0]["head.weight"] == "embed.weight"
-    with pytest.raises(CheckpointError, match=r"'model\.head\.weight' does not begin with 'other\.'"):
+    with pytest.raises(CheckpointError, match=r"'model\.embed\.weight' does not begin with 'other\.'"):
         export(tmp_path / "checkpoints", tmp_path / "out2", "bf16", strip_prefix="other.")
     assert not (tmp_path / "out2").exists()
 

@@ -7,7 +7,7 @@ import torch
 
 import deepzero
 from deepzero.config.strict import ConfigError
-from deepzero.offload import arena, offload_plan
+from deepzero.offload import offload_plan, pinned_arena
 from deepzero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -307,7 +307,7 @@ def test_bad_settings(ranks, changes, words):
 
 def crowded(rank, world):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena, "available_host_bytes", lambda: 1000 if rank == 1 else 1 << 40)
+        patch.setattr(pinned_arena, "available_host_bytes", lambda: 1000 if rank == 1 else 1 << 40)
         return refused(rank, world, settings(2, 1.0))
 
 

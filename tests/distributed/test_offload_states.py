@@ -52,10 +52,10 @@ def extents(engine):
         return {
             category: {
                 t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-                for t, _ in engine.offloader._tensors_of(category)
-                if not engine.offloader._in_arena(t) and t.numel()
+                for t, _ in tensors
+                if t.untyped_storage().resizable() and t.numel()
             }
-            for category in STATES
+            for category, tensors in engine.offloader.states().items()
         }
 
 

@@ -73,7 +73,7 @@ def test_the_peak_with_activations_and_temporaries(rank, world_size, case):
     with WorkMeter("cpu") as meter:
         engine, *_ = deepzero.initialize(model=GPT(MODEL), config=config)
         for _ in range(2):
-            meter.restart_peak()
+            meter.restart()
             for _ in range(2):
                 ids = torch.zeros(MICRO_BATCH, MODEL.block_size, dtype=torch.long)
                 engine.backward(engine(ids, ids))

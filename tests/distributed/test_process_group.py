@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepzero.comm import flight_recorder, loopback, process_group, rendezvous, topology
+from deepzero.comm import flight_recorder, process_group, rendezvous, topology
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
@@ -79,14 +79,14 @@ def test_what_no_rank_has_sent_is_not_unpickled(ranks, tmp_path):
 @on_ranks()
 def test_a_part_of_the_world_has_its_timeout(rank, world_size):
     part = topology.make_group([(0,), (1,)], rank, with_handle=True).handle
-    topology.forget()
+    flight_recorder.observer().subgroups.clear()
     for group in (dist.group.WORLD, part):
         assert group._get_backend(CPU).options._timeout == timedelta(seconds=120)
 
 
 def twice_at_a_port(rank, world_size, port):
     """Join by the variables that a foreign launcher sets, leave, and join again."""
-    for name in (loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
+    for name in (rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
         os.environ.pop(name)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="none")
     heard, found = [], set()
@@ -110,7 +110,7 @@ def test_ranks_of_a_foreign_launcher_on_one_machine(ranks):
 @on_ranks(1, process_group=False)
 def test_a_world_of_one(rank, world_size):
     """Without any launcher."""
-    for name in ("RANK", "WORLD_SIZE", loopback.LAUNCH_FOLDER_VARIABLE, *loopback.loopback_variables()):
+    for name in ("RANK", "WORLD_SIZE", rendezvous.LAUNCH_FOLDER_VARIABLE, *rendezvous.loopback_variables()):
         os.environ.pop(name)
     process_group.init_distributed(backend="gloo")
     found = doors.listening([os.getpid()])

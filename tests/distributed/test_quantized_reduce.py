@@ -262,11 +262,6 @@ def exceptions(rank, world):
         reducer.launch(bucket, output, False)
     reducer.drain()
     measured = reducer.strategy.measured
-    assert {key: reducer.strategy.take_measured(key) for key in measured} == measured
-    assert (
-        reducer.strategy.take_measured((0, 0)) == reducer.strategy.take_measured((0, 1)) == (0, 0)
-        and not reducer.strategy.measured
-    )
     return outputs, comm.ledger.traffic, measured
 
 

@@ -217,7 +217,7 @@ def registered_late(rank, world):
     zero.register_external_parameter(model, model.first.weight)
     engine.ledger.trace = True
     engine(batch(0, rank))
-    home = model.first.weight._zero.home
+    home = model.first.weight._zero.bucket
     first = next(e for e in engine.ledger.events if e.what == "fetch" and e.where == f"bucket {home.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     assert first.kind == "OutsideItsModule"
@@ -227,7 +227,7 @@ def discarded_on_the_way(rank, world):
     """What is thrown away while it travels belongs to the all-gather until it has arrived."""
     engine = engine_of(bucket=700)
     weight = engine.module.first.weight
-    bucket = weight._zero.home
+    bucket = weight._zero.bucket
     bucket.launch("test")
     pending, mine = bucket.gather._pending, bucket.whole.split(bucket.bucket.shard_numel)[rank]
     pending.wait()

@@ -314,7 +314,7 @@ def test_registered_external_parameter(rank, world):
     engine.ledger.trace = True
     engine(batch(0, rank))
     fetched = [e for e in engine.ledger.events if e.what == "fetch"]
-    home = model.first.weight._zero.home
+    home = model.first.weight._zero.bucket
     first = next(e for e in fetched if e.where == f"bucket {home.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     with pytest.raises(ValueError, match="not registered"):
@@ -388,7 +388,7 @@ def test_another_order_is_recorded_anew(rank, world):
         engine.backward(engine(batch(step, rank)))
         engine.step()
     coordinator = engine.stage.coordinator
-    plan = coordinator.training.step_plan()
+    plan = coordinator.training.plan
     completed = [key for use in plan.uses if use.backward for key in use.completes]
     assert sorted(completed) == sorted(plan.numel)  # each bucket's gradients, once
     assert (coordinator.training.dropped, coordinator.training.plan is not None) == (1, True)

@@ -416,10 +416,10 @@ def test_asking_is_no_part_of_a_step_and_leaves_nothing_behind(rank, world, stag
     engine.step()
     assert engine.ledger.last_step.keys() == expected.keys()
     asked = {kind for kind in engine.ledger.between_steps if kind.endswith("_on_request")}
-    records = len(tensor_fragment._ADDRESSES)
+    records = len(tensor_fragment._ENGINES)
     engine.destroy()
     gc.collect()
-    asked, gone = len(asked), records - len(tensor_fragment._ADDRESSES) == len(list(engine.module.parameters()))
+    asked, gone = len(asked), records - len(tensor_fragment._ENGINES) == len(list(engine.module.parameters()))
     assert asked > 0 and gone
 
 

@@ -123,7 +123,7 @@ def test_exposed_communication_agrees_with_the_clock_of_the_run(run):
     for path, entries in zip(paths, metrics, strict=True):
         summary = summarize(load_trace(path))
         for times, entry in zip(summary.steps, entries, strict=True):
-            stood = sum(gap.length for gap in summary.gaps if gap.step == times.step and not gap.copy)
+            stood = sum(gap.length for gap in summary.gaps if gap.step == times.step and not gap.cause.copy)
             exposed, in_flight = entry["comm/exposed_seconds"], entry["comm/in_flight_seconds"]
             ratios.append(stood / (exposed * 1000))
             assert 0 < exposed <= in_flight < times.length / 1000
@@ -234,7 +234,7 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     summary = summarize(load_trace(path))
     assert len(summary.steps) == 2
     assert len(found) >= 3  # the last one may begin after the recorded steps
-    assert summary.total("host_steps") == 0
+    assert summary.mean.host_steps == 0
 
 
 @on_ranks()

@@ -21,8 +21,8 @@ from deepzero.comm.ledger import Ledger  # noqa: E402
 from deepzero.comm.streams import Chaos  # noqa: E402
 from deepzero.config.engine import ChaosConfig  # noqa: E402
 from deepzero.config.strict import ConfigError  # noqa: E402
-from deepzero.launch import elastic, launcher, rank_process  # noqa: E402
-from deepzero.launch.preemption import on_stop_request  # noqa: E402
+from deepzero.launch import launcher, rank_process  # noqa: E402
+from deepzero.launch.rank_process import on_stop_request  # noqa: E402
 
 
 def misbehave(how: str, folder: str) -> None:
@@ -94,7 +94,7 @@ def train(rank: int, number: signal.Signals) -> None:
 
 def fail_twice(rank: int, folder: Path) -> None:
     """Killed in the first attempt, an exception in the second, success in the third."""
-    attempt = elastic.restart_count()
+    attempt = rank_process.restart_count()
     with (folder / f"attempts{rank}").open("a", encoding="ascii") as file:
         file.write(f"{attempt}\n")
     process_group.barrier()
@@ -107,12 +107,12 @@ def fail_twice(rank: int, folder: Path) -> None:
 
 def leave_a_note(rank: int) -> None:
     """The first attempt leaves a note and fails, the others read it."""
-    text = f"rank {rank}, restart {elastic.restart_count()}, note {elastic.recall('run_dir')}\n"
+    text = f"rank {rank}, restart {rank_process.restart_count()}, note {rank_process.recall('run_dir')}\n"
     os.write(1, text.encode())  # in one piece, since the ranks share the pipe
     process_group.barrier()  # nobody writes before everybody has read
-    elastic.remember("run_dir", f"written by rank {rank}")
+    rank_process.remember("run_dir", f"written by rank {rank}")
     process_group.barrier()
-    if elastic.restart_count() < 2:
+    if rank_process.restart_count() < 2:
         raise ValueError("try again")
 
 

@@ -9,9 +9,10 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
-from deepzero.offload import arena as arenas
-from deepzero.offload import offload_plan
-from deepzero.offload.arena import (
+from deepzero.offload import pinned_arena as arenas
+from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST, CopyStats, HostDeviceCopier, OffloadStats
+from deepzero.offload.offload_plan import asks_for_pinning
+from deepzero.offload.pinned_arena import (
     HostArena,
     HostMemoryError,
     Region,
@@ -20,7 +21,6 @@ from deepzero.offload.arena import (
     required_bytes,
     zeros_on_large_pages,
 )
-from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST, CopyStats, HostDeviceCopier, OffloadStats
 
 CPU = torch.device("cpu")
 PLAN = [
@@ -156,8 +156,5 @@ def test_chaos_puts_copies_off_until_somebody_waits():
     ({"device": "cpu", "pin_memory": False}, {"device": "cpu", "pin_memory": False}, False),
     ({"device": "cpu"}, {"device": "cpu", "pin_memory": False}, True),
 ])  # fmt: skip
-def test_either_side_may_ask_for_locked_pages(optimizer, param, locked, monkeypatch):
-    asked = []
-    monkeypatch.setattr(offload_plan, "HostArena", lambda regions, device, pin: asked.append(pin))
-    offload_plan._take_arena([], CPU, OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param))
-    assert asked == [locked]
+def test_either_side_may_ask_for_locked_pages(optimizer, param, locked):
+    assert asks_for_pinning(OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param)) == locked

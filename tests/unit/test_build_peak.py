@@ -12,7 +12,7 @@ from torch import nn
 from deepzero.comm.process_group import FakeRank, fake_process_group
 from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
 from deepzero.config.deepspeed_json import load_engine_config
-from deepzero.offload.arena import HostArena
+from deepzero.offload.pinned_arena import HostArena
 from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepzero.training import command as module
-from deepzero.training.command import Command, interpreter
+from deepzero.training import resume as module
+from deepzero.training.resume import Command, interpreter
 
 
 def way_on(monkeypatch, run_dir, step, *overrides):

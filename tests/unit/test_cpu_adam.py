@@ -1,15 +1,24 @@
 """CPUAdam: the bits of all kernels, and their accuracy."""
 
 import copy
+import functools
 import itertools
 import math
 
 import pytest
 import torch
 
-from deepzero.offload import adam_compiled
-from deepzero.offload.adam_compiled import CompiledAdam, why_not
-from deepzero.offload.adam_kernels import ChunkedAdam, Numbers, Segment, adam_lines, exact_root, line_by_line
+from deepzero.offload import adam_kernels
+from deepzero.offload.adam_kernels import (
+    ChunkedAdam,
+    CompiledAdam,
+    Numbers,
+    Segment,
+    adam_lines,
+    exact_root,
+    line_by_line,
+    why_not,
+)  # fmt: skip
 from deepzero.ops import CPUAdam
 from deepzero.utils.compile import why_not_compiled
 
@@ -43,6 +52,12 @@ def threads():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+def forget_compiled(monkeypatch):
+    """Nothing is compiled yet."""
+    fresh = functools.cache(adam_kernels._compile_and_check.__wrapped__)
+    monkeypatch.setattr(adam_kernels, "_compile_and_check", fresh)
 
 
 def randn(*shape, seed=0):
@@ -90,9 +105,9 @@ class TestBits:
     @pytest.mark.parametrize("mode", MODES, ids=str)
     def test_compiled_gives_the_bits_of_its_lines(self, mode, monkeypatch):
         """Here the lines stand in for the compiled; that both have the same bits is asked whenever one is compiled."""
-        monkeypatch.setattr(adam_compiled, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
-        monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
-        monkeypatch.setattr(adam_compiled, "_COMPILED", {})
+        monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
+        monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
+        forget_compiled(monkeypatch)
         self.check_the_bits_of_the_lines("compiled", mode)
 
     @pytest.mark.skipif(bool(why_not("numba")), reason=why_not("numba"))
@@ -108,7 +123,7 @@ class TestBits:
         for step in range(1, 4):
             (grad,) = gradients([mine], step)
             ours.step([grad], scale=3.0)
-            numbers = cpu_numbers(ours.param_groups[0], step, 3.0)
+            numbers = Numbers.of(ours.param_groups[0], step, 3.0)
             adam_lines(exact_root, numbers.beta1 > 0.5, theirs.detach(), m, v, grad, None, numbers.tensor())
         assert torch.equal(mine, theirs)
         assert torch.equal(ours.state[mine]["exp_avg"], m) and torch.equal(ours.state[mine]["exp_avg_sq"], v)
@@ -189,20 +204,6 @@ class TestBits:
         assert same(ours, whole)
 
 
-def cpu_numbers(group, step, scale):
-    """A group's settings as a kernel takes them."""
-    return Numbers(
-        step,
-        group["lr"],
-        *group["betas"],
-        group["eps"],
-        group["weight_decay"],
-        group["decoupled_weight_decay"],
-        group["bias_correction"],
-        scale,
-    )
-
-
 def segment(n, grad=torch.bfloat16):
     """In the middle of training."""
     param, m, v, g = (randn(n, seed=s) for s in range(4))
@@ -215,16 +216,12 @@ def make(kernel):
     return made
 
 
-def tensors(one):
-    return [one.param, one.exp_avg, one.exp_avg_sq, one.grad, one.out]
-
-
 def cut(one, lo, hi):
-    return Segment(*(t[lo:hi].clone() for t in tensors(one) if t is not None))
+    return Segment(*(t[lo:hi].clone() for t in one if t is not None))
 
 
 def equal(one, other, part):
-    pairs = zip(tensors(one), tensors(other), strict=True)
+    pairs = zip(one, other, strict=True)
     return all(torch.equal(a, b[part]) for a, b in pairs if a is not None and b is not None)
 
 

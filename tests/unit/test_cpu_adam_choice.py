@@ -3,22 +3,22 @@
 import pytest
 import torch
 
-from deepzero.offload import adam_choice, adam_compiled
+from deepzero.offload import adam_kernels
 from deepzero.offload.adam_kernels import line_by_line
 from deepzero.ops import CPUAdam
 from deepzero.utils.compile import CompilationError, why_not_compiled
-from tests.unit.test_cpu_adam import leaves, same
+from tests.unit.test_cpu_adam import forget_compiled, leaves, same
 
 BF16 = torch.bfloat16
-NEEDS_NUMBA = pytest.mark.skipif(bool(adam_compiled.why_not("numba")), reason=adam_compiled.why_not("numba"))
+NEEDS_NUMBA = pytest.mark.skipif(bool(adam_kernels.why_not("numba")), reason=adam_kernels.why_not("numba"))
 
 
 class TestChoice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
         """Nothing is compiled yet, and everything is large enough to be."""
-        monkeypatch.setattr(adam_compiled, "_COMPILED", {})
-        monkeypatch.setattr(adam_choice, "COMPILE_FROM", 5)
+        forget_compiled(monkeypatch)
+        monkeypatch.setattr(adam_kernels, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
 
     def broken(self):
@@ -27,17 +27,17 @@ class TestChoice:
         def fail(*_given):
             raise OSError("cc1plus: killed")
 
-        self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
+        self.monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         for compiler in ("_by_torch", "_by_numba"):
-            self.monkeypatch.setattr(adam_compiled, compiler, fail)
+            self.monkeypatch.setattr(adam_kernels, compiler, fail)
 
     def lines(self):
         """Everything compiles, at once."""
-        self.monkeypatch.setattr(adam_compiled, "why_not_compiled", lambda: "")
-        self.monkeypatch.setattr(adam_compiled, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
+        self.monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
+        self.monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
 
     def without_numba(self):
-        self.monkeypatch.setattr(adam_compiled, "find_spec", lambda name: None)
+        self.monkeypatch.setattr(adam_kernels, "find_spec", lambda name: None)
 
     def test_too_few_elements(self):
         optimizer = CPUAdam(leaves(4))
@@ -72,9 +72,9 @@ class TestChoice:
 
     @NEEDS_NUMBA
     def test_numba_takes_over_when_the_cpp_compiler_fails(self):
-        by_numba = adam_compiled._by_numba
+        by_numba = adam_kernels._by_numba
         self.broken()
-        self.monkeypatch.setattr(adam_compiled, "_by_numba", by_numba)
+        self.monkeypatch.setattr(adam_kernels, "_by_numba", by_numba)
         with pytest.warns(RuntimeWarning, match="the compiled kernel is not used: .*cc1plus: killed"):
             optimizer = CPUAdam(leaves(5))
             optimizer.prepare(BF16, BF16)
@@ -115,7 +115,7 @@ class TestChoice:
         for one in (optimizer, always):
             one.step([torch.ones(5)])
         always.step([torch.ones(5, dtype=BF16)])
-        adam_compiled._COMPILED.pop(("compiled", (torch.float32, BF16, None, True)))
+        adam_kernels._compile_and_check.cache_clear()
         self.broken()
         with pytest.warns(RuntimeWarning, match="run uncompiled for these dtypes: slower, with the same bits"):
             optimizer.step([torch.ones(5, dtype=BF16)])
@@ -137,7 +137,7 @@ class TestChoice:
 
             return lines
 
-        self.monkeypatch.setattr(adam_compiled, "_by_torch", contracted)
+        self.monkeypatch.setattr(adam_kernels, "_by_torch", contracted)
         with pytest.warns(RuntimeWarning, match="gives other bits than the same lines in torch"):
             optimizer = CPUAdam(leaves(5))
             optimizer.prepare()
@@ -194,7 +194,7 @@ class TestNumbersOf16Bits:
         from deepzero.offload import adam_numba
 
         monkeypatch.setattr(adam_numba, "_lacks_fp16", lambda: True)
-        monkeypatch.setattr(adam_compiled, "_COMPILED", {})
+        forget_compiled(monkeypatch)
         with pytest.raises(RuntimeError, match="Numba failed: RuntimeError: this processor has no instructions"):
             CPUAdam(leaves(5), kernel="numba").step([torch.ones(5, dtype=torch.float16)])
         CPUAdam(leaves(5), kernel="numba").step([torch.ones(5, dtype=BF16)])

@@ -40,6 +40,12 @@ def prose(page):
     return re.sub(r"^```\w*\n.*?^```", "", text(page), flags=re.M | re.S)
 
 
+def headings(page):
+    """The names under which a page's headings can be linked."""
+    found = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
+
+
 def rows(page):
     """The cells of all table rows."""
     return [
@@ -184,9 +190,12 @@ def test_schedules_with_their_parameters():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_resolve(page):
-    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose(page))
-    broken = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert broken == []
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page))
+    targets = [
+        ((page.parent / link).resolve() if link else page, anchor) for link, anchor in links if "://" not in link
+    ]
+    assert [target for target, _ in targets if not target.exists()] == []
+    assert [(str(target), anchor) for target, anchor in targets if anchor and anchor not in headings(target)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

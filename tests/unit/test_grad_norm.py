@@ -7,13 +7,21 @@ import pytest
 import torch
 
 from deepzero.layout import ALIGN
-from deepzero.runtime.grad_norm import BlockNorms, block_norms, exact_square_sum, norm_from_words, square_sum_words
+from deepzero.runtime.grad_norm import BlockNorms, block_norms, exact_square_sum, norm_from_words
 
 CPU = torch.device("cpu")
 
 
+def words(*grads):
+    """The integers of gradients that lie one behind the other."""
+    norms = BlockNorms(sum(grad.numel() for grad in grads), CPU)
+    for place, grad in enumerate(grads):
+        norms.measure(sum(before.numel() for before in grads[:place]), grad, 0)
+    return norms.norm_sq_partials()
+
+
 def norm(*grads):
-    return norm_from_words(square_sum_words(list(grads), CPU).tolist())
+    return norm_from_words(words(*grads).tolist())
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12, 65504.0])
@@ -31,8 +39,8 @@ def test_no_order():
         parts = list(grad.split(grad.numel() // pieces))
         order = torch.randperm(pieces, generator=generator).tolist()
         assert norm(*(parts[i] for i in order)) == expected
-    words = sum(square_sum_words([part], CPU) for part in grad.split(ALIGN * 8))
-    assert norm_from_words(words.tolist()) == expected
+    ranks = sum(words(part) for part in grad.split(ALIGN * 8))
+    assert norm_from_words(ranks.tolist()) == expected
 
 
 def test_integers_are_exact():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepzero.comm import process_group
-from deepzero.comm.loopback import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
+from deepzero.comm.rendezvous import JOINED, LAUNCH_FOLDER_VARIABLE, STORE
 from deepzero.config.strict import ConfigError
 from deepzero.launch import launcher
 from deepzero.launch.launcher import Interrupted, RankFailed, choose_device, launch
@@ -70,7 +70,7 @@ def test_what_was_ignored_stays_ignored():
     """SIGHUP by nohup, and Ctrl-C for what a shell has started with ``&``."""
     before = signal.getsignal(signal.SIGTERM)
     with ignored(signal.SIGHUP):
-        with launcher._signals() as signals:
+        with launcher._Signals() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGTERM)
             assert signals.received == [signal.SIGTERM]
@@ -81,7 +81,7 @@ def test_what_was_ignored_stays_ignored():
 
 
 def test_a_signal_while_no_rank_runs():
-    with launcher._signals() as signals, pytest.raises(Interrupted, match="SIGTERM"), signals.raised():
+    with launcher._Signals() as signals, pytest.raises(Interrupted, match="SIGTERM"), signals.raised():
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -11,11 +11,10 @@ import pytest
 from deepzero.config.run import LoggerConfig
 from deepzero.config.strict import ConfigError
 from deepzero.monitor.async_logger import Background, finish_all
-from deepzero.monitor.metrics_file import read_metrics
+from deepzero.monitor.metrics_file import read_metrics, scalars
 from deepzero.monitor.monitor import Monitor, make_monitor
 from deepzero.monitor.run_name import LIMIT, name_of, named
-from deepzero.monitor.scalars import communication_rows, memory_rows, scalars
-from deepzero.monitor.wandb_logger import RUN_ID, earlier_id, wandb_mode
+from deepzero.monitor.wandb_logger import RUN_ID, communication_rows, earlier_id, memory_rows, wandb_mode
 from tests.e2e.readers import as_fp32, compare, exactly, tensorboard_rows, wandb_files, wandb_records, wandb_rows
 from tests.unit.test_monitor import FACTS, WORK, step
 
@@ -40,11 +39,8 @@ class Failing:
         if self.at in (len(self.seen), what):
             self.bad()
 
-    def step(self, entry):
-        self._call("step")
-
-    def validation(self, entry):
-        self._call("validation")
+    def write(self, kind, entry):
+        self._call(kind)
 
     def finish(self, summary):
         self._call("finish")
@@ -78,8 +74,8 @@ def run_past(make, told, start=PATIENCE, **options):
     background = Background("x", make, told.append, **options)
     background.start(start)
     for number in (1, 2, 3):
-        background.step({"step": number})
-    background.validation({"step": 3})
+        background.write("train", {"step": number})
+    background.write("validation", {"step": 3})
     background.finish(DONE)
 
 
@@ -96,7 +92,7 @@ def test_a_good_logger_sees_everything_in_order(bad):
     """What waits when the run ends is still written."""
     sink = Failing(bad, 1)
     assert ended(lambda _: sink) == []
-    assert sink.seen == ["step", "step", "step", "validation", "finish"]
+    assert sink.seen == ["train", "train", "train", "validation", "finish"]
 
 
 @pytest.mark.parametrize(("at", "seen"), [(2, 2), (4, 4), ("finish", 5)])
@@ -121,13 +117,13 @@ def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
     told = []
     sink = Failing(hang, 1)
     background = Background("x", lambda _: sink, told.append, room=10, finish_seconds=0.2)
-    background.step({"step": 0})
+    background.write("train", {"step": 0})
     end = time.monotonic() + PATIENCE
     while not sink.seen and time.monotonic() < end:  # until the thread has taken it
         time.sleep(0.01)
     started = time.monotonic()
     for number in range(1000):
-        background.step({"step": number})
+        background.write("train", {"step": number})
     assert time.monotonic() - started < PATIENCE / 2
     assert background._waiting.qsize() == 10
     background.finish(DONE)
@@ -151,7 +147,7 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
     good, full = Failing(), Failing(hang, 1)
     background = Background("full", lambda _: full, told.append, room=1, finish_seconds=0.5)
     for number in (1, 2, 3):  # the end of the run finds room where entries do not
-        background.step({"step": number})
+        background.write("train", {"step": number})
     hung = [
         Background(name, lambda _: Failing(hang, "finish"), told.append, finish_seconds=0.5) for name in ("b", "c", "d")
     ]
@@ -192,7 +188,7 @@ def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypa
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
     assert stream.getvalue().count("training goes on without wandb") == 1
-    assert good.seen == ["step", "step", "step", "validation", "finish"]
+    assert good.seen == ["train", "train", "train", "validation", "finish"]
 
 
 def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
@@ -200,7 +196,7 @@ def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
     monitor = Monitor(WORK, tmp_path, [sink])
     monitor.step(step(1), 0.5)
     monitor.stopped("stopped by SIGTERM", {})
-    assert sink.seen == ["step", "finish"]
+    assert sink.seen == ["train", "finish"]
 
 
 def test_names_with_a_section_keep_it():

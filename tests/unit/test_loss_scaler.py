@@ -8,7 +8,7 @@ import pytest
 
 from deepzero.config.engine import PrecisionConfig
 from deepzero.config.strict import ConfigError
-from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, StaticLossScaler, build_loss_scaler
+from deepzero.runtime.loss_scaler import DynamicLossScaler, LossScaleError, LossScaler, build_loss_scaler
 
 
 def scales(scaler, overflows):
@@ -88,9 +88,9 @@ class TestState:
 
     def test_states_that_do_not_fit(self):
         with pytest.raises(ValueError, match=r"saved loss scaler is 'static', this run's is 'dynamic'"):
-            DynamicLossScaler().load_state_dict(StaticLossScaler(8.0).state_dict())
+            DynamicLossScaler().load_state_dict(LossScaler(8.0).state_dict())
         with pytest.raises(ValueError, match=r"'dynamic', this run's is 'static'"):
-            StaticLossScaler(8.0).load_state_dict(DynamicLossScaler().state_dict())
+            LossScaler(8.0).load_state_dict(DynamicLossScaler().state_dict())
         state = DynamicLossScaler().state_dict()
         state["iterations"] = state.pop("iteration")
         with pytest.raises(ValueError, match=r"'iteration', .*'iterations'"):
@@ -101,9 +101,9 @@ def test_built_from_the_precision():
     for dtype in ("bf16", "fp32"):  # scale one, whatever fp16 says
         scaler = build_loss_scaler(PrecisionConfig(dtype=dtype, loss_scale=128.0))
         scaler.update(BAD)
-        assert (scaler.scale, scaler.dynamic) == (1.0, False)
+        assert (scaler.scale, scaler.kind) == (1.0, "static")
     static = build_loss_scaler(PrecisionConfig(dtype="fp16", loss_scale=128.0))
-    assert scales(static, (BAD, GOOD, BAD)) == [128.0] * 3 and not static.dynamic
+    assert scales(static, (BAD, GOOD, BAD)) == [128.0] * 3 and static.kind == "static"
     numbers = {"initial_scale_power": 3, "loss_scale_window": 7, "hysteresis": 5, "min_loss_scale": 2.0}
     scaler = build_loss_scaler(PrecisionConfig(dtype="fp16", consecutive_hysteresis=True, **numbers))
     assert isinstance(scaler, DynamicLossScaler)

@@ -32,8 +32,7 @@ class Torch:
 ])  # fmt: skip
 def test_the_history_ends_without_raising(tmp_path, monkeypatch, running, with_stack, calls):
     asked = Torch(monkeypatch, running)
-    recording = Recording(tmp_path, "rank0", None, True)
-    recording.with_stack = with_stack
+    recording = Recording(tmp_path, "rank0", None, ProfilerConfig(with_stack=with_stack), on_gpu=True)
     profiler = SimpleNamespace(current_action=torch.profiler.ProfilerAction.RECORD)
     recording.drive(cast(torch.profiler.profile, profiler), lambda: None)
     assert profiler_ranges.recorder() is not None

@@ -58,7 +58,7 @@ def test_floats_come_back_with_the_same_bits(tmp_path):
     values = [struct.unpack("<d", (0x3FB999999999999A + 7919 * i).to_bytes(8, "little"))[0] for i in range(500)]
     file = MetricsFile(tmp_path)
     for i, value in enumerate(values):
-        file.step(step(i, loss=value))
+        file.write("train", step(i, loss=value))
     assert [entry["loss"] for entry in read_metrics(tmp_path)] == values
 
 
@@ -71,7 +71,7 @@ def test_not_a_number_is_null_and_what_json_cannot_say_is_refused():
 
 def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path):
     file = MetricsFile(tmp_path)
-    file.step(step(1))
+    file.write("train", step(1))
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 2, "lo')
@@ -85,9 +85,9 @@ def summary_of(run_dir):
 def test_a_failed_run_says_how_far_it_came(tmp_path):
     assert read_metrics(tmp_path) == []
     file = MetricsFile(tmp_path)
-    file.validation({"step": 0, "val_loss": 5.0})
-    file.step(step(1, loss=4.0))
-    file.step(step(2, loss=3.0))
+    file.write("validation", {"step": 0, "val_loss": 5.0})
+    file.write("train", step(1, loss=4.0))
+    file.write("train", step(2, loss=3.0))
     write_failed_summary(tmp_path, "rank 1 failed", {"x": 1}, 12.0)
     summary = summary_of(tmp_path)
     assert (summary["status"], summary["error"]) == ("failed", "rank 1 failed")
@@ -112,7 +112,7 @@ def test_a_damaged_summary_does_not_hide_why_a_run_failed(left, tmp_path):
 
 def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path):
     write_summary(tmp_path, {"status": "finished"})
-    MetricsFile(tmp_path).step(step(1))
+    MetricsFile(tmp_path).write("train", step(1))
     os.utime(tmp_path / "summary.json", (1e9, 1e9))
     os.utime(tmp_path / "metrics.jsonl", (2e9, 2e9))
     assert clear(tmp_path) == datetime.fromtimestamp(2e9), "the last sign of the earlier run"
@@ -133,7 +133,7 @@ def test_plain_lines_where_there_is_no_terminal():
     terminal = Terminal(total_steps=5, log_every=2, stream=stream)
     for number in range(1, 6):
         speed = rates(100, 0.5, 1e6, 2, peak=None)
-        terminal.step({**step(number, skipped=number == 3, grad_norm=2.0), "step_seconds": 0.5, **speed})
+        terminal.write("train", {**step(number, skipped=number == 3, grad_norm=2.0), "step_seconds": 0.5, **speed})
     lines = stream.getvalue().splitlines()
     assert [line[:8] for line in lines] == ["step 2/5", "step 3/5", "step 4/5", "step 5/5"]
     assert "overflow: step skipped" in lines[1]
@@ -146,8 +146,10 @@ def test_a_bar_on_a_terminal():
     stream = Terminus()
     terminal = Terminal(total_steps=2, stream=stream)
     for number in (1, 2):
-        terminal.step({**step(number, skipped=number == 2), "step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=1e9)})
-    terminal.validation({"step": 2, "val_loss": 2.0, "val_bits_per_byte": None})
+        terminal.write(
+            "train", {**step(number, skipped=number == 2), "step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=1e9)}
+        )
+    terminal.write("validation", {"step": 2, "val_loss": 2.0, "val_bits_per_byte": None})
     terminal.finish({})
     text = stream.getvalue()
     assert "2/2 [" in text

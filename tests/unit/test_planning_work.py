@@ -85,7 +85,7 @@ def alive(device):
         seen.append(meter.alive_bytes)
         del a, c
         seen += [meter.alive_bytes, meter.peak_bytes]
-        meter.restart_peak()
+        meter.restart()
         seen.append(meter.peak_bytes)
     return seen
 

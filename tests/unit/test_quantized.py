@@ -1,7 +1,7 @@
 """Quantised messages: every block's error within its bound, NaN and infinity, ranges, sizes, and the kernels' bits."""
 
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -66,131 +66,106 @@ def same_bits(one, other):
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-class TestError:
-    @pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
-    @pytest.mark.parametrize("kind", INPUTS)
-    def test_every_element_is_within_half_a_step_of_its_block(self, bits, block, dtype, kind):
-        torch.manual_seed(0)
-        form = Format(bits, block)
-        for numel in sizes(block):
-            values = INPUTS[kind](numel, dtype).to(dtype)
-            packed = of(form, values)
-            wide, narrow = torch.empty(numel), torch.empty(numel, dtype=dtype)
-            Quantizer(form).unpack(packed, wide)
-            Quantizer(form).unpack(packed, narrow)
-            assert torch.isfinite(narrow).all()
-            assert ((wide.double() - values.double()).abs() <= bound(values, packed)).all()
-            assert same_bits(narrow, wide.to(dtype))
-            if kind == "zero":
-                assert not wide.any()
-            if kind == "constant":
-                assert torch.allclose(wide, values.float(), rtol=2.0**-22, atol=0)
-            if kind == "one-hot":
-                assert torch.equal(wide == 0, values == 0)
-
-    def test_halves_go_to_the_even_code(self):
-        values = torch.zeros(64)
-        values[:5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -0.5])
-        back = torch.empty(64)
-        Quantizer(Format(4, 64)).unpack(of(Format(4, 64), values), back)
-        assert back[:5].tolist() == [7.0, 0.0, 2.0, 2.0, 0.0]
-
-    def test_what_is_below_half_the_smallest_normal_number_becomes_zero(self):
-        values = torch.tensor([0.49, 0.51] * 32) * 2.0**-126
-        back = torch.empty(64)
-        Quantizer(Format(8, 64)).unpack(of(Format(8, 64), values), back)
-        assert back.tolist() == [0.0, 2.0**-126] * 32
+def unpacked(form, packed, like=None):
+    values = torch.empty(packed.numel) if like is None else torch.empty_like(like)
+    Quantizer(form).unpack(packed, values)
+    return values
 
 
-class TestNotFinite:
-    @pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
-    @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-    def test_a_bad_element_spoils_its_whole_block_and_no_other(self, bits, block, dtype, bad):
-        form, numel = Format(bits, block), 3 * block + (64 if block > 64 else 0)
-        values = randn(numel).to(dtype)
-        clean, spoiled = torch.empty(numel), torch.empty(numel)
-        Quantizer(form).unpack(of(form, values), clean)
-        values[block + 5] = bad
-        values[-1] = bad
-        Quantizer(form).unpack(of(form, values), spoiled)
-        last = (numel - 1) // block * block
-        for start in range(0, numel, block):
-            part = slice(start, start + block)
-            if start in (block, last):
-                assert not torch.isfinite(spoiled[part]).any()
-            else:
-                assert same_bits(spoiled[part], clean[part])
+@pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_every_element_is_within_half_a_step_of_its_block(bits, block, dtype, kind):
+    torch.manual_seed(0)
+    form = Format(bits, block)
+    for numel in sizes(block):
+        values = INPUTS[kind](numel, dtype).to(dtype)
+        packed = of(form, values)
+        wide, narrow = unpacked(form, packed), unpacked(form, packed, values)
+        assert torch.isfinite(narrow).all()
+        assert ((wide.double() - values.double()).abs() <= bound(values, packed)).all()
+        assert same_bits(narrow, wide.to(dtype))
+        assert kind != "zero" or not wide.any()
+        assert kind != "constant" or torch.allclose(wide, values.float(), rtol=2.0**-22, atol=0)
+        assert kind != "one-hot" or torch.equal(wide == 0, values == 0)
 
 
-class TestMessages:
-    def test_bytes(self):
-        assert Format(8, 2048).message_bytes(4096) == 4096 + 8 + 8
-        assert Format(4, 2048).message_bytes(4096) == 2048 + 8 + 8
-        assert Format(8, 2048).message_bytes(2048 + 64) == 2112 + 8 + 8
-        assert Format(8, 64).message_bytes(4 * 64) == 256 + 16
-        assert Format(4, 64).message_bytes(0) == 0
+@pytest.mark.parametrize(("bits", "given", "back"), [
+    (4, [7.0, 0.5, 1.5, 2.5, -0.5], [7.0, 0.0, 2.0, 2.0, 0.0]),  # halves go to the even code
+    (8, [0.49 * TINY, 0.51 * TINY], [0.0, TINY]),  # what is below half the smallest normal number becomes 0
+    (8, [], []),
+])  # fmt: skip
+def test_rounding(bits, given, back):
+    values = torch.zeros(64 if given else 0)
+    values[: len(given)] = torch.tensor(given)
+    assert unpacked(Format(bits, 64), of(Format(bits, 64), values))[: len(given)].tolist() == back
 
-    @pytest.mark.parametrize(("bits", "block"), [*itertools.product(BITS, BLOCKS)])
-    def test_a_message_holds_nothing_else(self, bits, block):
-        form = Format(bits, block)
-        for numel in sizes(block):
-            payload, blocks = numel * bits // 8, -(-numel // block)
-            assert form.message_bytes(numel) == -(-(payload + 4 * blocks) // 16) * 16
-            packed = message(form, numel)
-            assert (packed.codes.numel(), packed.scales.numel()) == (payload, blocks)
 
-    def test_places_of_four_bits(self):
-        """Element i in the low half of byte i, element i + m/2 in the high half."""
-        values = torch.zeros(64)
-        values[0], values[1], values[32], values[33] = 7.0, -1.0, 2.0, -7.0
-        assert of(Format(4, 64), values).codes[:3].tolist() == [0x27, 0x9F, 0]
+@pytest.mark.parametrize(("bits", "block", "dtype"), BLOCKS_AND_DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bad_element_spoils_its_whole_block_and_no_other(bits, block, dtype, bad):
+    form, numel = Format(bits, block), 3 * block + (64 if block > 64 else 0)
+    values = randn(numel).to(dtype)
+    clean = unpacked(form, of(form, values))
+    values[block + 5] = values[-1] = bad
+    spoiled = unpacked(form, of(form, values))
+    for start, part in zip(range(0, numel, block), spoiled.split(block), strict=True):
+        if start in (block, (numel - 1) // block * block):
+            assert not torch.isfinite(part).any()
+        else:
+            assert same_bits(part, clean[start : start + block])
 
-    @pytest.mark.parametrize(("bits", "block"), [*itertools.product(BITS, BLOCKS)])
-    def test_a_range_is_that_range_of_the_whole(self, bits, block):
-        form, numel = Format(bits, block), 5 * block + (64 if block > 64 else 0)
-        packed, whole = of(form, randn(numel).to(torch.bfloat16)), torch.empty(numel)
-        Quantizer(form).unpack(packed, whole)
-        for start, stop in ((0, block), (2 * block, 4 * block), (3 * block, numel), (5 * block, numel), (block, block)):
-            part = torch.empty(stop - start)
-            Quantizer(form).unpack(packed, part, start)
-            assert same_bits(part, whole[start:stop])
 
-    def test_nothing(self):
-        packed = of(Format(8, 64), torch.empty(0))
-        Quantizer(Format(8, 64)).unpack(packed, torch.empty(0))
+@pytest.mark.parametrize(("bits", "block"), [*itertools.product(BITS, BLOCKS)])
+def test_a_message_holds_nothing_else_and_a_range_is_that_range_of_the_whole(bits, block):
+    form, numel = Format(bits, block), 5 * block + (64 if block > 64 else 0)
+    for size in (0, *sizes(block)):
+        payload, blocks = size * bits // 8, -(-size // block)
+        assert form.message_bytes(size) == -(-(payload + 4 * blocks) // 16) * 16
+        packed = message(form, size)
+        assert (packed.codes.numel(), packed.scales.numel()) == (payload, blocks)
+    packed = of(form, randn(numel).to(torch.bfloat16))
+    whole = unpacked(form, packed)
+    for start, stop in ((0, block), (2 * block, 4 * block), (3 * block, numel), (5 * block, numel), (block, block)):
+        part = torch.empty(stop - start)
+        Quantizer(form).unpack(packed, part, start)
+        assert same_bits(part, whole[start:stop])
 
-    def test_refused_formats(self):
-        for bits, block in ((2, 64), (8, 0), (8, 100), (4, 32)):
-            with pytest.raises(ValueError, match=f"bits={bits}" if bits == 2 else f"block={block}"):
-                Format(bits, block)
 
-    def test_refused_messages(self):
-        form, room = Format(8, 64), torch.zeros(144, dtype=torch.uint8)
-        with pytest.raises(ValueError, match="a message of 100 elements: their number must be a multiple of 64"):
-            form.open(room, 100)
-        with pytest.raises(ValueError, match="144 bytes is too short: 192 elements in 8 bits, blocks of 64, take 208"):
-            form.open(room, 192)
-        for wrong in (room.view(torch.int8), room.view(2, 72), room[::2]):
-            with pytest.raises(ValueError, match="must be 1-D, contiguous and uint8"):
-                form.open(wrong, 64)
+def test_places_of_four_bits():
+    """Element i in the low half of byte i, element i + m/2 in the high half."""
+    values = torch.zeros(64)
+    values[0], values[1], values[32], values[33] = 7.0, -1.0, 2.0, -7.0
+    assert of(Format(4, 64), values).codes[:3].tolist() == [0x27, 0x9F, 0]
+    assert [Format(8, 2048).message_bytes(n) for n in (4096, 2112)] == [4096 + 16, 2112 + 16]
 
-    def test_refused_values(self):
-        form, x = Format(8, 64), randn(256)
-        packed, quantizer = of(form, x), Quantizer(form)
-        with pytest.raises(ValueError, match="128 values do not fit a message of 256 elements"):
-            quantizer.pack(x[:128], packed)
-        for wrong in (x.view(4, 64), torch.zeros(512)[::2], x.to(torch.int32)):
-            for verb in (lambda v: quantizer.pack(v, packed), lambda v: quantizer.unpack(packed, v)):
-                with pytest.raises(ValueError, match="must be 1-D, contiguous and of a float dtype"):
-                    verb(wrong)
-        for start in (192, -64):
-            with pytest.raises(ValueError, match="are not all in a message of 256 elements"):
-                quantizer.unpack(packed, x[:128].clone(), start)
-        with pytest.raises(ValueError, match="elements 32 to 96 of 256 are not whole blocks of 64"):
-            quantizer.unpack(packed, x[:64].clone(), 32)
-        for other in (Format(4, 64), Format(8, 128)):
-            with pytest.raises(ValueError, match=r"a message of Format\(bits=8, block=64\).*quantizer of Format"):
-                Quantizer(other).unpack(packed, x.clone())
+
+FORM, ROOM, X = Format(8, 64), torch.zeros(144, dtype=torch.uint8), randn(256)
+KIND, FLOATS = "must be 1-D, contiguous and uint8", "must be 1-D, contiguous and of a float dtype"
+ODD_VALUES = (X.view(4, 64), torch.zeros(512)[::2], X.to(torch.int32))
+
+
+def unpack(values, start=0, form=FORM):
+    Quantizer(form).unpack(of(FORM, X), values.clone() if values.dim() == 1 else values, start)
+
+
+@pytest.mark.parametrize(("refused", "said"), [
+    *((lambda given=given: Format(*given), said) for given, said in (
+        ((2, 64), "bits=2"), ((8, 0), "block=0"), ((8, 100), "block=100"), ((4, 32), "block=32"))),
+    (lambda: FORM.open(ROOM, 100), "a message of 100 elements: their number must be a multiple of 64"),
+    (lambda: FORM.open(ROOM, 192), "144 bytes is too short: 192 elements in 8 bits, blocks of 64, take 208"),
+    *((lambda m=m: FORM.open(m, 64), KIND) for m in (ROOM.view(torch.int8), ROOM.view(2, 72), ROOM[::2])),
+    (lambda: Quantizer(FORM).pack(X[:128], of(FORM, X)), "128 values do not fit a message of 256 elements"),
+    *((lambda v=v: Quantizer(FORM).pack(v, of(FORM, X)), FLOATS) for v in ODD_VALUES),
+    *((lambda v=v: Quantizer(FORM).unpack(of(FORM, X), v), FLOATS) for v in ODD_VALUES),
+    *((lambda start=start: unpack(X[:128], start), "are not all in a message of 256 elements") for start in (192, -64)),
+    (lambda: unpack(X[:64], 32), "elements 32 to 96 of 256 are not whole blocks of 64"),
+    *((lambda form=form: unpack(X, form=form), r"a message of Format\(bits=8, block=64\).*quantizer of Format")
+      for form in (Format(4, 64), Format(8, 128))),
+    (lambda: Quantizer(FORM, "fast"), r"kernel='fast'\) must be one of auto, plain, compiled"),
+])  # fmt: skip
+def test_refused(refused, said):
+    with pytest.raises(ValueError, match=said):
+        refused()
 
 
 def encode(values, codes, scales, bits):
@@ -233,35 +208,27 @@ def agree(form, values, kernel):
     assert same_bits(back, true_back)
 
 
-class TestPlain:
-    @pytest.mark.parametrize(("bits", "dtype"), [*itertools.product(BITS, (*DTYPES, torch.float64))], ids=str)
-    @pytest.mark.parametrize("kind", INPUTS)
-    def test_gives_the_bits_of_the_truth(self, bits, dtype, kind, monkeypatch):
-        monkeypatch.setattr(quantization, "CHUNK", 512)  # two rows, then one
-        torch.manual_seed(0)
-        of_input = torch.float32 if dtype == torch.float64 else dtype
-        agree(Format(bits, 256), INPUTS[kind](5 * 256, of_input).to(dtype), PlainKernel())
+@pytest.mark.parametrize(("bits", "dtype"), [*itertools.product(BITS, (*DTYPES, torch.float64))], ids=str)
+@pytest.mark.parametrize("kind", INPUTS)
+def test_the_plain_kernel_gives_the_bits_of_the_truth(bits, dtype, kind, monkeypatch):
+    monkeypatch.setattr(quantization, "CHUNK", 512)  # two rows, then one
+    torch.manual_seed(0)
+    of_input = torch.float32 if dtype == torch.float64 else dtype
+    agree(Format(bits, 256), INPUTS[kind](5 * 256, of_input).to(dtype), PlainKernel())
 
-    def test_scratch_serves_long_and_short_rows_and_several_threads(self, monkeypatch):
-        monkeypatch.setattr(quantization, "CHUNK", 256)
-        kernel = PlainKernel()
-        for block in (64, 2048, 256):
-            agree(Format(4, block), randn(4 * block).to(torch.bfloat16), kernel)
-        errors = []
 
-        def work(seed):
-            try:
-                for _ in range(20):
-                    agree(Format(4, 256), randn(16 * 256, seed).to(torch.bfloat16), kernel)
-            except BaseException as error:
-                errors.append(error)
+def test_scratch_serves_long_and_short_rows_and_several_threads(monkeypatch):
+    monkeypatch.setattr(quantization, "CHUNK", 256)
+    kernel = PlainKernel()
+    for block in (64, 2048, 256):
+        agree(Format(4, block), randn(4 * block).to(torch.bfloat16), kernel)
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not errors
+    def work(seed):
+        for _ in range(20):
+            agree(Format(4, 256), randn(16 * 256, seed).to(torch.bfloat16), kernel)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
 
 
 class TestChoice:
@@ -270,10 +237,11 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def fresh(self, monkeypatch):
         """Nothing is compiled yet, and everything is large enough to be."""
-        monkeypatch.setattr(quantization, "_COMPILED", {})
+        quantization.compiled.cache_clear()
         monkeypatch.setattr(quantization, "COMPILE_FROM", 5)
         self.monkeypatch = monkeypatch
         yield
+        quantization.compiled.cache_clear()
 
     def compiler(self, compile):
         self.monkeypatch.setattr(quantization, "why_not_compiled", lambda kind: "")
@@ -313,8 +281,6 @@ class TestChoice:
             quantizer = Quantizer(self.FORM, kernel)
             quantizer.prepare(1, [torch.float32])
             assert quantizer.describe() == f"Quantizer: 8 bits, blocks of 64: {kernel} kernel, as asked for"
-        with pytest.raises(ValueError, match=r"kernel='fast'\) must be one of auto, plain, compiled"):
-            Quantizer(self.FORM, "fast")
 
     @pytest.mark.parametrize("bits", BITS)
     def test_compiled_before_training(self, bits):

@@ -7,14 +7,13 @@ from omegaconf import OmegaConf
 
 from deepzero.checkpoint.checkpoint_dir import LOCK, release
 from deepzero.config.strict import ConfigError
-from deepzero.training import run_folder
 from deepzero.training.run_folder import FoldersBefore, remove_unused, take
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run folder that Hydra makes, below another that was not there."""
-    monkeypatch.setattr(run_folder, "_noted", None)
+    monkeypatch.setattr(FoldersBefore, "noted", None)
     run_dir = tmp_path / "outputs" / "12-00-00"
     FoldersBefore().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(run_dir)}}}))
     run_dir.mkdir(parents=True)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from deepzero.offload import arena
+from deepzero.offload import pinned_arena
 from deepzero.utils.threads import start_thread, thread_pool
 
 
@@ -85,5 +85,5 @@ def test_pages_are_unlocked_on_their_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     gpu = torch.device("cuda", 3)
-    arena._unlock(4096, gpu)
+    pinned_arena._unlock(4096, gpu)
     assert told == [(4096, [gpu])]

@@ -10,9 +10,8 @@ import pytest
 from deepzero.config.run import RunConfig
 from deepzero.profiling.trace_advice import advise
 from deepzero.profiling.trace_events import TraceError, load_trace
-from deepzero.profiling.trace_page import page
+from deepzero.profiling.trace_report import between_ranks, page, render
 from deepzero.profiling.trace_summary import summarize
-from deepzero.profiling.trace_text import between_ranks, render
 from tests.unit.handmade_traces import cpu_trace, event, flight, gpu_trace, ours, save, step
 from tests.unit.test_docs import settings_of
 from tools import trace_report
@@ -38,7 +37,7 @@ class TestFigures:
 
     def test_the_widest_gaps_of_a_cpu_rank(self, tmp_path):
         summary = read(cpu_trace(tmp_path / "a.json"))
-        gaps = [(round(gap.length, 3), gap.phase, gap.what, gap.first, gap.last) for gap in summary.gaps[:3]]
+        gaps = [(round(gap.length, 3), gap.phase, gap.cause.what, gap.first, gap.last) for gap in summary.gaps[:3]]
         assert gaps == [
             (10, "boundary", "gradients.reduce_scatter of bucket 5 (wte.weight)", False, True),
             (9, "forward", "parameters.all_gather_forward of bucket 5 (wte)", True, False),
@@ -54,7 +53,7 @@ class TestFigures:
         assert (found.length, found.compute, found.operators) == pytest.approx((100, 65, 65))
         assert (found.communication, found.copies, found.exposed) == pytest.approx((39, 4, 24))
         assert found.overlap == pytest.approx(1 - 24 / 43)
-        assert [(gap.begin, gap.length, gap.phase, gap.what) for gap in summary.gaps] == [
+        assert [(gap.begin, gap.length, gap.phase, gap.cause.what) for gap in summary.gaps] == [
             (80, 10, "backward", "gradients.reduce_scatter of bucket 3 (wte.weight)"),
             (5, 5, "forward", "parameters.all_gather_forward of bucket 3 (wte)"),
             (40, 5, "forward", "parameters.all_gather_forward of bucket 2 (blocks.0)"),

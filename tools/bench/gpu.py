@@ -41,7 +41,7 @@ from statistics import median
 from typing import Any
 
 from deepzero.layout import bucket_limit
-from deepzero.offload.arena import available_host_bytes
+from deepzero.offload.pinned_arena import available_host_bytes
 from tools.bench import report
 from tools.bench.contenders import BOTH, OFFLOAD, Contender, Variant
 from tools.bench.launch import GIB, ROOT, Outcome, Plan, end_all, end_on_signals, run_variant, start, tail

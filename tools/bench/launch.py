@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from deepzero.comm.loopback import LOOPBACK, loopback_variables
-from deepzero.comm.rendezvous import host_store
+from deepzero.comm.rendezvous import LOOPBACK, host_store, loopback_variables
 from tools.bench.contenders import Contender, Variant
 from tools.bench.workload import Workload, tokens_for
 

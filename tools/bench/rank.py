@@ -80,7 +80,7 @@ class Memory:
     """Peaks of this rank on its device, and what the host has less since this object was made."""
 
     def __init__(self, device: torch.device) -> None:
-        from deepzero.offload.arena import available_host_bytes
+        from deepzero.offload.pinned_arena import available_host_bytes
 
         self.device, self._available = device, available_host_bytes
         self._before, self._taken = available_host_bytes() or 0, 0

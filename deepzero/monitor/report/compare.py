@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from deepzero.monitor.report import svg
-from deepzero.monitor.report.bottlenecks import EXPOSED, limits_of
-from deepzero.monitor.report.charts import STEP, series, validations
-from deepzero.monitor.report.html import document, figure, figures, legend, paragraph, section, table, text
-from deepzero.monitor.report.run_data import Run, is_run, number, read_run
-from deepzero.monitor.report.savings import MOMENT, like_stage_2, savings_of
-from deepzero.monitor.report.sections import sum_of, title
-from deepzero.utils.formatting import short_bytes, short_number, short_seconds
+from deepzero.monitor.report.bottlenecks import limits_of
+from deepzero.monitor.report.charts import STEP
+from deepzero.monitor.report.html import document, figures, paragraph, section, table, text
+from deepzero.monitor.report.run_data import EXPOSED, Run, is_run, number, read_run
+from deepzero.monitor.report.savings import ALIKE, MOMENT, like_stage_2, savings_of
+from deepzero.monitor.report.sections import title
+from deepzero.utils.formatting import short_bytes, short_number, short_seconds, text_columns
 
-STYLES = ("solid", "dashed")
-COLOURS = 8
 NAMED = 4
 """So many settings in which runs differ have a column in the table; its last line names the others."""
 SHOWN = 20
@@ -36,59 +34,47 @@ def text_table(folders: Sequence[Path]) -> str:
     runs = [read_run(folder) for folder in folders]
     if not runs:
         return ""
-    head, rows = in_numbers(runs)
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in (head, *rows)
-    ]
+    here = Path.cwd()
+    names = [str(run.folder.relative_to(here) if run.folder.is_relative_to(here) else run.folder) for run in runs]
+    alike = [ALIKE] * any(map(like_stage_2, runs))
     last = [f"they also differ in {', '.join(others)}"] if (others := _differing(runs)[NAMED:]) else []
-    alike = dict.fromkeys(filter(None, map(like_stage_2, runs)))
-    return "\n".join([f"{len(runs)} runs; {MOMENT}", *lines, *alike, *last])
+    return "\n".join([f"{len(runs)} runs; {MOMENT}", *text_columns(_by_category(runs, names)), *alike, *last])
 
 
-def in_numbers(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """A head and a row for each run: its folder, the stage, what differs, memory by category, sent, time, loss."""
+def _by_category(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
+    """A head and a row for each run: its name, the stage, what differs, memory by category, sent, time, loss."""
     keys = _differing(runs)[:NAMED]
-    categories = list(dict.fromkeys(name for run in runs for name in run.account("memory")))
+    categories = dict.fromkeys(name for run in runs for name in run.account("memory"))
     held = [name for name in categories if any(run.held(name) for run in runs)]
-    rows = []
-    for run in runs:
-        took = run.typical("step_seconds")
+    rows = [["run", "stage", *keys, *held, "sent a step", "step", "loss"]]
+    for run, name in zip(runs, names, strict=True):
+        state, total = run.summary.get("status") or "no summary", number(run.setting("train.steps"))
+        if state == "stopped" and total is not None:
+            state = f"stopped at {run.summary.get('steps')}/{total:g}"
+        said = (str(run.setting(key, "–")) for key in keys)
         rows.append([
-            str(run.folder.relative_to(Path.cwd()) if run.folder.is_relative_to(Path.cwd()) else run.folder),
+            name,
             "–" if run.stage is None else str(run.stage),
-            *(value if len(value := str(run.setting(key, "–"))) <= SHOWN else f"…{value[-SHOWN:]}" for key in keys),
-            *(short_bytes(run.held(name)) if run.account("memory") else "–" for name in held),
-            _sent(run),
-            "–" if took is None else short_seconds(took),
-            _loss(run) + _how_far(run),
+            *(value if len(value) <= SHOWN else f"…{value[-SHOWN:]}" for value in said),
+            *(short_bytes(run.held(category)) if run.account("memory") else "–" for category in held),
+            _sent(run) or "–",
+            "–" if (took := run.typical("step_seconds")) is None else short_seconds(took),
+            (_loss(run) or "–") + (f" ({state})" if state != "finished" else ""),
         ])  # fmt: skip
-    return ["run", "stage", *keys, *held, "sent a step", "step", "loss"], rows
+    return rows
 
 
-def _sent(run: Run) -> str:
-    return short_bytes(sum_of(run, "measured")) if run.account("communication") else "–"
+def _sent(run: Run) -> str | None:
+    return short_bytes(run.total_sent()) if run.account("communication") else None
 
 
-def _loss(run: Run) -> str:
-    """The validation loss as text; the training loss where nothing was validated."""
-    of_validation = number(run.summary.get("val_loss"))
-    loss = of_validation if of_validation is not None else number(run.summary.get("loss"))
-    return "–" if loss is None else f"{loss:.4f}"
+def _loss(run: Run) -> str | None:
+    """The validation loss; the training loss where nothing was validated."""
+    found = (number(run.summary.get(key)) for key in ("val_loss", "loss"))
+    return next((f"{loss:.4f}" for loss in found if loss is not None), None)
 
 
-def _how_far(run: Run) -> str:
-    """In brackets, of a run that is not finished."""
-    state, total = run.summary.get("status") or "no summary", number(run.setting("train.steps"))
-    if state == "stopped" and total is not None:
-        return f" (stopped at {run.summary.get('steps')}/{total:g})"
-    return "" if state == "finished" else f" ({state})"
-
-
-def unlike(runs: Sequence[Run]) -> list[str]:
+def _unlike(runs: Sequence[Run]) -> list[str]:
     """Settings in which the runs are not alike."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({repr(run.setting(key, "–")) for run in runs}) > 1]
@@ -96,99 +82,84 @@ def unlike(runs: Sequence[Run]) -> list[str]:
 
 def _differing(runs: Sequence[Run]) -> list[str]:
     """Without the stage, which has its column, and a logger's names, which tell the runs apart."""
-    return [key for key in unlike(runs) if key != "zero.stage" and not key.startswith("logger.")]
+    return [key for key in _unlike(runs) if key != "zero.stage" and not key.startswith("logger.")]
 
 
 def comparison(runs: Sequence[Run]) -> str:
     """The page."""
-    names = names_of(runs)
-    heading = f"{len(runs)} runs beside each other"
-    parts = [
-        f"<h1>{text(heading)}</h1>",
-        section("The runs", what_differs(runs, names)),
-        section("In numbers", numbers(runs, names)),
-        section("Curves", curves(runs, names)),
-        section("What limits each", *(_limits(run, name) for run, name in zip(runs, names, strict=True))),
-    ]
-    return document(f"deepzero: {heading}", "\n".join(parts))
-
-
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """Folder names; with their parents' where two are alike."""
     short = [run.folder.name for run in runs]
-    return short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
-
-
-def what_differs(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Each run's headline, and the settings in which they are not alike."""
-    keys = unlike(runs)
-    heads = table(["run", "what", "status"], [
-        [name, title(run), run.summary.get("status") or "no summary"] for run, name in zip(runs, names, strict=True)
-    ])  # fmt: skip
-    if not keys:
-        return heads + paragraph("Their settings are the same.")
-    rows = [[key, *(run.setting(key, "–") for run in runs)] for key in keys]
-    return heads + paragraph("Settings in which they differ:") + table(["key", *names], rows)
-
-
-def numbers(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Speed, memory and volume of each."""
-    rows = []
+    names = short if len(set(short)) == len(short) else [str(run.folder) for run in runs]
+    heading = f"{len(runs)} runs beside each other"
+    limits = []
     for run, name in zip(runs, names, strict=True):
-        saved, exposed = savings_of(run), run.typical(EXPOSED)
-        speed, took = run.typical("tokens_per_second"), run.typical("step_seconds")
+        found = " ".join(limit.finding for limit in limits_of(run)) or "Nothing was measured that could say."
+        limits.append(f"<p><b>{text(name)}.</b> {text(found)}</p>")
+    return document(f"deepzero: {heading}", [
+        f"<h1>{text(heading)}</h1>",
+        section("The runs", *_what_differs(runs, names)),
+        section("In numbers", *_numbers(runs, names)),
+        section("Curves", *_curves(runs, names)),
+        section("What limits each", *limits),
+    ])  # fmt: skip
+
+
+def _what_differs(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
+    """Each run's headline, and the settings in which they are not alike."""
+    status = [run.summary.get("status") or "no summary" for run in runs]
+    yield table(["run", "what", "status"], list(zip(names, map(title, runs), status, strict=True)))
+    rows = [[key, *(str(run.setting(key, "–")) for run in runs)] for key in _unlike(runs)]
+    yield paragraph("Settings in which they differ:" if rows else "Their settings are the same.")
+    yield table(["key", *names], rows) if rows else ""
+
+
+def _numbers(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
+    """Speed, memory and volume of each."""
+    rows: list[list[str | None]] = []
+    for run, name in zip(runs, names, strict=True):
+        saved, times = savings_of(run), (run.typical("step_seconds"), run.typical(EXPOSED))
         rows.append([
             name,
             _loss(run),
-            "–" if speed is None else short_number(speed),
-            *("–" if seconds is None else short_seconds(seconds) for seconds in (took, exposed)),
-            *(("–",) * 3 if saved is None
+            None if (speed := run.typical("tokens_per_second")) is None else short_number(speed),
+            *(None if seconds is None else short_seconds(seconds) for seconds in times),
+            *((None,) * 3 if saved is None
               else (short_bytes(saved.here_bytes), short_bytes(saved.host), f"{saved.part:.0%}")),
             _sent(run),
         ])  # fmt: skip
     head = ["run", "loss", "tokens/s", "step", "waited", "state, device", "state, host", "saved", "sent a step"]
+    yield table(head, rows, range(1, 9))
     note = "Loss: of validation where there is one. Speed: medians, without the first and the recorded step. State: "
     note += "parameters, gradients, masters and moments of one rank; saved: against plain data parallelism."
-    by_category, of_each = in_numbers(runs)
-    parts = [table(head, rows, range(1, 9)), paragraph(note, "soft"), paragraph(f"By category, {MOMENT}:")]
-    parts.append(table(by_category, [[name, *row[1:]] for name, row in zip(names, of_each, strict=True)], range(1, 99)))
-    return "".join([*parts, *(paragraph(words) for words in dict.fromkeys(filter(None, map(like_stage_2, runs))))])
+    yield paragraph(note, "soft")
+    yield paragraph(f"By category, {MOMENT}:")
+    head, *by_category = _by_category(runs, names)
+    yield table(head, by_category, range(1, len(head)))
+    yield paragraph(ALIKE if any(map(like_stage_2, runs)) else "")
 
 
-def curves(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Loss, validation and speed, one line for each run."""
-    look = [(f"c{1 + k % COLOURS}", STYLES[k // COLOURS % 2]) for k in range(len(runs))]
-    named = legend([(name, colour, "") for name, (colour, _) in zip(names, look, strict=True)])
-    pictures = []
-    for ident, heading, key in (
-        ("loss", "Training loss", "loss"),
-        ("val", "Validation loss", "val_loss"),
-        ("speed", "Tokens per second, all ranks", "tokens_per_second"),
-    ):
-        lines = [
-            svg.Line(name, validations(run) if key == "val_loss" else series(run, key), *style)
-            for run, name, style in zip(runs, names, look, strict=True)
-        ]
-        label = short_number if key == "tokens_per_second" else "{:.4g}".format
-        drawn = svg.line_chart(ident, heading, f"{heading} of {len(runs)} runs", lines, STEP, label)
-        pictures.append(figure(heading, drawn, named))
-    return same_bits(runs, names) + figures(pictures)
-
-
-def same_bits(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Says which runs have the same losses, whose curves hide each other."""
+def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
+    """Loss, validation and speed, one line for each run; and which of them hide each other."""
     alike: dict[str, list[str]] = {}
     for run, name in zip(runs, names, strict=True):
-        alike.setdefault(repr([run.column("step"), run.column("loss")]), []).append(name)
-    said = [
-        f"The training losses of {', '.join(group[:-1])} and {group[-1]} are the same, bit for bit, at every step:"
-        " their curves lie on each other."
-        for losses, group in alike.items()
-        if len(group) > 1 and losses != "[[], []]"
-    ]
-    return "".join(paragraph(words) for words in said)
-
-
-def _limits(run: Run, name: str) -> str:
-    found = " ".join(limit.finding for limit in limits_of(run))
-    return f"<p><b>{text(name)}.</b> {text(found or 'Nothing was measured that could say.')}</p>"
+        alike.setdefault(repr(run.series("loss")), []).append(name)
+    for losses, group in alike.items():
+        if len(group) > 1 and losses != "[]":
+            who = f"The training losses of {', '.join(group[:-1])} and {group[-1]}"
+            yield paragraph(f"{who} are the same, bit for bit, at every step: their curves lie on each other.")
+    pictures = []
+    for ident, heading, key, label in (
+        ("loss", "Training loss", "loss", "{:.4g}".format),
+        ("val", "Validation loss", "val_loss", "{:.4g}".format),
+        ("speed", "Tokens per second, all ranks", "tokens_per_second", short_number),
+    ):
+        lines = [
+            svg.Line(
+                name,
+                run.losses() if key == "val_loss" else run.series(key),
+                f"c{1 + k % 8}",
+                ("solid", "dashed")[k // 8 % 2],
+            )
+            for k, (run, name) in enumerate(zip(runs, names, strict=True))
+        ]
+        pictures.append(svg.chart(ident, heading, lines, STEP, label))
+    yield figures(pictures)

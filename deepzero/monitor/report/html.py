@@ -76,13 +76,14 @@ def text(value: object) -> str:
     return escape(printable(str(value)))
 
 
-def document(title: str, body: str) -> str:
-    """Returns an HTML document with the style, around ``body``."""
+def document(title: str, parts: Iterable[str]) -> str:
+    """An HTML document with the style, around its parts."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{text(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join([*filter(None, parts), "</body></html>\n"])
     )
 
 
@@ -93,17 +94,13 @@ def section(title: str, *parts: str) -> str:
 
 
 def paragraph(words: object, style: str = "") -> str:
-    """Plain words as a paragraph."""
-    return f'<p class="{style}">{text(words)}</p>' if style else f"<p>{text(words)}</p>"
+    """Plain words as a paragraph; nothing without any."""
+    of_class = f' class="{style}"' if style else ""
+    return f"<p{of_class}>{text(words)}</p>" if words else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
-    """A table of plain words.
-
-    Args:
-        head: of the columns.
-        rows: cells.
-        numbers: which columns stand to the right.
+    """A table of plain words, the columns ``numbers`` to the right. None is a dash.
 
     A narrow window shows a table of many columns as a list for each row, its cells with the heads before them.
     """
@@ -111,10 +108,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
     heads = [f' data-head="{text(name)}"' * wide for name in head]
     style = [' class="n"' if place in numbers else "" for place in range(len(head))]
     top = "".join(f"<th{s}>{text(name)}</th>" for s, name in zip(style, head, strict=True))
-    lines = [
-        "<tr>" + "".join(f"<td{s}{h}>{text(cell)}</td>" for s, h, cell in zip(style, heads, row, strict=True)) + "</tr>"
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = zip(style, heads, ["–" if cell is None else text(cell) for cell in row], strict=True)
+        lines.append("<tr>" + "".join(f"<td{s}{h}>{cell}</td>" for s, h, cell in cells) + "</tr>")
     body = f"<thead><tr>{top}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'<div class="table{" wide" * wide}"><table>{body}</table></div>'
 
@@ -126,9 +123,7 @@ def cards(entries: Iterable[tuple[str, str]]) -> str:
 
 
 def figure(title: str, drawing: str, note: str = "") -> str:
-    """A chart (SVG) with its title and a note (HTML); nothing without a chart."""
-    if not drawing:
-        return ""
+    """A chart (SVG) with its title and a note (HTML)."""
     return f"<figure><b>{text(title)}</b>{drawing}<figcaption>{note}</figcaption></figure>"
 
 
@@ -139,14 +134,14 @@ def figures(pictures: Iterable[str], large: bool = False) -> str:
 
 
 def legend(entries: Iterable[tuple[str, str, str]]) -> str:
-    """Name, colour (a CSS variable, or ``dash`` for an outline) and a value of each series."""
+    """Name, colour (a CSS variable; ``ink`` is a dashed outline's) and a value of each series."""
     items = []
     for name, colour, value in entries:
-        mark = '<i class="dash"></i>' if colour == "dash" else f'<i style="background:var(--{colour})"></i>'
-        items.append(f"<li>{mark}{text(name)}{' ' + text(value) if value else ''}</li>")
+        mark = '<i class="dash"></i>' if colour == "ink" else f'<i style="background:var(--{colour})"></i>'
+        items.append(f"<li>{mark}{text(f'{name} {value}'.rstrip())}</li>")
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def folded(title: str, body: str) -> str:
+def folded(title: str, *parts: str) -> str:
     """Something long that opens at a click, without a script."""
-    return f"<details><summary>{text(title)}</summary>{body}</details>"
+    return f"<details><summary>{text(title)}</summary>{''.join(parts)}</details>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +13,19 @@ from statistics import median
 from typing import Any
 
 from deepzero.config.run import RunConfig
-from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE
+from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
 from deepzero.utils.formatting import flatten
 
 DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
 """The model state: what ZeRO cuts."""
 HOST_STATES = ("host_parameters", "host_gradients", "host_masters", "host_moments")
-
 COPIES = "offload."
 """Kinds of the ledger's traffic that leave no machine begin so."""
+EXPOSED = "comm/exposed_seconds"
+IN_FLIGHT = "comm/in_flight_seconds"
+HIDDEN = "comm/hidden_fraction"
+"""Of a step in ``metrics.jsonl``: seconds in which it stood still for communication, seconds in which some was under
+way, and the part of the latter that was hidden."""
 
 
 def number(value: Any) -> float | None:
@@ -31,9 +35,9 @@ def number(value: Any) -> float | None:
         >>> number(2), number(float("nan")), number("2"), number(True)
         (2.0, None, None, None)
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, (int, float))):
         return None
-    return float(value)
+    return float(value) if math.isfinite(value) else None
 
 
 @dataclass
@@ -52,7 +56,6 @@ class Run:
     """What was typed on the command line."""
     problems: list[str] = field(default_factory=list)
     """Files that could not be read, and why."""
-    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
     _medians: dict[str, float | None] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -70,21 +73,19 @@ class Run:
         value = number(self.setting("zero.stage"))
         return None if value is None else int(value)
 
+    def _noted(self, name: str) -> int | None:
+        found = (number(place.get(name)) for place in (self.summary, self.timeline))
+        return next((int(value) for value in found if value is not None and value >= 1), None)
+
     @property
     def world_size(self) -> int | None:
         """Ranks; None: not known."""
-        for place in (self.summary, self.timeline):
-            if (value := number(place.get("world_size"))) is not None and value >= 1:
-                return int(value)
-        return None
+        return self._noted("world_size")
 
     @property
     def model_numel(self) -> int | None:
         """Ψ, in elements; None: not known."""
-        for place in (self.summary, self.timeline):
-            if (value := number(place.get("model_numel"))) is not None and value >= 1:
-                return int(value)
-        return None
+        return self._noted("model_numel")
 
     def account(self, name: str) -> dict[str, dict[str, Any]]:
         """``memory`` or ``communication``: of the summary, else of the recorded step; empty when neither has it."""
@@ -95,6 +96,11 @@ class Run:
         """The account of what went to other ranks; with ``copies``, of what went between device and host."""
         kinds = self.account("communication").items()
         return {kind: entry for kind, entry in kinds if kind.startswith(COPIES) == copies}
+
+    def total_sent(self, what: str = "bytes", column: str = "measured", kinds: tuple[str, ...] = ("",)) -> float:
+        """The sum of one figure over all kinds of communication between ranks that begin with one of ``kinds``."""
+        chosen = [_mapping(entry.get(column)) for kind, entry in self.sent().items() if kind.startswith(kinds)]
+        return sum(number(entry.get(what)) or 0.0 for entry in chosen)
 
     def held(self, category: str, column: str = "measured") -> float:
         """Bytes of one memory category, mean over ranks; 0 where there are none."""
@@ -108,51 +114,55 @@ class Run:
 
     @cached_property
     def steady(self) -> list[dict[str, Any]]:
-        """Steps that speak of speed: neither the first of this start, which builds, nor the recorded one.
-
-        All steps of this start when nothing else is left.
+        """Steps of this start that speak of speed: neither the first, which builds, nor the recorded one, where there
+        are others.
         """
         first = int(number(self.summary.get("resumed_from_step")) or 0) + 1
         mine = [entry for entry in self.steps if entry["step"] >= first]
-        rest = [entry for entry in mine if entry["step"] not in (first, self.recorded_step)]
-        return rest or mine
+        return [entry for entry in mine if entry["step"] not in (first, self.recorded_step)] or mine
 
     def typical(self, key: str) -> float | None:
         """The median of a step's figure over :attr:`steady`; None where no step has it."""
         if key not in self._medians:
-            values = [value for value in _numbers(self.steady, key) if value is not None]
+            values = [value for entry in self.steady if (value := number(entry.get(key))) is not None]
             self._medians[key] = median(values) if values else None
         return self._medians[key]
 
-    def column(self, key: str) -> list[float | None]:
-        """One figure of every step; what is missing or not finite is None. Asked for often, made once."""
-        if key not in self._columns:
-            self._columns[key] = _numbers(self.steps, key)
-        return self._columns[key]
+    def series(self, key: str) -> list[tuple[float, float | None]]:
+        """One figure over the steps; what is missing or not finite is None."""
+        return [(float(entry["step"]), number(entry.get(key))) for entry in self.steps]
+
+    def losses(self) -> list[tuple[float, float | None]]:
+        """The loss of validations over the steps before them."""
+        return [(float(entry["step"]), number(entry.get("val_loss"))) for entry in self.validations]
 
     @cached_property
     def keys(self) -> set[str]:
         """Names of all figures that any step has."""
         return {key for names in {tuple(entry) for entry in self.steps} for key in names}
 
-
-def _numbers(entries: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
-    # Nearly all are finite floats, and a run may have a million of them: those are seen at a glance.
-    values = [entry.get(key) for entry in entries]
-    return [value if type(value) is float and math.isfinite(value) else number(value) for value in values]
+    @cached_property
+    def offload_parts(self) -> list[str]:
+        """Names of the parts of the offload pipeline that steps were timed in."""
+        return sorted({key.split("/")[1] for key in self.keys if key.startswith("offload/") and key.count("/") == 2})
 
 
 def read_run(folder: Path) -> Run:
     """Read what there is. Nothing in a run folder can make this fail; what could not be read is in ``problems``."""
     run = Run(folder)
     run.summary, run.timeline = _read_json(run, SUMMARY), _read_json(run, TIMELINE)
-    for entry in _read_lines(run):
-        if number(entry.get("step")) is None:
-            continue
-        if "loss" in entry:
-            run.steps.append(entry)
-        elif "val_loss" in entry:
-            run.validations.append(entry)
+    entries, broken = list[dict[str, Any]](), 0
+    try:
+        entries, broken = read_lines(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        run.problems.append(f"{METRICS}: {error}")
+    if broken:
+        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
+    for entry in entries:
+        if number(entry.get("step")) is not None and ("loss" in entry or "val_loss" in entry):
+            (run.steps if "loss" in entry else run.validations).append(entry)
     try:
         lines = (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8").splitlines()
         run.overrides = [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
@@ -177,30 +187,6 @@ def _read_json(run: Run, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         run.problems.append(f"{name}: {error}")
     return {}
-
-
-def _read_lines(run: Run) -> list[dict[str, Any]]:
-    """``metrics.jsonl``, without lines that are no JSON object; a torn last line is nothing to speak of."""
-    try:
-        lines = (run.folder / METRICS).read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        run.problems.append(f"{METRICS}: {error}")
-        return []
-    entries, broken = [], 0
-    for line in filter(None, lines[:-1]):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            entry = None
-        if isinstance(entry, dict):
-            entries.append(entry)
-        else:
-            broken += 1
-    if broken:
-        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
-    return entries
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -25,29 +25,28 @@ WHAT_STAGES_DO = (
 )
 PAPER_FORMS = ("16Ψ", "4Ψ + 12Ψ/W", "2Ψ + 14Ψ/W", "16Ψ/W")
 """Of the stages, with Adam in mixed precision: 2 bytes of parameter, 2 of gradient, 12 of optimizer state."""
-STATES_OF_ADAM = 16.0
 WORKING = ("gathered", "buckets", "padding")
 """What ZeRO needs besides the states: memory categories of a rank's device."""
-PLAIN = (
-    "Plain data parallelism is what a rank would hold without ZeRO: parameters and gradients in {dtype}, fp32 masters"
-    " and the optimizer's moments, all of them whole."
-)
 MOMENT = "held by one rank after a backward pass, not at the peak (activations: what the peak was above the rest)"
-COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+ALIKE = (
+    "Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch gradients leave as they"
+    " come. With gradient_accumulation_steps above 1, or without overlap, stage 1 keeps them whole until the step."
+)
+_COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Bytes of model state on one rank, mean over ranks."""
+    """Bytes of model state on one rank, mean over ranks, by category."""
 
     numel: int
     """Ψ."""
     plain: dict[str, float]
-    """What plain data parallelism would hold, by category."""
+    """What plain data parallelism would hold."""
     here: dict[str, float]
-    """What was measured on the device, by category."""
+    """What was measured on the device."""
     predicted: dict[str, float]
-    """What the closed forms of this run said of them."""
+    """What the closed forms of this run said of that."""
     host: float
     """Of the same states, what was measured in host memory."""
 
@@ -69,21 +68,26 @@ class Savings:
 
 def savings_of(run: Run) -> Savings | None:
     """The comparison; None where the files do not hold what it needs."""
-    numel, ranks, stage = run.model_numel, run.world_size, run.stage
-    size = COMPUTE_BYTES.get(str(run.setting("precision.dtype")))
-    if numel is None or ranks is None or stage is None or size is None or not run.account("memory"):
+    numel, ranks, size = run.model_numel, run.world_size, _COMPUTE_BYTES.get(str(run.setting("precision.dtype")))
+    if numel is None or ranks is None or run.stage is None or size is None:
         return None
     here = {category: run.held(category) for category in DEVICE_STATES}
     if here["parameters"] + run.held("host_parameters") == 0:
         return None
-    cut = 1 if stage == 0 else ranks  # hybrid sharding (MiCS) cuts optimizer states over all ranks, too
+    cut = 1 if run.stage == 0 else ranks  # hybrid sharding (MiCS) cuts optimizer states over all ranks, too
     # How wide an optimizer's moments are, and how much is trained, is known by what is held.
-    masters = cut * (run.held("masters", "predicted") + run.held("host_masters", "predicted"))
-    moments = cut * (run.held("moments", "predicted") + run.held("host_moments", "predicted"))
+    masters, moments = (
+        cut * (run.held(name, "predicted") + run.held(f"host_{name}", "predicted")) for name in ("masters", "moments")
+    )
     trained = masters / 4 if size < 4 else float(numel)
     plain = {"parameters": float(size * numel), "gradients": size * trained, "masters": masters, "moments": moments}
     predicted = {category: run.held(category, "predicted") for category in DEVICE_STATES}
-    return Savings(numel, plain, here, predicted, sum(run.held(category) for category in HOST_STATES))
+    return Savings(numel, plain, here, predicted, sum(map(run.held, HOST_STATES)))
+
+
+def _sums_wider(run: Run) -> bool:
+    """Whether gradients are summed in fp32 though the model computes in fewer bytes."""
+    return run.setting("grad_accum_dtype") == "fp32" and run.setting("precision.dtype") != "fp32"
 
 
 def headline(run: Run) -> str:
@@ -92,37 +96,29 @@ def headline(run: Run) -> str:
     if found is None:
         return "How much memory that saves is not known: the run ended before a step was counted."
     of_each = "The one rank" if run.world_size == 1 else f"Each of the {run.world_size} ranks"
-    here, plain = short_bytes(found.here_bytes), short_bytes(found.plain_bytes)
-    side = " on its device" if found.host else ""
-    text = f"{of_each} holds {here} of model state{side} ({found.here_bytes / found.numel:.2f} bytes per parameter) "
-    text += f"where plain data parallelism holds {plain} ({found.plain_bytes / found.numel:.2f})"
-    if found.part > 0.005:
-        text += f": {found.part:.0%} less."
-    elif found.part < -0.005:
-        text += f": {-found.part:.0%} more."
-    else:
-        text += ": nothing is saved."
-    if run.setting("grad_accum_dtype") == "fp32" and COMPUTE_BYTES[str(run.setting("precision.dtype"))] < 4:
+    compared = f"{abs(found.part):.0%} {'less' if found.part > 0 else 'more'}"
+    text = (
+        f"{of_each} holds {short_bytes(found.here_bytes)} of model state{' on its device' if found.host else ''} "
+        f"({found.here_bytes / found.numel:.2f} bytes per parameter) where plain data parallelism holds "
+        f"{short_bytes(found.plain_bytes)} ({found.plain_bytes / found.numel:.2f}): "
+        f"{compared if abs(found.part) > 0.005 else 'nothing is saved'}."
+    )
+    if _sums_wider(run):
         text += " Gradients are summed in fp32 here, which the 16 bytes of the textbook do not count."
-    if working := sum(run.held(category) for category in WORKING):
+    if working := sum(map(run.held, WORKING)):
         text += f" Besides it holds up to {short_bytes(working)} of buckets and gathered parameters."
     if found.host:
         text += f" Another {short_bytes(found.host)} of it lie in host memory."
     return text
 
 
-def like_stage_2(run: Run) -> str:
-    """Why a run of stage 1 holds no more than one of stage 2 would; empty where it does, and for other stages."""
+def like_stage_2(run: Run) -> bool:
+    """Whether this is a run of stage 1 that holds no more than one of stage 2 would: :data:`ALIKE` says why."""
     found, ranks = savings_of(run), run.world_size
     if found is None or ranks is None or ranks == 1 or run.stage != 1:
-        return ""
-    width = 4 if run.setting("grad_accum_dtype") == "fp32" else COMPUTE_BYTES[str(run.setting("precision.dtype"))]
-    if found.predicted["gradients"] > width * found.numel / ranks * 1.01:
-        return ""
-    return (
-        "Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch gradients leave as they"
-        " come. With gradient_accumulation_steps above 1, or without overlap, stage 1 keeps them whole until the step."
-    )
+        return False
+    width = 4 if _sums_wider(run) else _COMPUTE_BYTES[str(run.setting("precision.dtype"))]
+    return found.predicted["gradients"] <= width * found.numel / ranks * 1.01
 
 
 def textbook(run: Run) -> str | None:
@@ -130,7 +126,7 @@ def textbook(run: Run) -> str | None:
     found, stage, ranks = savings_of(run), run.stage, run.world_size
     if found is None or stage is None or ranks is None:
         return None
-    if abs(found.plain_bytes / found.numel - STATES_OF_ADAM) > 0.01 or found.host or found.here["secondary"]:
+    if abs(found.plain_bytes / found.numel - 16) > 0.01 or found.host or found.here["secondary"]:
         return None
     factor = (16.0, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks)[stage]
     size = short_bytes(factor * found.numel)

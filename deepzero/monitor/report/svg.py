@@ -1,4 +1,4 @@
-"""Charts as SVG text: axes, lines, stacked areas, bars. No data of a run is known here.
+"""Charts as SVG text: lines, stacked areas, bars, lanes. No data of a run is known here.
 
 A chart is 400 units wide, so that its letters keep their size in a column of a wide page and on a telephone. Colours
 are CSS variables, so that a page decides them, and may have another set in the dark. Each has a title and a
@@ -7,48 +7,40 @@ description, which are read aloud, and show up under a pointer.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
-from deepzero.monitor.report.html import text
+from deepzero.monitor.report.html import figure, legend, text
 
 WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 16.0, 34.0
+BASE = HEIGHT - BOTTOM
 MAX_POINTS = 400
 """Of a line; more than its pixels show nothing more."""
 
-Points = Sequence[tuple[float, float | None]]
+Point = tuple[float, float | None]
 Piece = tuple[float, float, str, str]
 """Of a lane: begin, end, colour (name of a CSS variable), and what a pointer is told."""
 Label = Callable[[float], str]
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One series. A value that is None or not finite leaves a gap."""
 
     name: str
-    points: Points
+    points: Sequence[Point]
     colour: str
     """Name of a CSS variable, without dashes."""
     style: str = "solid"
-    """``solid``, ``dashed``, or ``dots`` for single values."""
+    """``solid``, ``dashed``, ``dots`` for single values, or ``area``: on top of the areas before it, at the same
+    instants; a value holds until the next one."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One layer of a stack: a value for each instant, that holds until the next."""
-
-    name: str
-    values: Sequence[float]
-    colour: str
-
-
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """One bar, and what was expected of it."""
 
     name: str
@@ -57,8 +49,7 @@ class Bar:
     note: str
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """From values to places in the picture."""
 
     x: tuple[float, float]
@@ -70,7 +61,17 @@ class Frame:
 
     def up(self, value: float) -> float:
         """Place of a y value; large is high, which in SVG is small."""
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * (value - self.y[0]) / (self.y[1] - self.y[0])
+        return BASE - (BASE - TOP) * (value - self.y[0]) / (self.y[1] - self.y[0])
+
+    def path(self, points: Iterable[Point]) -> str:
+        """The points joined, with gaps."""
+        words, verb = [], "M"
+        for x, y in points:
+            known = y is not None and math.isfinite(y)
+            if known:
+                words.append(f"{verb}{self.across(x):.1f} {self.up(y or 0.0):.1f}")
+            verb = "L" if known else "M"
+        return "".join(words)
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -99,37 +100,33 @@ def extent(values: Sequence[float], zero: bool = False) -> tuple[float, float]:
     return (low, high + gap) if zero and low == 0 else (low - gap, high + gap)
 
 
-def finite(points: Points) -> list[tuple[float, float]]:
+def finite(points: Iterable[Point]) -> list[tuple[float, float]]:
     """Those that can be drawn."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y)]
 
 
-def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float | None]]:
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     """At most about ``limit`` of them: of each stretch the lowest, the highest and a gap, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
-    size, kept = math.ceil(2 * len(points) / limit), []
+    size, kept = math.ceil(2 * len(points) / limit), list[Point]()
     for start in range(0, len(points), size):
-        stretch = list(points[start : start + size])
+        stretch = points[start : start + size]
         known = finite(stretch)
-        chosen: list[tuple[float, float | None]] = []
-        if known:
-            chosen = [min(known, key=itemgetter(1)), max(known, key=itemgetter(1))]
+        chosen: set[Point] = {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))} if known else set()
         if len(known) < len(stretch):
-            chosen.append(next(p for p in stretch if p[1] is None or not math.isfinite(p[1])))
-        kept += sorted(set(chosen), key=lambda p: p[0])
+            chosen.add(next(p for p in stretch if p[1] is None or not math.isfinite(p[1])))
+        kept += sorted(chosen, key=itemgetter(0))
     return kept
 
 
-def _path(points: Points, frame: Frame) -> str:
-    words, pen_down = [], False
-    for x, y in points:
-        if y is None or not math.isfinite(y):
-            pen_down = False
-            continue
-        words.append(f"{'L' if pen_down else 'M'}{frame.across(x):.1f} {frame.up(y):.1f}")
-        pen_down = True
-    return "".join(words)
+def tag(name: str, body: str = "", **attributes: str | float) -> str:
+    """An SVG element. Numbers get one decimal, and ``_`` in a name becomes ``-``; ``body`` is markup."""
+    words = [
+        f' {key.rstrip("_").replace("_", "-")}="{value if isinstance(value, str) else format(round(value, 1), "g")}"'
+        for key, value in attributes.items()
+    ]
+    return f"<{name}{''.join(words)}>{body}</{name}>" if body else f"<{name}{''.join(words)}/>"
 
 
 def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT, width: float = WIDTH) -> str:
@@ -141,135 +138,53 @@ def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT
     )
 
 
-def axes(frame: Frame, x_name: str, x_label: Label, y_label: Label) -> str:
-    """Grid, ticks and their labels."""
+def _x_axis(
+    place: Callable[[float], float], values: Sequence[float], base: float, label: Label, width: float = WIDTH
+) -> list[str]:
     parts = []
+    for x, value in zip(map(place, values), values, strict=True):
+        anchor = "end" if x > width - 30 else "middle"
+        parts.append(tag("line", class_="axis", x1=x, x2=x, y1=base, y2=base + 4))
+        parts.append(tag("text", text(label(value)), x=x, y=base + 15, text_anchor=anchor))
+    return parts
+
+
+def _axes(frame: Frame, x_name: str, x_label: Label, y_label: Label) -> list[str]:
+    parts = _x_axis(frame.across, ticks(*frame.x, about=5), BASE, x_label)
     for value in ticks(*frame.y):
         y = frame.up(value)
-        parts.append(f'<line class="grid" x1="{LEFT:g}" x2="{WIDTH - RIGHT:g}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 5:g}" y="{y + 3.5:.1f}" text-anchor="end">{text(y_label(value))}</text>')
-    base = HEIGHT - BOTTOM
-    for value in ticks(*frame.x, about=5):
-        x = frame.across(value)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:g}" y2="{base + 4:g}"/>')
-        anchor = "end" if x > WIDTH - 30 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{base + 15:g}" text-anchor="{anchor}">{text(x_label(value))}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT:g}" x2="{WIDTH - RIGHT:g}" y1="{base:g}" y2="{base:g}"/>')
+        parts.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        parts.append(tag("text", text(y_label(value)), x=LEFT - 5, y=y + 3.5, text_anchor="end"))
+    parts.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=BASE, y2=BASE))
     middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle:g}" y="{HEIGHT - 4:g}" text-anchor="middle">{text(x_name)}</text>')
-    return "".join(parts)
+    return [*parts, tag("text", text(x_name), x=middle, y=HEIGHT - 4, text_anchor="middle")]
 
 
 def _stroke(line: Line, frame: Frame) -> str:
     """A line, or its single values as dots."""
-    points = thin(line.points)
-    known = finite(points)
-    tip = f"<title>{text(line.name)}</title>"
+    known, tip = finite(line.points), tag("title", text(line.name))
+    colour = f"var(--{line.colour})"
     if line.style == "dots" or len(known) == 1:
-        return "".join(
-            f'<circle cx="{frame.across(x):.1f}" cy="{frame.up(y):.1f}" r="3.2" fill="var(--{line.colour})">{tip}'
-            "</circle>" for x, y in known
-        )  # fmt: skip
-    dash = ' stroke-dasharray="5 3"' if line.style == "dashed" else ""
-    return f'<path class="line" d="{_path(points, frame)}" stroke="var(--{line.colour})"{dash}>{tip}</path>'
+        dots = (tag("circle", tip, cx=frame.across(x), cy=frame.up(y), r=3.2, fill=colour) for x, y in known)
+        return "".join(dots)
+    dash = {"stroke_dasharray": "5 3"} if line.style == "dashed" else {}
+    return tag("path", tip, class_="line", d=frame.path(line.points), stroke=colour, **dash)
 
 
-def line_chart(
-    ident: str,
-    title: str,
-    desc: str,
-    lines: Sequence[Line],
-    x_name: str,
-    y_label: Label,
-    *,
-    x_label: Label = "{:g}".format,
-    zero: bool = False,
-    crosses: Sequence[float] = (),
-) -> str:
-    """Lines over one x axis; the empty string when there is nothing to draw.
-
-    Args:
-        ident: unique on the page.
-        title: read aloud.
-        desc: the same, longer.
-        lines: what is drawn.
-        x_name: under the axis.
-        y_label: a tick's words, unit included.
-        x_label: the same for x.
-        zero: the y axis begins at zero.
-        crosses: x values that get a cross at the lower edge.
-    """
-    known = [point for line in lines for point in finite(line.points)]
-    if not known:
-        return ""
-    frame = Frame(extent([x for x, _ in known] + list(crosses)), extent([y for _, y in known], zero))
-    base = HEIGHT - BOTTOM
-    body = axes(frame, x_name, x_label, y_label) + "".join(_stroke(line, frame) for line in lines)
-    for at in dict.fromkeys(f"{frame.across(x) - 3:.1f}" for x in crosses):  # a long run's may lie on each other
-        body += f'<path class="cross" d="M{at} {base - 7:g}l6 6m0 -6l-6 6"/>'
-    return picture(ident, title, desc, body)
-
-
-def stacked_chart(
-    ident: str,
-    title: str,
-    desc: str,
-    times: Sequence[float],
-    layers: Sequence[Layer],
-    outlines: Sequence[Line],
-    x_name: str,
-    y_label: Label,
-    *,
-    x_label: Label = "{:g}".format,
-    marks: Sequence[tuple[float, str]] = (),
-) -> str:
-    """Areas on top of each other, in steps, with outlines over them; the empty string without two instants.
-
-    Args:
-        ident: unique on the page.
-        title: read aloud.
-        desc: the same, longer.
-        times: of the values of every layer.
-        layers: the lowest first.
-        outlines: drawn over the areas, as they are.
-        x_name: under the axis.
-        y_label: a tick's words, unit included.
-        x_label: the same for x.
-        marks: upright lines with a short word, in order.
-    """
-    if len(times) < 2 or not layers:
-        return ""
-    sums = [sum(values) for values in zip(*(layer.values for layer in layers), strict=True)]
-    over = [y for line in outlines for _, y in finite(line.points)]
-    frame = Frame(extent([0.0, *times]), extent([0.0, *sums, *over], zero=True))
-    low, areas = [0.0] * len(times), []
-    for layer in layers:
-        high = [a + b for a, b in zip(low, layer.values, strict=True)]
-        upper, lower = _stairs(times, high, frame), _stairs(times, low, frame)[::-1]
-        d = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in upper + lower) + "Z"
-        areas.append(
-            f'<path class="area" d="{d}" fill="var(--{layer.colour})"><title>{text(layer.name)}</title></path>'
-        )
-        low = high
-    body = axes(frame, x_name, x_label, y_label) + "".join(areas) + _marks(marks, frame)
-    return picture(ident, title, desc, body + "".join(_stroke(line, frame) for line in outlines))
-
-
-def _stairs(times: Sequence[float], values: Sequence[float], frame: Frame) -> list[tuple[float, float]]:
+def _stairs(points: Sequence[tuple[float, float]]) -> list[Point]:
     """A value holds until the next one; stretches that are flat need no point in between."""
-    places = [(frame.across(times[0]), frame.up(values[0]))]
-    for time, before, value in zip(times[1:], values, values[1:], strict=False):
-        if value != before:
-            places += [(frame.across(time), frame.up(before)), (frame.across(time), frame.up(value))]
-    return [*places, (frame.across(times[-1]), frame.up(values[-1]))]
+    places: list[Point] = [points[0]]
+    for (_, before), (time, value) in itertools.pairwise(points):
+        places += [(time, before), (time, value)] if value != before else []
+    return [*places, points[-1]]
 
 
-def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> str:
+def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> list[str]:
     """Upright lines; words that would touch are written together."""
     parts, groups, last = [], list[tuple[float, list[str]]](), -WIDTH
     for time, word in marks:
         x = frame.across(time)
-        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP:g}" y2="{HEIGHT - BOTTOM:g}"/>')
+        parts.append(tag("line", class_="mark", x1=x, x2=x, y1=TOP, y2=BASE))
         if x - last < 24:
             groups[-1][1].append(word)
         else:
@@ -277,47 +192,99 @@ def _marks(marks: Sequence[tuple[float, str]], frame: Frame) -> str:
         last = x
     for x, words in groups:
         anchor = "end" if x > WIDTH - 40 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{TOP - 5:g}" text-anchor="{anchor}">{text("·".join(words))}</text>')
-    return "".join(parts)
+        parts.append(tag("text", text("·".join(words)), x=x, y=TOP - 5, text_anchor=anchor))
+    return parts
 
 
-def bar_chart(ident: str, title: str, desc: str, bars: Sequence[Bar], label: Label) -> str:
-    """Bars from the left, each under its name, with a mark where it was expected to end; empty without bars."""
+def chart(
+    ident: str,
+    title: str,
+    lines: Sequence[Line],
+    x_name: str,
+    y_label: Label,
+    *,
+    note: str | None = None,
+    x_label: Label = "{:g}".format,
+    zero: bool = False,
+    crosses: Sequence[float] = (),
+    marks: Sequence[tuple[float, str]] = (),
+) -> str:
+    """A figure of areas and lines over one x axis; the empty string when there is nothing to draw.
+
+    Args:
+        ident: unique on the page.
+        title: above the picture.
+        lines: what is drawn; areas lie under the others.
+        x_name: under the axis.
+        y_label: a tick's words, unit included.
+        note: under the picture, as HTML; None: a legend where there are several lines.
+        x_label: as ``y_label``, for x.
+        zero: the y axis begins at zero, as it does with areas.
+        crosses: x values that get a cross at the lower edge.
+        marks: upright lines with a short word, in order.
+    """
+    known = [(line, found) for line in lines if (found := finite(line.points))]
+    if not known:
+        return ""
+    desc = "; ".join(
+        f"{line.name} from {y_label(ys[0])} to {y_label(ys[-1])}, largest {y_label(max(ys))}"
+        for line, found in known
+        for ys in [[y for _, y in found]]
+    )
+    areas = [found for line, found in known if line.style == "area"]
+    tops = [[(x, 0.0) for x, _ in areas[0]]] if areas else []
+    for found in areas:
+        tops.append([(x, low + y) for (x, low), (_, y) in zip(tops[-1], found, strict=True)])
+    heights = [y for found in (*(found for _, found in known), *tops) for _, y in found]
+    times = [x for _, found in known for x, _ in found] + list(crosses) + [0.0] * bool(areas)
+    frame = Frame(extent(times), extent(heights, zero or bool(areas)))
+    parts = _axes(frame, x_name, x_label, y_label)
+    for line, low, high in zip([line for line, _ in known if line.style == "area"], tops, tops[1:], strict=False):
+        d = frame.path([*_stairs(high), *_stairs(low)[::-1]]) + "Z"
+        parts.append(tag("path", tag("title", text(line.name)), class_="area", d=d, fill=f"var(--{line.colour})"))
+    parts += _marks(marks, frame)
+    parts += [_stroke(line._replace(points=thin(line.points)), frame) for line, _ in known if line.style != "area"]
+    for at in dict.fromkeys(f"{frame.across(x) - 3:.1f}" for x in crosses):  # a long run's may lie on each other
+        parts.append(tag("path", class_="cross", d=f"M{at} {BASE - 7:g}l6 6m0 -6l-6 6"))
+    if note is None:
+        note = legend((line.name, line.colour, "") for line in lines) if len(lines) > 1 else ""
+    return figure(title, picture(ident, title, desc, "".join(parts)), note)
+
+
+def bar_chart(ident: str, title: str, bars: Sequence[Bar], note: str = "") -> str:
+    """A figure of bars, each under its name, with a mark where it was expected to end; empty without bars."""
     if not bars:
         return ""
     most = max(max(bar.value, bar.expected or 0.0) for bar in bars) or 1.0
     parts, row, wide = [], 34.0, WIDTH - 20
     for place, bar in enumerate(bars):
-        top = 4 + place * row
-        parts.append(f'<text x="4" y="{top + 11:g}">{text(bar.name)}</text>')
-        parts.append(f'<text x="{WIDTH - 4:g}" y="{top + 11:g}" text-anchor="end">{text(bar.note)}</text>')
-        parts.append(
-            f'<rect x="4" y="{top + 16:g}" width="{max(1.0, wide * bar.value / most):.1f}" height="11" rx="2"'
-            f' fill="var(--c1)"><title>{text(bar.name)}: {text(label(bar.value))}</title></rect>'
-        )
+        top, width = 4 + place * row, max(1.0, wide * bar.value / most)
+        parts.append(tag("text", text(bar.name), x=4, y=top + 11))
+        parts.append(tag("text", text(bar.note), x=WIDTH - 4, y=top + 11, text_anchor="end"))
+        tip = tag("title", text(f"{bar.name}: {bar.note}"))
+        parts.append(tag("rect", tip, x=4, y=top + 16, width=width, height=11, rx=2, fill="var(--c1)"))
         if bar.expected is not None:
             x = 4 + wide * bar.expected / most
-            parts.append(f'<line class="expected" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 13:g}" y2="{top + 30:g}"/>')
-    return picture(ident, title, desc, "".join(parts), 8 + row * len(bars))
+            parts.append(tag("line", class_="expected", x1=x, x2=x, y1=top + 13, y2=top + 30))
+    desc = "; ".join(f"{bar.name}: {bar.note}" for bar in bars)
+    return figure(title, picture(ident, title, desc, "".join(parts), 8 + row * len(bars)), note)
 
 
 def lane_chart(
-    ident: str, title: str, desc: str, lanes: Sequence[tuple[str, Sequence[Piece]]], end: float, x_name: str
+    ident: str, title: str, lanes: Sequence[tuple[str, Sequence[Piece]]], end: float, x_name: str, note: str
 ) -> str:
-    """Lanes with names, one below the other, over one axis from 0 to ``end``; as wide as the page."""
+    """A figure of lanes with names, one below the other, over one axis from 0 to ``end``; as wide as the page."""
     wide, left, high = 1000.0, 100.0, 18.0
     scale, base = (wide - left - RIGHT) / end, high * len(lanes)
     parts = []
     for place, (name, pieces) in enumerate(lanes):
         top = place * high
-        parts.append(f'<text x="{left - 6:g}" y="{top + 12:g}" text-anchor="end">{text(name)}</text>')
+        parts.append(tag("text", text(name), x=left - 6, y=top + 12, text_anchor="end"))
         for begin, stop, colour, words in pieces:
-            size = f'x="{left + begin * scale:.2f}" width="{max((stop - begin) * scale, 0.4):.2f}"'
-            tip = f"<title>{text(words)}</title>" if words else ""
-            parts.append(f'<rect {size} y="{top + 1:g}" height="{high - 2:g}" fill="var(--{colour})">{tip}</rect>')
-    for value in ticks(0.0, end, about=8):
-        x = left + value * scale
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:g}" y2="{base + 4:g}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{base + 15:g}" text-anchor="middle">{value:g}</text>')
-    parts.append(f'<text x="{left - 6:g}" y="{base + 15:g}" text-anchor="end">{text(x_name)}</text>')
-    return picture(ident, title, desc, "".join(parts), base + 20, wide)
+            x, width = f"{left + begin * scale:.2f}", f"{max((stop - begin) * scale, 0.4):.2f}"
+            tip = tag("title", text(words)) if words else ""
+            parts.append(tag("rect", tip, x=x, y=top + 1, width=width, height=high - 2, fill=f"var(--{colour})"))
+    parts += _x_axis(lambda value: left + value * scale, ticks(0.0, end, about=8), base, "{:g}".format, wide)
+    parts.append(tag("text", text(x_name), x=left - 6, y=base + 15, text_anchor="end"))
+    desc = f"{', '.join(name for name, _ in lanes)}; point at a piece to see what it is"
+    return figure(title, picture(ident, title, desc, "".join(parts), base + 20, wide), note)

@@ -26,10 +26,9 @@
     (:meth:`BufferPool.settle`), whatever was gathered in between: so what is held is known, too.
 
 [Note: which buffers a pass takes]
-    What is gathered at the same time is known from the plan. But a buffer that is kept for the next bucket is at least
-    as large as it, and often larger; and one that a view still shows cannot be taken again. So memory is more than the
-    sum of what is gathered, and depends on the order of takings. :class:`BufferForecast` makes the pool's choices over
-    plain numbers before the pass runs.
+    A buffer that is kept for the next bucket is at least as large as it, and often larger; and one that a view still
+    shows cannot be taken again. So memory is more than the sum of what is gathered, and depends on the order of
+    takings. :func:`simulate` makes the pool's choices over plain numbers before the pass runs.
 
     A *run* is a block of activation checkpointing that the backward pass runs again. With torch's non-reentrant
     checkpointing autograd keeps views of its weights until the backward pass is through the block: until then their
@@ -42,13 +41,12 @@ import ctypes
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from deepzero.comm.streams import Chaos, alias_of, storage_ptr_of
-from deepzero.runtime.zero.fetch_plan import FetchAction, ModuleUse
+from deepzero.runtime.zero.fetch_plan import FetchPlan
 
 ROUNDS = 8
 """Passes after which it is taken for stable; a second one rarely takes anything that the first did not."""
@@ -73,28 +71,26 @@ class BufferPool:
         keeps: bool | None = None,
     ) -> None:
         self.dtype, self.device, self.limit_numel, self._chaos = dtype, device, limit_numel, chaos
-        # On a GPU the caching allocator keeps freed memory, and gives it to others too; on a CPU only the pool can.
         self.keeps = device.type in ("cpu", "meta") if keeps is None else keeps
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
+        # Storage pointer -> (bucket, generation) whose values the buffer holds. The entry outlives give() until the
+        # buffer is refilled, so a view that autograd saves after a release is still recognised as that parameter;
+        # whether the pool has already reused the memory must not decide it.
         self.owners: dict[int, tuple[Any, int]] = {}
-        """Storage pointer -> (bucket, generation) whose values the buffer holds. The entry outlives :meth:`give` until
-        the buffer is refilled, so a view that autograd saves after a release is still recognised as that parameter;
-        whether the pool has already reused the memory must not decide it."""
         self._alone = references(torch.empty(1, dtype=dtype, device=device))
         # Where the buffers that were planned lie; None: nothing is known, and all are kept.
         self._planned: set[int] | None = None
+        # Whether a free buffer serves only what has its very size.
         self._exact = False
         self.most_numel = 0
         """The most elements of all buffers at any time of this pass."""
 
     @torch.inference_mode(False)  # what an evaluation's end makes is the next step's
     def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
-        """Between two passes: have free buffers of ``sizes``, and keep no others from now on.
+        """Between two passes: have free buffers of ``sizes`` (elements), and keep no others from now on.
 
-        Args:
-            sizes: elements of each. Empty: a buffer is kept for what has its very size.
-            limit_numel: free buffers go before all together exceed so many elements.
+        Without sizes a buffer is kept for what has its very size, within ``limit_numel`` elements of all together.
         """
         self.limit_numel, self._exact = limit_numel, not sizes
         if self._exact:
@@ -112,22 +108,19 @@ class BufferPool:
             self._planned = {storage_ptr_of(buffer) for buffer in self._free}
 
     def begin_pass(self) -> None:
-        """A pass begins, with what was planned for it; while nothing is, with nothing."""
+        """Begin a pass with the buffers that were planned for it, or with none while nothing is."""
         if self._planned is None:
             self.clear()
-        self.count_anew()
-
-    def count_anew(self) -> None:
-        """:attr:`most_numel` begins again with what is held now."""
         self.most_numel = self.numel()
 
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A buffer of ``numel`` elements or more, with old contents.
 
-        Args:
-            numel: of the bucket.
-            shard: this rank's of it.
+        With one rank the ``shard`` is the bucket: then the "buffer" is its memory, under a storage of its own by which
+        views of it are told from the shard, and nothing is copied.
         """
+        if shard is not None:
+            return alias_of(shard)
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:
@@ -142,14 +135,16 @@ class BufferPool:
 
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as no view of it is held."""
-        del self._taken[storage_ptr_of(buffer)]
+        place = storage_ptr_of(buffer)
+        if self._taken.pop(place, None) is None:
+            return  # the memory of a shard
         if self.is_alone(buffer):
             self._poison(buffer)
-        extra = self._planned is not None and not self._exact and storage_ptr_of(buffer) not in self._planned
+        extra = self._planned is not None and not self._exact and place not in self._planned
         if self.keeps and not extra:
             self._free.append(buffer)
         else:
-            self.owners.pop(storage_ptr_of(buffer), None)  # the allocator may put anything here
+            self.owners.pop(place, None)  # the allocator may put anything here
 
     def _new(self, numel: int) -> torch.Tensor:
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -181,123 +176,86 @@ class BufferPool:
 
     def numel(self) -> int:
         """Elements of all buffers, free or taken."""
-        return sum(b.numel() for b in (*self._free, *self._taken.values()))
+        return sum(buffer.numel() for buffer in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:
-        """For the ledger."""
+        """All buffers, free or taken."""
         return [*self._free, *self._taken.values()]
-
-
-class InPlacePool(BufferPool):
-    """With one rank a shard on the device is the whole bucket: it is used where it is, and nothing is copied."""
-
-    def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """The shard's memory under a storage of its own, by which views of it are told from the shard."""
-        if shard is None:
-            raise RuntimeError(f"a buffer of {numel} elements lies in place of no shard")
-        return alias_of(shard)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """The memory stays the shard's."""
-
-    def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
-        """Have no buffers; whose shard a view shows is remembered from pass to pass."""
-        self._planned = set()
 
 
 # ---- which buffers a pass takes --------------------------------------------------------------------------------------
 
-
-@dataclass
-class Moment:
-    """One use of buckets, and what was released and taken for it, in this order."""
-
-    keys: tuple[int, ...]
-    run: int
-    released: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
+Moment = tuple[tuple[int, ...], int, list[int], list[int]]
+"""One use of buckets: its keys, its run (0: none), and the keys that were released and then taken for it."""
 
 
-def moments_of(uses: Sequence[ModuleUse], plan: Sequence[FetchAction]) -> list[Moment]:
+def moments_of(plan: FetchPlan) -> list[Moment]:
     """What a pass along ``plan`` will do."""
-    return [
-        Moment(use.keys, use.run, list(action.release), [*action.fetch, *(key for key, _ in action.prefetch)])
-        for use, action in zip(uses, plan, strict=True)
-    ]
+    return [(use.keys, use.run, list(use.release), [key for key, _ in use.launches]) for use in plan.uses]
 
 
-class Shelf:
-    """The pool without memory.
+def simulate(
+    moments: Sequence[Moment], sizes: Sequence[int], numel: Mapping[int, int], keeps: bool, limit: int
+) -> tuple[list[int], int, int]:
+    """One pass of a pool without memory.
 
     Args:
-        sizes: elements of the buffers that it begins with.
+        moments: what is released and taken, in order.
+        sizes: elements of the buffers that the pool begins with.
         numel: elements of each bucket that takes a buffer.
         keeps: buffers that it did not begin with are kept as well when they are given back.
         limit: free buffers go, the smallest first, before all together exceed so many elements.
+
+    Returns:
+        The buffers at the end, when all are free; the most elements of all buffers at any time; and the most of those
+        that are taken, or still shown by a view.
     """
+    free, most, most_live = list(sizes), 0, 0
+    # Size of each buffer, and whether the pool did not begin with it: those taken, by bucket; those given back of which
+    # autograd still holds a view, as the checkpointed block that runs again has used them.
+    taken: dict[int, tuple[int, bool]] = {}
+    shown: list[tuple[int, bool]] = []
+    run, seen = 0, set[int]()
 
-    def __init__(self, sizes: Sequence[int], numel: Mapping[int, int], keeps: bool, limit: int) -> None:
-        self.free, self.numel, self.keeps, self.limit = list(sizes), numel, keeps, limit
-        self._taken: dict[int, tuple[int, bool]] = {}
-        self._shown: list[tuple[int, bool]] = []
-        self.most = self.most_live = 0
-        """Elements of all buffers at any time; of those that are taken, or still shown."""
+    def live() -> int:
+        return sum(size for size, _ in (*taken.values(), *shown))
 
-    def follow(self, moments: Sequence[Moment]) -> None:
-        """One pass; afterwards everything is free."""
-        run, seen = 0, set[int]()
-        for moment in moments:
-            if moment.run != run:
-                run, seen = moment.run, set()
-                self._end_run()
-            for key in moment.released:
-                if key in self._taken:
-                    self._give(self._taken.pop(key), run > 0 and key in seen)
-            seen.update(moment.keys)
-            for key in moment.taken:
-                if key in self.numel and key not in self._taken:
-                    self._taken[key] = self._take(self.numel[key])
-        self._end_run()
-        for buffer in self._taken.values():
-            self._give(buffer, False)
-        self._taken = {}
+    def free_all(buffers: Sequence[tuple[int, bool]]) -> None:
+        free.extend(size for size, new in buffers if keeps or not new)
 
-    def _take(self, numel: int) -> tuple[int, bool]:
-        fitting = [size for size in self.free if size >= numel]
-        size = min(fitting, default=numel)
-        if fitting:
-            self.free.remove(size)
-        else:
-            self.free.sort()
-            while self.free and self._total() + numel > self.limit:
-                self.free.pop(0)
-        self.most = max(self.most, self._total() + size)
-        self.most_live = max(self.most_live, sum(size for size, _ in self._taken.values()) + size + self._still_shown())
-        return size, not fitting
-
-    def _total(self) -> int:
-        return sum(self.free) + sum(size for size, _ in self._taken.values()) + self._still_shown()
-
-    def _still_shown(self) -> int:
-        return sum(size for size, _ in self._shown)
-
-    def _give(self, buffer: tuple[int, bool], shown: bool) -> None:
-        if shown:
-            self._shown.append(buffer)
-        elif self.keeps or not buffer[1]:
-            self.free.append(buffer[0])
-
-    def _end_run(self) -> None:
-        shown, self._shown = self._shown, []
-        for buffer in shown:
-            self._give(buffer, False)
+    for keys, now, released, wanted in moments:
+        if now != run:
+            run, seen = now, set()
+            free_all(shown)
+            shown = []
+        for key in (key for key in released if key in taken):
+            buffer = taken.pop(key)
+            if run > 0 and key in seen:
+                shown.append(buffer)
+            else:
+                free_all([buffer])
+        seen.update(keys)
+        for key in (key for key in wanted if key in numel and key not in taken):
+            size = min((size for size in free if size >= numel[key]), default=0)
+            new = size == 0
+            if new:
+                size = numel[key]
+                free.sort()
+                while free and sum(free) + live() + size > limit:
+                    free.pop(0)
+            else:
+                free.remove(size)
+            taken[key] = (size, new)
+            most, most_live = max(most, sum(free) + live()), max(most_live, live())
+    free_all([*shown, *taken.values()])
+    return free, most, most_live
 
 
 def stable_sizes(passes: Sequence[Sequence[Moment]], numel: Mapping[int, int]) -> list[int]:
     """Buffers with which none of ``passes`` takes another one, in whatever order they come.
 
     Example:
-        >>> step = [Moment((0,), 0, [], [0, 1]), Moment((1,), 0, [0], []), Moment((2,), 0, [1], [2])]
+        >>> step = [((0,), 0, [], [0, 1]), ((1,), 0, [0], []), ((2,), 0, [1], [2])]
         >>> stable_sizes([step], {0: 64, 1: 256, 2: 128})
         [64, 256]
     """
@@ -305,9 +263,7 @@ def stable_sizes(passes: Sequence[Sequence[Moment]], numel: Mapping[int, int]) -
     for _ in range(ROUNDS):
         before = sizes
         for moments in passes:
-            shelf = Shelf(sizes, numel, keeps=True, limit=1 << 62)
-            shelf.follow(moments)
-            sizes = sorted(shelf.free)
+            sizes = sorted(simulate(moments, sizes, numel, keeps=True, limit=1 << 62)[0])
         if sizes == before:
             break
     return sizes
@@ -339,31 +295,27 @@ class BufferForecast:
 
     def released(self, key: int, alone: bool) -> None:
         """A bucket has been released for the last of :attr:`moments`; whether nothing shows its buffer."""
-        now = self.moments[-1]
-        now.released.append(key)
-        if alone and now.run and self._keeps:
-            run = itertools.takewhile(lambda moment: moment.run == now.run, reversed(self.moments))
-            if any(key in moment.keys for moment in run):
+        _, run, released, _ = self.moments[-1]
+        released.append(key)
+        if alone and run and self._keeps:
+            block = itertools.takewhile(lambda moment: moment[1] == run, reversed(self.moments))
+            if any(key in keys for keys, *_ in block):
                 self._never_shown.add(key)
 
     def recorded(self) -> None:
         """The pass that ends now was the first of its kind, or left the plan."""
-        shelf = Shelf(self._sizes, self._numel, self._keeps and self._most_planned is None, self._limit)
-        shelf.follow(self._seen(self.moments))
-        self._most_recorded = max(self._most_recorded, shelf.most)
+        keeps = self._keeps and self._most_planned is None
+        _, most, _ = simulate(self._seen(self.moments), self._sizes, self._numel, keeps, self._limit)
+        self._most_recorded = max(self._most_recorded, most)
 
-    def expect(self, passes: Sequence[Sequence[Moment]]) -> None:
-        """From now on passes are these, in any order."""
-        passes = [self._seen(moments) for moments in passes]
+    def expect(self, plans: Sequence[FetchPlan]) -> None:
+        """From now on passes follow these plans, in any order."""
+        passes = [self._seen(moments_of(plan)) for plan in plans]
         self._sizes = stable_sizes(passes, self._numel) if self._keeps else []
         if sum(self._sizes) > self._limit:
             # So tight that buffers are made for each size anew: then no more is held than is gathered.
             self._sizes = []
-        self._most_planned = 0
-        for moments in passes:
-            shelf = Shelf([], self._numel, False, 0)
-            shelf.follow(moments)
-            self._most_planned = max(self._most_planned, shelf.most_live)
+        self._most_planned = max((simulate(moments, [], self._numel, False, 0)[2] for moments in passes), default=0)
 
     def settle(self, pool: BufferPool) -> None:
         """Let the pool have what the plans need, once there is one."""
@@ -371,10 +323,11 @@ class BufferForecast:
             pool.settle(self._sizes, self._limit if self._sizes else self._most_planned)
 
     def _seen(self, moments: Sequence[Moment]) -> list[Moment]:
+        """``moments`` without the runs, or without the buckets, of which no view keeps a buffer."""
         if not self._keeps:
-            return [replace(moment, run=0) for moment in moments]
+            return [(keys, 0, released, taken) for keys, _, released, taken in moments]
         hidden = self._never_shown
-        return [replace(moment, keys=tuple(k for k in moment.keys if k not in hidden)) for moment in moments]
+        return [(tuple(k for k in keys if k not in hidden), *more) for keys, *more in moments]  # type: ignore[misc]
 
 
 def references(tensor: torch.Tensor) -> int:
@@ -386,7 +339,7 @@ def return_freed_memory() -> None:
     """Ask the C library to give freed pages back to the system.
 
     glibc keeps chunks below 32 MiB in its heap, where a few small objects between them make new holes of the old ones:
-    a model of 3 GB took 0.9 GB more than its share on some ranks. Other C libraries, and systems, have no such call.
+    a model of 3 GB took 0.9 GB more than its shard on some ranks. Other C libraries, and systems, have no such call.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,28 +1,18 @@
-"""From the order in which buckets are used to a plan: what is fetched, prefetched and released at each use.
+"""From the order in which buckets are used to a plan: what is released, fetched and prefetched at each use.
 
 Pure integers: no tensor, no process. The coordinator records the *trace* of one optimizer step, compiles it here, and
-follows the plan in the steps after it. So the plan is not a picture of what the runtime does, it is what it executes.
+executes the plan in the steps after it. One *use* of a trace is a set of buckets that are needed at the same moment:
+those of a module's parameters in the forward pass, or the bucket of a saved weight in the backward pass. A use that
+needs nothing beyond the one before it is not listed: ten modules in one bucket are one use.
 
-A trace is a list of *uses*. One use is a set of buckets that are needed at the same moment: those of a module's
-parameters in the forward pass, and the bucket of a saved weight in the backward pass. Uses that need nothing beyond
-the one before them are not listed: ten modules in one bucket are one use.
-
-At each use, in this order:
-
-release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
-          parameters in between. A bucket whose gradients are not complete yet, and that the same backward pass will
-          use again, stays. When ``live_numel`` would be exceeded, what is needed last goes first.
-fetch     what this use needs and is not there.
-prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
-
-Sources: ``fetch_sub_module`` and ``__params_to_release`` in DeepSpeed's ``partitioned_param_coordinator.py`` for the
-meaning of the three numbers.
+Source: ``fetch_sub_module`` and ``__params_to_release`` in DeepSpeed's ``partitioned_param_coordinator.py``, for the
+meaning of the three limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 NEVER = 1 << 62
 
@@ -41,7 +31,7 @@ class FetchLimits:
 
 @dataclass
 class ModuleUse:
-    """One entry of a trace."""
+    """One use, and once it is part of a plan what happens at it: release, then fetch, then prefetch."""
 
     keys: tuple[int, ...]
     """The buckets needed, sorted."""
@@ -54,144 +44,124 @@ class ModuleUse:
     """The number of the checkpointed block that runs again here, and whose weights autograd keeps views of; 0: none."""
     completes: set[int] = field(default_factory=set)
     """Buckets whose gradients became complete between this use and the next."""
-
-
-@dataclass(frozen=True)
-class FetchAction:
-    """What happens at one use, in the order of the fields."""
-
-    release: tuple[int, ...]
-    fetch: tuple[int, ...]
-    """For the predictions; the coordinator fetches what of its use is not there, which is the same."""
-    prefetch: tuple[tuple[int, bool], ...]
+    release: tuple[int, ...] = ()
+    fetch: tuple[int, ...] = ()
+    """For predictions; the coordinator fetches what of ``keys`` is not there, which is the same."""
+    prefetch: tuple[tuple[int, bool], ...] = ()
     """With each bucket, whether it is for a backward pass."""
+
+    @property
+    def launches(self) -> list[tuple[int, bool]]:
+        """The all-gathers of this use in order, each with whether it is for a backward pass."""
+        return [*((key, self.backward) for key in self.fetch), *self.prefetch]
 
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """One optimizer step: what is used, and what happens at each use. The coordinator executes this object."""
+    """One optimizer step. The coordinator executes this object."""
 
     uses: tuple[ModuleUse, ...]
-    actions: tuple[FetchAction, ...]
-    """One for each use."""
     numel: dict[int, int]
-    """Elements of each bucket: the plan is about these."""
+    """Elements of each bucket, padding included."""
     limits: FetchLimits
-    """What it keeps to."""
 
 
-def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> list[FetchAction]:
-    """One action for every use.
+def compile_plan(trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> FetchPlan:
+    """The plan for a trace: what is released, fetched and prefetched at each of its uses.
 
-    Args:
-        trace: the uses of one optimizer step, in order.
-        numel: elements of each bucket, padding included.
-        limits: what may be held.
+    release   what is not needed soon: no further use in the trace, or more than ``reuse_numel`` elements of other
+              parameters in between. A bucket whose gradients are not complete yet, and that the same backward pass will
+              use again, stays. When ``live_numel`` would be exceeded, what is needed last goes first.
+    fetch     what this use needs and is not there.
+    prefetch  what the next uses need, in their order, until ``prefetch_numel`` elements are fetched and not yet used.
 
     Example:
         >>> uses = [ModuleUse((i,), backward=False, where="") for i in (0, 1, 2)]
         >>> uses += [ModuleUse((i,), backward=True, where="") for i in (2, 1, 0)]
         >>> # bucket 2 is used last forward and first backward: one use
         >>> plan = compile_plan(uses[:3] + uses[4:], {0: 8, 1: 8, 2: 8}, FetchLimits(8, 8, 24))
-        >>> [(a.release, a.fetch, [key for key, _ in a.prefetch]) for a in plan]
+        >>> [(use.release, use.fetch, [key for key, _ in use.prefetch]) for use in plan.uses]
         [((), (0,), [1]), ((0,), (), [2]), ((), (), [0]), ((2,), (), []), ((1,), (), [])]
     """
-    return _Planner(trace, numel, limits).run()
+    # What is gathered, or on its way, when the walk stands at a use, and what of it is not used yet. Both are equal on
+    # all ranks, because the trace is.
+    live: set[int] = set()
+    ahead: set[int] = set()
+    # Positions of each bucket's uses, the last first. The walk pops those that it has passed: it needs the next use of
+    # every live bucket at every use, and is linear in the length of the trace that way.
+    coming: dict[int, list[int]] = {}
+    for position in reversed(range(len(trace))):
+        for key in trace[position].keys:
+            coming.setdefault(key, []).append(position)
 
+    def next_use(key: int, position: int) -> int:
+        while coming[key] and coming[key][-1] <= position:
+            coming[key].pop()
+        return coming[key][-1] if coming[key] else NEVER
 
-class _Planner:
-    """Walks along the trace with the set of live buckets."""
-
-    def __init__(self, trace: Sequence[ModuleUse], numel: Mapping[int, int], limits: FetchLimits) -> None:
-        self.trace, self.numel, self.limits = trace, numel, limits
-        # What is gathered, or on its way, when the walk stands at a use. Equal on all ranks, because the trace is.
-        self.live: set[int] = set()
-        self.ahead: set[int] = set()
-        """Fetched and not used yet."""
-        # Positions of each bucket's uses, ascending, and a cursor into them that only moves forward: the walk asks for
-        # the next use of every live bucket at every use, and is linear in the length of the trace that way.
-        self.uses: dict[int, list[int]] = {}
-        for position, use in enumerate(trace):
-            for key in use.keys:
-                self.uses.setdefault(key, []).append(position)
-        self._cursor = dict.fromkeys(self.uses, 0)
-
-    def run(self) -> list[FetchAction]:
-        plan = []
-        for position, use in enumerate(self.trace):
-            needed = [key for key in use.keys if key not in self.live]
-            # Release before fetch: the buffers that are given back here are those that the fetch fills.
-            released = self._release(position, use, needed)
-            self.live.update(needed)
-            self.ahead.difference_update(use.keys)
-            # Prefetch last: it travels while this use computes.
-            plan.append(FetchAction(tuple(released), tuple(needed), tuple(self._prefetch(position))))
-        return plan
-
-    def _release(self, position: int, use: ModuleUse, needed: Sequence[int]) -> list[int]:
+    def released(position: int, use: ModuleUse) -> list[int]:
         # Sorted, as everything here that is a set: the order of releases decides which buffer is used again, and must
         # not depend on a set's order, which differs between processes.
-        idle = sorted(self.live - set(use.keys))
-        next_use = {key: self._next_use(key, position) for key in idle}
-        released = [key for key in idle if key not in self.ahead and self._is_far(key, position, next_use[key])]
+        idle = {key: next_use(key, position) for key in sorted(live - set(use.keys))}
+        chosen = [k for k in idle if k not in ahead and _is_far(k, trace, position, idle[k], numel, limits.reuse_numel)]
         # Above live_numel, what is used last goes first, prefetched or not. What this use needs is never released, so a
         # single module that is larger than the limit is gathered all the same.
-        kept = sorted(set(idle) - set(released), key=lambda key: (next_use[key], key))
-        total = sum(self.numel[key] for key in {*use.keys, *kept})
-        while kept and total > self.limits.live_numel:
-            released.append(kept.pop())
-            total -= self.numel[released[-1]]
-        self.live.difference_update(released)
-        self.ahead.difference_update(released)
-        return released
+        kept = sorted(idle.keys() - chosen, key=lambda key: (idle[key], key))
+        total = sum(numel[key] for key in (*use.keys, *kept))
+        while kept and total > limits.live_numel:
+            chosen.append(kept.pop())
+            total -= numel[chosen[-1]]
+        return chosen
 
-    def _next_use(self, key: int, position: int) -> int:
-        """The position of the first use after ``position``, or ``NEVER``."""
-        places, cursor = self.uses[key], self._cursor[key]
-        while cursor < len(places) and places[cursor] <= position:
-            cursor += 1
-        self._cursor[key] = cursor
-        return places[cursor] if cursor < len(places) else NEVER
-
-    def _is_far(self, key: int, position: int, next_use: int) -> bool:
-        if next_use == NEVER:
-            return True
-        # A bucket that this backward pass will still add gradients to stays, however far its next use is: the gradients
-        # of a bucket leave together, and until then autograd needs its weights again.
-        between = self.trace[position:next_use]
-        complete = any(key in use.completes for use in between)
-        if not complete and self.trace[next_use].backward and all(use.backward for use in between):
-            return False
-        # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however
-        # often it is used.
-        passed: set[int] = set()
-        distance = 0
-        for use in between:
-            for other in set(use.keys) - passed:
-                passed.add(other)
-                distance += self.numel[other]
-                if distance > self.limits.reuse_numel:
-                    return True
-        return False
-
-    def _prefetch(self, position: int) -> list[tuple[int, bool]]:
+    def prefetched(position: int) -> list[tuple[int, bool]]:
         chosen: list[tuple[int, bool]] = []
         # Fetched ahead and not used yet: at most prefetch_numel, plus the bucket that reaches it. So a bucket larger
         # than the limit can be prefetched; with a limit of 0 nothing is.
-        waiting = sum(self.numel[key] for key in self.ahead)
-        held = sum(self.numel[key] for key in self.live)
-        for use in self.trace[position + 1 :]:
-            for key in use.keys:
-                if key in self.live:
-                    continue
-                size = self.numel[key]
+        waiting, held = (sum(numel[key] for key in keys) for keys in (ahead, live))
+        for use in trace[position + 1 :]:
+            for key in (key for key in use.keys if key not in live):
                 # The first that does not fit ends the search: a smaller one behind it would take the room, and the
                 # order of collectives would no longer be that of the uses.
-                if waiting >= self.limits.prefetch_numel or held + size > self.limits.live_numel:
+                if waiting >= limits.prefetch_numel or held + numel[key] > limits.live_numel:
                     return chosen
                 chosen.append((key, use.backward))
-                self.live.add(key)
-                self.ahead.add(key)
-                waiting += size
-                held += size
+                live.add(key)
+                ahead.add(key)
+                waiting, held = waiting + numel[key], held + numel[key]
         return chosen
+
+    plan = []
+    for position, use in enumerate(trace):
+        # Release before fetch: the buffers that are given back here are those that the fetch fills.
+        fetch = tuple(key for key in use.keys if key not in live)
+        release = tuple(released(position, use))
+        live.difference_update(release)
+        ahead.difference_update(release, use.keys)
+        live.update(fetch)
+        # Prefetch last: it travels while this use computes.
+        plan.append(replace(use, release=release, fetch=fetch, prefetch=tuple(prefetched(position))))
+    return FetchPlan(tuple(plan), dict(numel), limits)
+
+
+def _is_far(
+    key: int, trace: Sequence[ModuleUse], position: int, found: int, numel: Mapping[int, int], reuse_numel: int
+) -> bool:
+    """Whether a live bucket is not needed soon: at ``position`` in the trace, when ``found`` is its next use."""
+    if found == NEVER:
+        return True
+    # A bucket that this backward pass will still add gradients to stays, however far its next use is: the gradients of
+    # a bucket leave together, and until then autograd needs its weights again.
+    between = trace[position:found]
+    complete = any(key in use.completes for use in between)
+    if not complete and trace[found].backward and all(use.backward for use in between):
+        return False
+    # DeepSpeed's reuse distance: elements of different parameters used in between. A bucket counts once, however often
+    # it is used.
+    passed: set[int] = set()
+    distance = 0
+    for use in between:
+        distance += sum(numel[other] for other in use.keys if other not in passed)
+        passed.update(use.keys)
+        if distance > reuse_numel:
+            return True
+    return False

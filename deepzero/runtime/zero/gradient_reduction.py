@@ -27,7 +27,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from deepzero.comm import process_group, profiler_ranges
 from deepzero.comm.reduce_scatter import BucketReducer, Measure
@@ -48,15 +47,9 @@ class BucketRef:
 
 
 def reduce_order(groups: Sequence[ParamGroup], arrival: dict[nn.Parameter, int]) -> list[BucketRef]:
-    """The order in which buckets are launched: by the expected arrival of their last gradient.
-
-    Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
-    gradients come would pair different buckets as soon as one of them skips a branch of the model.
-
-    Args:
-        groups: all groups.
-        arrival: for every parameter, its place in the expected order of arrival.
-    """
+    """The order in which buckets are launched: by the place in ``arrival`` of their last gradient."""
+    # Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
+    # gradients come would pair different buckets as soon as one of them skips a branch of the model.
     entries = [
         (max(arrival[group.params[slot.index]] for slot in bucket.slots), g, bucket)
         for g, group in enumerate(groups)
@@ -64,67 +57,6 @@ def reduce_order(groups: Sequence[ParamGroup], arrival: dict[nn.Parameter, int])
     ]
     entries.sort(key=lambda entry: (entry[0], entry[1], entry[2].index))
     return [BucketRef(g, bucket) for _, g, bucket in entries]
-
-
-class BackwardHooks:
-    """Tells a completed gradient, and the end of each backward pass, for any way in which a pass is begun.
-
-    The end is a callback of the autograd engine, queued from inside the pass. It must be queued from the *outermost*
-    pass: reentrant activation checkpointing runs passes inside the pass, which end earlier. So ``BackwardPasses``
-    arms the hooks from the gradients of the model's outputs (:meth:`arm`), which come first; a parameter's gradient
-    arms them only when nothing else has.
-
-    ``torch.autograd.grad`` runs the same hooks of outputs, and accumulates nothing: ``reached`` says whether any
-    parameter got a gradient.
-
-    Args:
-        params: whose gradients are waited for.
-        ready: torch calls it with each parameter whose ``.grad`` is complete. ``ready`` must call
-            :meth:`gradient_arrived` first.
-        end: called with ``reached`` once at the end of each pass.
-    """
-
-    def __init__(
-        self, params: Iterable[nn.Parameter], ready: Callable[[nn.Parameter], None], end: Callable[[bool], None]
-    ) -> None:
-        self._end = end
-        self._armed = self._reached = False
-        # torch calls ``ready`` itself: a function of ours in between would be one more on every gradient's way.
-        self._handles = [param.register_post_accumulate_grad_hook(ready) for param in params]
-
-    def gradient_arrived(self) -> None:
-        """Note that the pass under way has reached a parameter."""
-        self.arm()
-        self._reached = True
-
-    def backward_aborted(self) -> bool:
-        """Whether a backward pass has reached parameters, never ended, and is not under way now."""
-        if torch._C._current_graph_task_id() != -1:
-            return False
-        if not self._reached:
-            self._armed = False  # one that broke off before it reached a parameter has left nothing behind
-        return self._reached
-
-    def arm(self) -> None:
-        """Ask to be called at the end of the backward pass that is under way."""
-        if not self._armed:
-            self._armed = True
-            Variable._execution_engine.queue_callback(self._on_end)
-
-    def disarm(self) -> None:
-        """Forget a backward pass that broke off with an exception."""
-        self._armed = self._reached = False
-
-    def remove(self) -> None:
-        """Leave the parameters as they were."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _on_end(self) -> None:
-        reached = self._reached
-        self.disarm()
-        self._end(reached)
 
 
 class GradAccumulator:
@@ -156,11 +88,13 @@ class GradAccumulator:
         self._later: dict[nn.Parameter, torch.Tensor] = {}
         # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
         self._alone = references(torch.empty(0))
-        self.flat: list[torch.Tensor | None] = [None] * len(self.groups)
         # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
-        for g, group in enumerate(self.groups):
-            if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize:
-                self.flat[g] = torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
+        self.flat = [
+            torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
+            if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize
+            else None
+            for group in self.groups
+        ]
 
     def held(self) -> list[torch.Tensor]:
         """Tensors counted as gradients: those that wait now, and the flat buffers."""
@@ -170,10 +104,7 @@ class GradAccumulator:
     def accumulate(self, param: nn.Parameter, again: bool = False) -> None:
         """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
 
-        Args:
-            param: its ``.grad`` is complete.
-            again: it is the parameter's second one in a pass whose gradients leave as they come. It waits apart and is
-                sent after the first, also where the first is still here: the sum's bits do not depend on the buckets.
+        ``again``: it is the parameter's second one in a pass whose gradients leave as they come.
         """
         if param.grad is None:
             return
@@ -181,6 +112,8 @@ class GradAccumulator:
         free_grad_in_param_list([param])
         g, slot = self._place[param]
         flat = self.flat[g]
+        # A second one waits apart and is sent after the first, also where the first is still here: the sum's bits do
+        # not depend on the buckets.
         if flat is None or again:
             waiting = self._later if again else self._grads
             before = waiting.get(param)
@@ -207,13 +140,6 @@ class GradAccumulator:
         grad = self._grads.get(param, self._later.get(param))
         return _dense(grad) if grad is not None else None
 
-    def _sent(self, param: nn.Parameter) -> None:
-        """Free what :meth:`waiting_of` gave: it has been laid into a bucket."""
-        if param in self._arrived:
-            self._arrived.discard(param)
-        elif self._grads.pop(param, None) is None:
-            del self._later[param]
-
     def waiting(self, entry: BucketRef) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
         if not (self._grads or self._arrived or self._later):  # as at the end of nearly every pass
@@ -225,10 +151,8 @@ class GradAccumulator:
     def fill(self, entry: BucketRef, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
         """Lay a bucket's gradients into ``send_buffer`` and free them. A parameter without gradient counts as zeros.
 
-        Args:
-            entry: which bucket.
-            send_buffer: 1-D, the bucket's extent, in the wire dtype.
-            name_unused: :meth:`name_unused` will say which parameters got no gradient.
+        ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` parameters without gradient
+        will be named.
         """
         group, bucket = self.groups[entry.group], entry.bucket
         for lo, hi in self._gaps[entry.group, bucket.index]:
@@ -239,8 +163,11 @@ class GradAccumulator:
             waiting = self.waiting_of(param)
             if waiting is not None:
                 # One copy does it all: it flattens, casts, and lets autograd's tensor be freed while the pass goes on.
-                place.copy_(waiting)  # casts to the wire dtype
-                self._sent(param)
+                place.copy_(waiting)
+                if param in self._arrived:
+                    self._arrived.discard(param)
+                elif self._grads.pop(param, None) is None:
+                    del self._later[param]
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
                 place.zero_()
                 self._unused += [group.names[slot.index]] if name_unused else []
@@ -274,11 +201,9 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
 
 
 def free_grad_in_param_list(params: Iterable[nn.Parameter]) -> None:
-    """Let go of the gradients of ``params``; their memory is free for the next ones.
-
-    DeepSpeed calls its function of this name in the step, for gradients of other ranks' partitions. Here a gradient is
-    freed as soon as it is taken, so that it is never held twice.
-    """
+    """Let go of the gradients of ``params``; their memory is free for the next ones."""
+    # DeepSpeed calls its function of this name in the step, for gradients of other ranks' partitions. Here a gradient
+    # is freed as soon as it is taken, so that it is never held twice.
     for param in params:
         param.grad = None
 
@@ -309,11 +234,11 @@ class GradientReducer:
     ) -> None:
         self.shard, self.order, self.source, self.reducer = shard, list(order), source, reducer
         self.groups, self.every_pass, self.overlap = shard.groups, every_pass, overlap
+        # Stage 3's: called with each bucket whose gradients are complete and have been sent.
         self.on_launched: Callable[[BucketRef], None] | None = None
-        """Stage 3's: called with each bucket whose gradients are complete and have been sent."""
+        # Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
+        # they count as complete all at once, at a moment that is the same on all ranks.
         self.leaf_params: set[nn.Parameter] = set()
-        """Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
-        they count as complete all at once, at a moment that is the same on all ranks."""
         # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
         self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in self.groups]
         self._measured: set[tuple[int, int]] = set()
@@ -330,20 +255,16 @@ class GradientReducer:
         self._pass_began = False
         # How often leaf modules with parameters in a bucket were complete in this pass, by position.
         self._completions: dict[int, int] = {}
-        self.present = False
-        """Whether a backward pass has ended since the last step."""
-        self.reduced = False
-        """Whether ``grad_S`` holds gradients of this step, to which the next reduction adds; else they wait in the
-        source."""
+        # Whether a backward pass has ended since the last step; and whether ``grad_S`` holds gradients of this step, to
+        # which the next reduction adds (else they wait in the source).
+        self.present = self.reduced = False
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
     def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """3: keep the gradient, or launch every bucket that is now complete and next in order.
 
-        Args:
-            param: its ``.grad`` is complete.
-            boundary: this is the last micro-batch of the optimizer step.
+        ``boundary``: this is the last micro-batch of the optimizer step.
         """
         leaves = self._leaves_now(boundary)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.

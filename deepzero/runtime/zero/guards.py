@@ -1,13 +1,8 @@
-"""Who may write to a parameter, and what is refused because it would be lost: all of ZeRO's checks in one place.
+"""What is refused because it would be lost: ownership of parameters, writes to gathered ones, uses of offloaded ones.
 
-*Ownership*: a parameter belongs to at most one engine. Two engines over one model would both reduce its gradients, and
+A parameter belongs to at most one engine. Two engines over one model would both reduce its gradients, and
 ``model.to()`` would move it out of ZeRO's buffers; both are refused before anything changes. A model that broke off
 half-built belongs to no engine, and none takes it.
-
-*Writes* (stage 3): a gathered parameter is a copy, which its shards do not follow. :class:`WriteGuard` finds a write to
-it, so that it raises where it would vanish.
-
-*Offloaded states*: while ``engine.offload_states()`` has taken shards to the host, nothing gathers them.
 """
 
 from __future__ import annotations
@@ -50,11 +45,8 @@ _APPLY = nn.Module._apply
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
     """In place of ``nn.Module._apply``, which is ``to``, ``half``, ``cuda`` and their like, of every module.
 
-    An engine's parameters stay where they are. A call that leaves them alone (``to`` the device where they are) goes on
-    with everything else; one that would move or cast any is refused, in every stage, before anything is changed.
-
-    Raises:
-        RuntimeError: names the first parameter.
+    A call that leaves an engine's parameters alone (``to`` the device where they are) goes on with everything else; one
+    that would move or cast any raises a RuntimeError before anything is changed.
     """
     staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for prefix, part in module.named_modules() if recurse else [("", module)]:
@@ -127,7 +119,6 @@ is_sparse_csr is_quantized is_mkldnn is_nested is_xpu is_hpu is_ipu is_xla is_vu
 _backward_hooks _post_accumulate_grad_hooks retains_grad name itemsize nbytes names _cdata
 """.split()  # noqa: SIM905
 _WRITABLE = ("grad", "_grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-"""Of them, what autograd and hooks write."""
 _METHODS = """
 size dim numel nelement ndimension is_floating_point is_complex is_signed is_conj is_neg register_hook requires_grad_
 register_post_accumulate_grad_hook element_size get_device is_contiguous __len__ __hash__ is_inference is_same_size
@@ -137,14 +128,12 @@ _FUNCTIONS = "is_floating_point is_complex is_signed is_conj is_neg numel is_sam
 
 
 def _metadata_functions() -> frozenset[Any]:
-    found: set[Any] = set(get_default_nowrap_functions())
-    for name in _PROPERTIES:
-        descriptor = getattr(torch.Tensor, name, None)
-        accesses = ("__get__", "__set__", "__delete__") if name in _WRITABLE else ("__get__",)
-        found.update(getattr(descriptor, access) for access in accesses if hasattr(descriptor, access))
-    found.update(getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name))
-    found.update(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name))
-    return frozenset(found)
+    names = [(getattr(torch.Tensor, name, None), "__get__") for name in _PROPERTIES]
+    names += [(getattr(torch.Tensor, name), access) for name in _WRITABLE for access in ("__set__", "__delete__")]
+    names += [(torch.Tensor, name) for name in _METHODS] + [(torch, name) for name in _FUNCTIONS]
+    # Torch's releases differ in what they have.
+    found = [getattr(owner, name) for owner, name in names if hasattr(owner, name)]
+    return frozenset({*get_default_nowrap_functions(), *found})
 
 
 METADATA = _metadata_functions()
@@ -165,7 +154,7 @@ class PartitionedUseError(RuntimeError):
 
 def use_error(record: ParamRecord, verb: str) -> PartitionedUseError:
     """The error of a partitioned parameter that cannot be ``verb`` (``used``, ``written``, ``copied``) here."""
-    if record.home is not None and record.home.owner is None:  # a bucket of zero.Init's own
+    if record.bucket is not None and record.bucket.owner is None:  # a bucket of zero.Init's own
         return PartitionedUseError(
             f"parameter {record.name!r} of shape {tuple(record.shape)} is partitioned by zero.Init, and it cannot be "
             f"{verb} yet. Give the model to deepzero.initialize first, or use `with "
@@ -185,7 +174,7 @@ def check_on_device(bucket: PartitionedBucket) -> None:
 
 
 class WriteGuard:
-    """Finds a write to a gathered bucket since :meth:`snapshot`: the bucket's shards would not follow it.
+    """Finds a write to a gathered bucket since :meth:`snapshot`: it would vanish, as the shards do not follow it.
 
     A write in place counts up autograd's version; an assignment to ``.data`` moves the parameter out of the buffer. A
     write *through* ``.data`` does neither: on a CPU a sample of this rank's shard within the buffer is compared with
@@ -199,7 +188,7 @@ class WriteGuard:
         self._samples: torch.Tensor | None = None
 
     def snapshot(self) -> None:
-        """What was written so far is known, and kept."""
+        """Take everything that was written so far as accepted."""
         self._versions = [param._version for param in self.bucket.params]
         self.snapshot_samples()
 
@@ -209,9 +198,9 @@ class WriteGuard:
         self._versions[place] = param._version
 
     def snapshot_samples(self) -> None:
-        """Values that were gathered quantised differ from the shard: what they are now is noted to compare with."""
-        sampled = self.bucket.gather.lossy and self.bucket.whole.device.type == "cpu"
-        self._samples = self._mine()[:: self._step].clone() if sampled else None
+        """Note sampled values where they were gathered quantised, and so differ from the shard."""
+        sampled = self.bucket.gathered_by.quantizes and self.bucket.whole.device.type == "cpu"
+        self._samples = self._shard_within()[:: self._step].clone() if sampled else None
 
     def written(self) -> ZeroParameter | None:
         """A parameter that was written, if any."""
@@ -225,7 +214,7 @@ class WriteGuard:
         return self._written_through_data() if bucket.whole.device.type == "cpu" else None
 
     def _written_through_data(self) -> ZeroParameter | None:
-        bucket, mine, step = self.bucket, self._mine(), self._step
+        bucket, mine, step = self.bucket, self._shard_within(), self._step
         # Bits are compared: a NaN equals itself, and -0.0 is not 0.0.
         bits = torch.int32 if mine.itemsize == 4 else torch.int16
         expected = bucket.shard[::step] if self._samples is None else self._samples
@@ -244,8 +233,7 @@ class WriteGuard:
         if param is not None:
             raise write_lost(param, "would be lost")
 
-    def _mine(self) -> torch.Tensor:
-        """This rank's shard within the buffer."""
+    def _shard_within(self) -> torch.Tensor:
         bucket = self.bucket
         return bucket.whole.split(bucket.bucket.shard_numel)[bucket.gather.comm.rank]
 

@@ -13,7 +13,7 @@ on demand             a use of a partitioned parameter outside its module (``F.l
 
 What runs *inside* a backward pass may be a forward pass: activation checkpointing runs blocks again. Their modules
 fetch as usual. Non-reentrant checkpointing has saved-tensor hooks of its own there, which keep what they are given: it
-is given views, behind which the values stay, by hooks of ours that take the place of its own (:class:`_Chain`). No
+is given views, behind which the values stay, by hooks of ours that take the place of its own (``_pack_before``). No
 parameter's object is handed out that loses its values later ([Note: buffers and who still holds them] in
 ``buffer_pool.py``).
 
@@ -31,6 +31,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -224,8 +225,8 @@ class ModuleHooks:
         if outer is None and not torch.is_grad_enabled():
             return False
         # torch runs only the innermost pair of hooks. Ours are there already where a module calls another.
-        owner = getattr(outer[0], "__self__", None) if outer is not None else None
-        if owner is self or (isinstance(owner, _Chain) and owner.ours is self):
+        inner = getattr(outer[0], "func", outer[0]) if outer is not None else None
+        if getattr(inner, "__self__", None) is self:
             return False
         # Any callable may be one: a functools.partial has no name.
         name = getattr(outer[0], "__qualname__", "") if outer is not None else ""
@@ -244,38 +245,54 @@ class ModuleHooks:
         # In the place of the others': they are popped when whoever has pushed them leaves. Also without gradients: a
         # function of the user's runs so, and saves what it was given when it is over.
         keeps = in_backward() or name.startswith("_recomputation_hook")
-        chain = _Chain(self, outer[0], outer[1], keeps)
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(chain.pack, chain.unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(
+            partial(self._pack_before, outer[0], keeps), partial(self._unpack_before, outer[1])
+        )
         return False
+
+    def _pack_before(self, pack: Callable[..., Any], keeps: bool, tensor: torch.Tensor) -> Any:
+        """For autograd, in front of hooks that were there before.
+
+        ``keeps``: they are non-reentrant checkpointing's, which count what a block saves while it is run again and keep
+        it until the block's backward pass. They are given views: a parameter's object shows its values for a while.
+        Others (``save_on_cpu``) go on working for everything that is not a parameter.
+        """
+        # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
+        packed = tensor if keeps else self.pack(tensor)
+        return (packed,) if isinstance(packed, SavedWeight) else pack(self.view_of(packed))
+
+    def _unpack_before(self, unpack: Callable[..., torch.Tensor], packed: Any) -> torch.Tensor:
+        if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
+            return self.unpack(packed[0])
+        return unpack(packed)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """For autograd: in place of a weight, or of a view of one, where to find it."""
         if isinstance(tensor, PartitionedParameter):
             # The object itself: a custom autograd function saves what it was given, and is not intercepted.
             record = tensor._zero
-            home, slot = record.placed()
-            if not self.coordinator.has(home):
+            bucket, slot = record.placed()
+            if not self.coordinator.has(bucket):
                 return tensor
-            start = slot.offset - home.bucket.offset
-            return SavedWeight(home.key, home.generation, tensor.dtype, record.shape, record.stride, start)
+            start = slot.offset - bucket.bucket.offset
+            return SavedWeight(bucket.key, bucket.generation, tensor.dtype, record.shape, record.stride, start)
         # By storage pointer: a transposed, sliced or expanded weight has the storage of its bucket's buffer.
-        bucket = self.coordinator.owner_of(tensor)
-        if bucket is None:
+        owner = self.coordinator.owner_of(tensor)
+        if owner is None:
             return tensor
         # Shape, strides and offset say which view it was: autograd saves the transposed weight of a linear layer.
         offset = int(tensor.storage_offset())
-        return SavedWeight(bucket.key, bucket.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return SavedWeight(owner.key, owner.generation, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place of a parameter's object what it shows, or would show: behind a view the values stay."""
         if isinstance(tensor, PartitionedParameter):
-            home, _ = tensor._zero.placed()
-            if not self.coordinator.has(home):
+            bucket, _ = tensor._zero.placed()
+            if not self.coordinator.has(bucket):
                 return tensor
-            with self._one_operation([home], f"kept view of {tensor._zero.name}"), unseen():
-                view: torch.Tensor = home.value(tensor)
-                return view
+            with self._one_operation([bucket], f"kept view of {tensor._zero.name}"), unseen():
+                return bucket.value(tensor)
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -326,36 +343,6 @@ class ModuleHooks:
         finally:
             with unseen():
                 self._leave()
-
-
-class _Chain:
-    """Saved-tensor hooks that were there before, with ours in front of them.
-
-    Args:
-        ours: knows the parameters.
-        pack: theirs.
-        unpack: theirs.
-        keeps: they are non-reentrant checkpointing's, which count what a block saves while it is run again and keep it
-            until the block's backward pass. They are given views: a parameter's object shows its values for a while.
-            Others (``save_on_cpu``) go on working for everything that is not a parameter.
-    """
-
-    def __init__(
-        self, ours: ModuleHooks, pack: Callable[..., Any], unpack: Callable[..., torch.Tensor], keeps: bool
-    ) -> None:
-        self.ours, self._pack, self._unpack, self._keeps = ours, pack, unpack, keeps
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """For autograd."""
-        # A tuple marks what is ours: theirs may return anything, a SavedWeight of an outer engine too.
-        packed = tensor if self._keeps else self.ours.pack(tensor)
-        return (packed,) if isinstance(packed, SavedWeight) else self._pack(self.ours.view_of(packed))
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """The inverse."""
-        if isinstance(packed, tuple) and len(packed) == 1 and isinstance(packed[0], SavedWeight):
-            return self.ours.unpack(packed[0])
-        return self._unpack(packed)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -47,10 +47,8 @@ class GroupLayout:
 
     params: Sequence[nn.Parameter]
     layout: FlatLayout
-    optimizer_group: int | None
-    """None: not trained."""
-    partitioned: bool
-    """Stage 3: every rank keeps a part."""
+    optimizer_group: int | None  # None: not trained
+    partitioned: bool  # stage 3: every rank keeps a part
 
 
 class MasterShard:
@@ -64,28 +62,27 @@ class MasterShard:
     def __init__(self, placement: OffloadPlan, allocate: HostAllocator | None) -> None:
         self.placement = placement
         self.on_host: torch.Tensor | None = None
-        if placement.host_masters.numel:
+        if placement.host_masters:
             if allocate is None:
                 raise RuntimeError("masters in host memory need an arena")
-            self.on_host = allocate(HOST_MASTERS, placement.host_masters.numel, torch.float32)
+            self.on_host = allocate(HOST_MASTERS, len(placement.host_masters), torch.float32)
         # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building] in
         # ``stage_1_and_2.py``.
         self.on_device: torch.Tensor | None = None
 
     def allocate(self, device: torch.device) -> None:
         """Take the memory of the masters on the device, when that of the model is free."""
-        if self.placement.device_masters.numel:
+        if self.placement.device_masters:
             # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
-            self.on_device = torch.zeros(self.placement.device_masters.numel, dtype=torch.float32, device=device)
+            self.on_device = torch.zeros(len(self.placement.device_masters), dtype=torch.float32, device=device)
 
     def view(self, start: int, numel: int) -> torch.Tensor | None:
         """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
-        for span, storage in (
-            (self.placement.host_masters, self.on_host),
-            (self.placement.device_masters, self.on_device),
-        ):
-            if storage is not None and span.holds(start):
-                return storage[start - span.start : start - span.start + numel]
+        sides = (self.placement.host_masters, self.on_host), (self.placement.device_masters, self.on_device)
+        for span, storage in sides:
+            # A bucket lies on one side, and whatever is asked for lies within a bucket.
+            if storage is not None and start in span:
+                return storage[start - span.start :][:numel]
         return None
 
 
@@ -94,18 +91,14 @@ class ParamGroup(Protocol):
 
     names: list[str]
     layout: FlatLayout
-    partitioned: bool
-    """Stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank."""
-    whole: bool
-    """Stage 0: masters and gradients of everything are on every rank."""
+    partitioned: bool  # stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank
+    whole: bool  # stage 0: masters and gradients of everything are on every rank
     dtype: torch.dtype
     device: torch.device
-    masters: list[torch.Tensor]
-    """fp32 leaves, one for each of :attr:`fragments`: the optimizer's tensors."""
+    masters: list[torch.Tensor]  # the optimizer's tensors: fp32 leaves, one for each fragment
     fragments: list[Fragment]
     optimizer_group: Any
-    before_write: Callable[[], None] | None
-    """Called before parameters are written from outside; raises while they must not be."""
+    before_write: Callable[[], None] | None  # called before parameters are written from outside; may refuse
     placement: OffloadPlan
     master_shard: MasterShard
 
@@ -168,10 +161,8 @@ class PendingUpload(Protocol):
 class MasterFragment:
     """One tensor of the optimizer's, and where its gradient lies."""
 
-    master: torch.Tensor
-    """1-D fp32 leaf."""
-    grad: torch.Tensor
-    """Reduced gradient: a sum, of the master's extent, in the accumulation dtype."""
+    master: torch.Tensor  # 1-D fp32 leaf
+    grad: torch.Tensor  # reduced: a sum, of the master's extent, in the accumulation dtype
 
 
 @dataclass(frozen=True)
@@ -190,10 +181,9 @@ class GradOutput(NamedTuple):
     """Where a bucket's sum is written, and who is told."""
 
     output: torch.Tensor
-    on_chunk: Measure | None
-    """Sees the finished sum chunk by chunk."""
+    on_chunk: Measure | None  # sees the finished sum chunk by chunk
+    # Takes the sum elsewhere when it is written. It is then added there to what came before, not in ``output``.
     on_reduced: Callable[[], None] | None = None
-    """Takes the sum elsewhere when it is written. It is then added there to what came before, not in ``output``."""
 
 
 OnePassStep = Callable[..., Any]
@@ -245,14 +235,10 @@ class OptimizerShard:
         self.optimizer, self.groups, self.rank = optimizer, list(groups), rank
         self.grad_dtype, self.whole_sums = grad_dtype, whole_sums
         # Kept for the whole run: fresh memory costs several times the sum that is written into it.
-        extents = [group.layout.padded_numel if whole_sums else self._device_numel(group) for group in groups]
-        self.grad_S = [
-            torch.zeros(extent, dtype=grad_dtype, device=group.device)
-            for extent, group in zip(extents, groups, strict=True)
-        ]
-        self.parts = [
-            MasterFragment(master, grad) for master, grad in zip(self._masters(), self._grad_fragments(), strict=True)
-        ]
+        extent = lambda group: group.layout.padded_numel if whole_sums else self._device_numel(group)
+        self.grad_S = [torch.zeros(extent(group), dtype=grad_dtype, device=group.device) for group in groups]
+        masters = (master for group in self.groups for master in group.masters)
+        self.parts = [MasterFragment(*pair) for pair in zip(masters, self._grad_fragments(), strict=True)]
         # Masters and gradients stay where they are from step to step, so the fragments are cut once.
         self._master_ids = {id(part.master) for part in self.parts}
         self.sub_groups = [SubGroup(some) for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
@@ -262,9 +248,6 @@ class OptimizerShard:
         # The user has the same optimizer object in hand, and must not step with it.
         self._allowed = False
         optimizer.register_step_pre_hook(self._refuse_direct_step)
-
-    def _masters(self) -> Iterator[torch.Tensor]:
-        return (master for group in self.groups for master in group.masters)
 
     def _device_numel(self, group: ParamGroup) -> int:
         """Elements of the group's shard whose reduced gradients are on the device."""
@@ -277,13 +260,9 @@ class OptimizerShard:
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
-        """Where the reducer writes the sum of a bucket's gradients.
+        """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``.
 
-        Args:
-            group: index in :attr:`groups`.
-            bucket: of that group.
-            accumulate: it is added to what this step has brought already.
-            measure: sees the result.
+        ``accumulate``: it is added to what this step has brought already. ``measure`` sees the result.
         """
         if self.whole_sums:
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
@@ -333,11 +312,7 @@ class OptimizerShard:
             group.sync_masters_from_params()
 
     def step(self, divisor: float) -> None:
-        """Unscale and clip, then step. The masters are new afterwards; the model is not, until they are published.
-
-        Args:
-            divisor: the number by which the reduced sums are divided; see the module's text.
-        """
+        """Unscale and clip by ``divisor`` (see the module's text), then step. The model is new when it is published."""
         # One after the other: what the optimizer makes besides its state is freed before the next one needs it.
         for sub_group in self.sub_groups:
             self._optimizer_step(sub_group, divisor)

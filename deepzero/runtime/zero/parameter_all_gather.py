@@ -1,12 +1,12 @@
 """How a bucket is put together: one all-gather over all ranks, or one of ZeRO++'s cheaper ways.
 
-Stage 3 chooses when it is built (:meth:`GatherConfig.build`); a step only calls ``launch`` and ``finish``.
+:func:`build_all_gather` chooses a bucket's strategy when stage 3 is built; a step only calls ``launch`` and ``finish``.
 
 [Note: messages and partitions]
     On the wire a bucket is W equal *messages*, one from each rank: its shard as it is (:class:`PlainAllGather`), or
-    quantised (:class:`QuantizedAllGather`, qwZ). The W messages lie side by side in the *target*: the bucket's own
-    buffer, or, quantised, a buffer of bytes from which the values are decoded when all have arrived. Every rank decodes
-    every message, its own too: all compute with the same values, which are those of no rank's shard exactly.
+    quantised (:class:`QuantizedAllGather`, qwZ). The W messages lie side by side: in the bucket's own buffer, or,
+    quantised, in a buffer of bytes from which the values are decoded when all have arrived. Every rank decodes every
+    message, its own too: all compute with the same values, which are those of no rank's shard exactly.
 
     The *primary* partition is a rank's shard, one message of W. The *secondary* one (:class:`SecondaryAllGather`, hpZ)
     are the W/H messages that a rank keeps of a gathered bucket for its group of H consecutive ranks, a node: rank r
@@ -15,7 +15,7 @@ Stage 3 chooses when it is built (:meth:`GatherConfig.build`); a step only calls
     bits. That is so from the forward pass's gather until the next optimizer step; for frozen parameters, for the whole
     run::
 
-        W = 4, H = 2    target   | m0 | m1 | m2 | m3 |
+        W = 4, H = 2    messages | m0 | m1 | m2 | m3 |
                         primary     0    1    2    3         one message each
                         secondary  0, 2      1, 3            ranks 0 and 2 keep m0 m1; 1 and 3 keep m2 m3
 
@@ -32,9 +32,8 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.2; MiCS (Zhang et al. 202
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,9 +57,11 @@ ON_REQUEST = "parameters.all_gather_on_request"
 ON_REQUEST_BROADCAST = "parameters.broadcast_on_request"
 TO_REPLICAS = "parameters.publish_to_replicas"
 
+TRAINING = (FORWARD, BACKWARD)
+
 
 class DeviceShard:
-    """Where a rank's shard of one bucket lies: on the device, with nothing to fetch. See ``offload/param_fetch.py``."""
+    """The source of a shard that is on the device. ``offload/`` has the one for shards on the host."""
 
     on_host = False
 
@@ -108,55 +109,45 @@ class PlainAllGather:
         self.bucket, self.dtype, self.comm, self.source, self.where = bucket, dtype, comm, source, where
         self.shard_on_host = source.on_host
         self.message_bytes = bucket.shard_numel * dtype.itemsize
-        # Whether the values that have arrived last were quantised.
-        self.lossy = False
         # Counted apart in the ledger: elements of a message that belong to no parameter, times the ranks it goes to.
-        self._padding = (comm.world_size - 1) * self._padding_of(comm.rank)
+        self._padding = (comm.world_size - 1) * bucket.padding_of(comm.rank)
         self._pending: Pending | None = None
         # The W messages of the gather under way.
-        self._target = torch.empty(0)
+        self._messages = torch.empty(0)
 
     @property
     def quantizes(self) -> bool:
         """Whether values for computing travel quantised."""
         return self.quantizer is not None
 
-    def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
-        """Where the W messages of a gather that begins now lie side by side, until :meth:`finish`."""
-        self._target = whole
-        return whole
+    @property
+    def exact(self) -> PlainAllGather:
+        """The strategy that brings the very values of the ranks' shards."""
+        return self
 
-    def launch(
-        self,
-        kind: str,
-        whole: torch.Tensor,
-        shard: Callable[[], torch.Tensor],
-        generation: int,
-        exact: bool = True,
-        keep: bool = False,
-    ) -> None:
-        """Launch what fills ``whole``; it belongs to the gather until :meth:`finish`.
+    def launch(self, kind: str, into: PartitionedBucket) -> None:
+        """Launch what fills ``into.whole`` (1-D, ``[W * shard_numel]``); it belongs to the gather until :meth:`finish`.
 
-        Args:
-            kind: the ledger's name for it.
-            whole: 1-D on the device, ``[W * shard_numel]``.
-            shard: gives this rank's shard, ``[shard_numel]``; not called when nothing of it is needed.
-            generation: of the values, which counts their changes.
-            exact: the very values, as they are in the ranks' shards; else quantised ones will do.
-            keep: for training: a secondary partition of what arrives may serve training.
+        ``kind`` is the ledger's name for it.
         """
-        numel = self.bucket.shard_numel
         # In place: this rank's message lies where the all-gather expects it, and the others' arrive beside it.
-        mine = part_of(self.target(whole, exact), self.comm.rank, self.comm.world_size)
-        with self.source.fetch(kind, shard(), mine) as values:
+        messages = self.receive_into(into.whole)
+        mine = shard_of(messages, self.comm.rank, self.comm.world_size)
+        with self.source.fetch(kind, into.shard, mine) as values:
             # Already there if the source has copied it from the host, or if with one rank the shard is the buffer.
             if values.data_ptr() != mine.data_ptr():
                 mine.copy_(values)
             # Inside the context: on a GPU it is ordered behind the source's copy, on the copy's stream.
-            self._pending = self.comm.all_gather(kind, whole, self._padding, self.where, numel=numel)
+            numel = self.bucket.shard_numel
+            self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
+
+    def receive_into(self, whole: torch.Tensor) -> torch.Tensor:
+        """Where the W messages of a gather that begins now lie side by side, until :meth:`finish`."""
+        self._messages = whole
+        return whole
 
     def arrive(self) -> None:
-        """The messages are complete in their target, for the current stream."""
+        """Wait until the messages are complete, for the current stream."""
         if self._pending is not None:
             self._pending.wait()
             # With one rank nothing was sent, and only the source's copy orders anything.
@@ -164,27 +155,24 @@ class PlainAllGather:
             self._pending = None
 
     def finish(self) -> None:
-        """``whole`` is complete, for the current stream. Harmless when it was already."""
+        """Wait until ``whole`` is complete, for the current stream. Harmless when it was already."""
         self.arrive()
-        self._target = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
+        self._messages = torch.empty(0)  # a view kept here would keep the pool from reusing the buffer
 
     def unquantized(self) -> PlainAllGather:
-        """The same without quantisation, for the gathers from now on; nothing is under way."""
+        """The strategy without quantisation, for the gathers from now on; nothing is under way."""
         return self
 
-    def _padding_of(self, rank: int) -> int:
-        return self.bucket.padding_of(rank)
-
-    # ---- messages to those that keep them: see SecondaryAllGather.publish --------------------------------------------
+    # ---- messages to the ranks that keep them: see SecondaryAllGather.publish ----------------------------------------
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard as it travels; until :meth:`release_message`."""
         return shard
 
     def release_message(self) -> None:
-        """What :meth:`message` gave is not needed any more."""
+        """Take back what :meth:`message` gave: it has been sent."""
 
-    def publish(self, shard: torch.Tensor, generation: int) -> Pending | None:
+    def publish(self, into: PartitionedBucket) -> Pending | None:
         """Launch this rank's new message to the ranks that keep it. None: there are none."""
         return None
 
@@ -192,17 +180,17 @@ class PlainAllGather:
 
     def forecast(self, inside: bool) -> Traffic:
         """What one gather sends, mean over ranks; with ``inside`` from the secondary partition."""
-        nodes, world = self.comm.nodes, self.comm.world_size
-        return self._traffic(world - 1, world - nodes.per_node, (world - 1) / world)
+        world = self.comm.world_size
+        return self._traffic(world - 1, world - self.comm.nodes.per_node, (world - 1) / world)
 
-    def _traffic(self, sends: int, crossing: float, share: float) -> Traffic:
-        """``sends`` messages a rank, ``crossing`` of them to other nodes; ``share`` of the bucket's elements."""
+    def _traffic(self, sends: int, crossing: float, fraction: float) -> Traffic:
+        """``sends`` messages a rank, ``crossing`` of them to other nodes; ``fraction`` of the bucket's elements."""
         true, size = self.bucket.true_numel(), self.message_bytes
-        return Traffic(1, true * share, (self.bucket.numel - true) * share, size * sends, size * crossing)
+        return Traffic(1, true * fraction, (self.bucket.numel - true) * fraction, size * sends, size * crossing)
 
 
 class QuantizedAllGather(PlainAllGather):
-    """qwZ: values for computing travel quantised; exact ones still travel as they are.
+    """qwZ: values for computing travel quantised.
 
     Args:
         plain: how exact values travel, and all do once quantised ones have been found too far off.
@@ -213,56 +201,48 @@ class QuantizedAllGather(PlainAllGather):
 
     def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
         super().__init__(plain.bucket, plain.dtype, plain.comm, plain.source, plain.where)
-        self._plain = plain
+        self._plain, self.scratch_bytes = plain, scratch_bytes
         self.quantizer: Quantizer = quantizer
         self.buffers: BufferPool = buffers
-        self.scratch_bytes = scratch_bytes
         self.message_bytes = quantizer.format.message_bytes(plain.bucket.shard_numel)
+        # Of the gather under way: what is decoded into, and the pool's buffer for the messages.
         self._whole = self._buffer = torch.empty(0)
 
-    def target(self, whole: torch.Tensor, exact: bool) -> torch.Tensor:
-        """The bucket's own buffer for exact values, else one for quantised messages, to be decoded into ``whole``."""
-        self.lossy = not exact
-        if not exact:
-            self._whole, whole = whole, self._take(self.comm.world_size * self.message_bytes)
-        return super().target(whole, exact)
+    @property
+    def exact(self) -> PlainAllGather:
+        """The all-gather of the shards as they are."""
+        return self._plain
 
-    def launch(
-        self,
-        kind: str,
-        whole: torch.Tensor,
-        shard: Callable[[], torch.Tensor],
-        generation: int,
-        exact: bool = True,
-        keep: bool = False,
-    ) -> None:
-        """As :meth:`PlainAllGather.launch`; without ``exact`` in quantised messages."""
-        if exact:
-            super().launch(kind, whole, shard, generation)
-            return
-        target = self.target(whole, exact)
+    def launch(self, kind: str, into: PartitionedBucket) -> None:
+        """As :meth:`PlainAllGather.launch`, in quantised messages."""
+        messages = self.receive_into(into.whole)
         rank, world, numel = self.comm.rank, self.comm.world_size, self.bucket.shard_numel
         # A shard in host memory is copied into ``whole``, where its decoded values will overwrite it.
-        with self.source.fetch(kind, shard(), part_of(whole, rank, world)) as values:
-            self._pack(values, part_of(target, rank, world))
-            self._pending = self.comm.all_gather(kind, target, self._padding, self.where, numel=numel)
+        with self.source.fetch(kind, into.shard, shard_of(into.whole, rank, world)) as values:
+            self._pack(values, shard_of(messages, rank, world))
+            self._pending = self.comm.all_gather(kind, messages, self._padding, self.where, numel=numel)
+
+    def receive_into(self, whole: torch.Tensor) -> torch.Tensor:
+        """A buffer for the messages, to be decoded into ``whole``."""
+        self._whole, self._messages = whole, self._take(self.comm.world_size * self.message_bytes)
+        return self._messages
 
     def finish(self) -> None:
-        """``whole`` is complete: messages have arrived and are decoded."""
-        if not self.lossy or not self._target.numel():
-            super().finish()
+        """Wait for the messages, and decode them: ``whole`` is complete."""
+        if not self._messages.numel():
             return
         self.arrive()
         numel = self.bucket.shard_numel
-        # This rank's own message too: every rank computes with the same values.
+        # This rank's own message too: every rank computes with the same values. The messages are read on the stream
+        # that has waited for them, before the buffer goes back to the pool.
         for rank, place in enumerate(self._whole.split(numel)):
-            message = part_of(self._target, rank, self.comm.world_size)
+            message = shard_of(self._messages, rank, self.comm.world_size)
             self.quantizer.unpack(self.quantizer.format.open(message, numel), place)
-        self._whole = self._target = message = torch.empty(0)  # no view is left of what others will overwrite
+        self._whole = self._messages = message = torch.empty(0)  # no view is left of what others will overwrite
         self.release_message()
 
     def unquantized(self) -> PlainAllGather:
-        """How exact values travel."""
+        """The all-gather of the shards as they are."""
         return self._plain
 
     def message(self, shard: torch.Tensor) -> torch.Tensor:
@@ -271,7 +251,7 @@ class QuantizedAllGather(PlainAllGather):
         return message
 
     def release_message(self) -> None:
-        """The buffer of quantised messages goes back."""
+        """Give the buffer of quantised messages back."""
         buffer, self._buffer = self._buffer, torch.empty(0)
         self.buffers.give(buffer)
 
@@ -296,75 +276,64 @@ class SecondaryAllGather(PlainAllGather):
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
         super().__init__(inner.bucket, inner.dtype, inner.comm, inner.source, inner.where)
         self.inner, self.quantizer, self.buffers = inner, inner.quantizer, inner.buffers
-        self.scratch_bytes = inner.scratch_bytes
+        self.scratch_bytes, self.message_bytes = inner.scratch_bytes, inner.message_bytes
         self.group: RankGroup = group
-        self.message_bytes, self.mics, self._frozen = inner.message_bytes, mics and not frozen, frozen
-        self.always_inside = mics or frozen
+        self.mics, self._frozen, self.always_inside = mics and not frozen, frozen, mics or frozen
         # W/H: how many messages a rank keeps for its group. They are kept as they travel, so quantised ones as bytes.
         self.kept_messages = self.comm.world_size // group.size
         dtype = torch.uint8 if self.quantizes else self.dtype
         numel = self.kept_messages * self.message_bytes // dtype.itemsize
-        self.secondary_shard = torch.zeros(numel, dtype=dtype, device=self.comm.device)
+        self.secondary_shard: torch.Tensor = torch.zeros(numel, dtype=dtype, device=self.comm.device)
         # Of the values in the secondary shard, which serves gathers of this generation only; -1: it is empty.
         self._generation = -1
+        # What an evaluation has kept serves evaluations alone: else the bytes that a training step sends would depend
+        # on whether an evaluation came before it, and could not be predicted.
         self._for_training = False
         # The generation that the gather under way will leave in the secondary shard; None: it keeps nothing.
         self._keeps: int | None = None
 
-    def launch(
-        self,
-        kind: str,
-        whole: torch.Tensor,
-        shard: Callable[[], torch.Tensor],
-        generation: int,
-        exact: bool = True,
-        keep: bool = False,
-    ) -> None:
-        """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them.
+    @property
+    def exact(self) -> PlainAllGather:
+        """Itself, unless messages are quantised, which are not the very values."""
+        return self.inner.exact if self.quantizes else self
 
-        What an evaluation has kept serves evaluations alone: else the bytes that a training step sends would depend on
-        whether an evaluation came before it, and could not be predicted.
-        """
-        secondary, group, inner = self.secondary_shard, self.group, self.inner
-        # Quantised messages are not the very values.
-        serves = secondary is not None and not (exact and self.quantizes)
-        if secondary is None or not serves or self._generation != generation or (keep and not self._for_training):
-            self._keeps = generation if serves else None
-            self._for_training = keep or self._frozen
-            inner.launch(kind, whole, shard, generation, exact)
-            self.lossy = inner.lossy
+    def launch(self, kind: str, into: PartitionedBucket) -> None:
+        """Inside the group if the secondary shards serve this gather; else over all ranks, to be kept in them."""
+        training, group, inner = kind in TRAINING, self.group, self.inner
+        if self._generation != into.generation or (training and not self._for_training):
+            self._keeps, self._for_training = into.generation, training or self._frozen
+            inner.launch(kind, into)
             return
         # The group's secondary shards, end to end, are the W messages: what arrives is bit for bit what arrived first.
-        target = inner.target(whole, exact)
-        part_of(target, group.index, group.size).copy_(secondary)
+        messages = inner.receive_into(into.whole)
+        shard_of(messages, group.index, group.size).copy_(self.secondary_shard)
         first, kept = group.index * self.kept_messages, self.kept_messages
-        padding = (group.size - 1) * sum(self._padding_of(first + i) for i in range(kept))
+        padding = (group.size - 1) * sum(self.bucket.padding_of(first + i) for i in range(kept))
         numel = kept * self.bucket.shard_numel
-        inner._pending = self.comm.all_gather(kind, target, padding, self.where, group, numel)
-        self.lossy = inner.lossy
+        inner._pending = self.comm.all_gather(kind, messages, padding, self.where, group, numel)
 
     def finish(self) -> None:
-        """``whole`` is complete; the part of it that this rank keeps for its group is copied first."""
+        """Wait until ``whole`` is complete, and keep this rank's messages of it for the group."""
         self.inner.arrive()
-        if self._keeps is not None and self.secondary_shard is not None:
+        if self._keeps is not None:
             # Messages as they came, before they are decoded: whoever gathers them again gets the same bits.
-            self.secondary_shard.copy_(part_of(self.inner._target, self.group.index, self.group.size))
+            self.secondary_shard.copy_(shard_of(self.inner._messages, self.group.index, self.group.size))
             self._generation, self._keeps = self._keeps, None
         self.inner.finish()
 
     def unquantized(self) -> PlainAllGather:
-        """Without quantisation, with an empty secondary shard of the other size."""
+        """The strategy without quantisation, with an empty secondary shard of the other size."""
         return SecondaryAllGather(self.inner.unquantized(), self.group, self.mics, self._frozen)
 
     # ---- the new shard goes to those that keep it: MiCS, and frozen parameters ---------------------------------------
 
-    def publish(self, shard: torch.Tensor, generation: int) -> Pending | None:
+    def publish(self, into: PartitionedBucket) -> Pending | None:
         """Launch this rank's new message to all ranks that keep it, one in each group; None with hpZ."""
         secondary, rank, world = self.secondary_shard, self.comm.rank, self.comm.world_size
-        if secondary is None or not self.always_inside:
+        if not self.always_inside:
             return None
         # Offloaded shards are in host memory, from which nothing is sent.
-        message = self.inner.message(shard.to(self.comm.device))
+        message = self.inner.message(into.shard.to(self.comm.device))
         recv = [secondary[:0]] * world
         # What this rank keeps comes from ``kept_messages`` consecutive ranks, each into its place.
         for place, room in enumerate(secondary.split(secondary.numel() // self.kept_messages)):
@@ -374,14 +343,14 @@ class SecondaryAllGather(PlainAllGather):
         if rank in keepers:
             recv[rank].copy_(message)
         send = [message if q in keepers else message[:0] for q in range(world)]
-        self._target = message  # it belongs to the exchange until release_message
-        self._generation, self._for_training = generation, True
-        padding = len(keepers - {rank}) * self._padding_of(rank)
+        self._messages = message  # it belongs to the exchange until release_message
+        self._generation, self._for_training = into.generation, True
+        padding = len(keepers - {rank}) * self.bucket.padding_of(rank)
         return self.comm.exchange(TO_REPLICAS, send, recv, padding, self.where, numel=self.bucket.shard_numel)
 
     def release_message(self) -> None:
-        """What :meth:`publish` has launched has ended."""
-        self._target = torch.empty(0)
+        """Let go of what :meth:`publish` has sent."""
+        self._messages = torch.empty(0)
         self.inner.release_message()
 
     def keepers_of(self, rank: int) -> set[int]:
@@ -399,47 +368,38 @@ class SecondaryAllGather(PlainAllGather):
 
     def forecast_publish(self) -> Traffic:
         """What :meth:`publish` sends, mean over ranks: some keep their own message, and send one less."""
-        nodes, world, numel, size = self.comm.nodes, self.comm.world_size, self.bucket.shard_numel, self.message_bytes
-        true, sends, crossing = 0, 0, 0
-        for rank in range(world):
-            others = self.keepers_of(rank) - {rank}
-            true += len(others) * self.bucket.true_numel_of(rank)
-            sends += len(others)
-            crossing += len(nodes.crossing(rank, list(others)))
+        world, numel, size = self.comm.world_size, self.bucket.shard_numel, self.message_bytes
+        to = [self.keepers_of(rank) - {rank} for rank in range(world)]
+        true = sum(len(others) * self.bucket.true_numel_of(rank) for rank, others in enumerate(to))
+        sends = sum(map(len, to))
+        crossing = sum(len(self.comm.nodes.crossing(rank, list(others))) for rank, others in enumerate(to))
         return Traffic(1, true / world, (sends * numel - true) / world, size * sends / world, size * crossing / world)
 
 
-@dataclass(frozen=True)
-class GatherConfig:
-    """How the buckets of one group of parameters travel."""
+def build_all_gather(
+    plain: PlainAllGather,
+    group: RankGroup | None = None,
+    mics: bool = False,
+    frozen: bool = False,
+    quantization: tuple[Quantizer, BufferPool, int] | None = None,
+) -> PlainAllGather:
+    """The strategy of a bucket. With one rank nothing travels: nothing is quantised, or kept a second time.
 
-    group: RankGroup | None = None
-    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
-    mics: bool = False
-    """It is renewed at the end of each step."""
-    quantizer: Quantizer | None = None
-    """qwZ."""
-    buffers: BufferPool | None = None
-    """qwZ: where buffers for quantised messages come from."""
-    scratch_bytes: int = 0
-    """qwZ: bytes of each of them."""
-    frozen: bool = False
-    """The parameters do not change from step to step."""
-
-    def build(
-        self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, source: DeviceShard, where: str
-    ) -> PlainAllGather:
-        """The bucket's strategy. With one rank nothing travels: nothing is quantised, or kept a second time."""
-        gather = PlainAllGather(bucket, dtype, comm, source, where)
-        if comm.world_size == 1:
-            return gather
-        if self.quantizer is not None and self.buffers is not None:
-            gather = QuantizedAllGather(gather, self.quantizer, self.buffers, self.scratch_bytes)
-        return gather if self.group is None else SecondaryAllGather(gather, self.group, self.mics, self.frozen)
+    Args:
+        plain: the bucket's all-gather of shards as they are.
+        group: hpZ and MiCS: the ranks that keep a secondary partition among them.
+        mics: it is renewed at the end of each step.
+        frozen: the parameters do not change from step to step.
+        quantization: qwZ: the quantizer, where buffers for messages come from, and how many bytes each has.
+    """
+    if plain.comm.world_size == 1:
+        return plain
+    gather = plain if quantization is None else QuantizedAllGather(plain, *quantization)
+    return gather if group is None else SecondaryAllGather(gather, group, mics, frozen)
 
 
 def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
-    """Every rank's new shards go to the ranks that keep them: MiCS, and frozen parameters. A collective.
+    """Send every rank's new shards to the ranks that keep them: MiCS, and frozen parameters. A collective.
 
     Two are under way at a time, so that quantised messages need two buffers.
     """
@@ -450,8 +410,8 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
         pending.wait()
         gather.release_message()
 
-    for bucket in (bucket for bucket in buckets if bucket.gather.always_inside):
-        pending = bucket.gather.publish(bucket.shard, bucket.generation)
+    for bucket in buckets:
+        pending = bucket.gather.publish(bucket)
         if pending is not None:
             under_way.append((bucket.gather, pending))
         if len(under_way) == 2:
@@ -460,7 +420,7 @@ def send_to_replicas(buckets: Iterable[PartitionedBucket]) -> None:
         finish()
 
 
-def part_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    """One of ``count`` equal parts. Of thousands one is wanted, and a view of each would cost more than the gather."""
-    part = whole.numel() // count
-    return whole[index * part : (index + 1) * part]
+def shard_of(whole: torch.Tensor, index: int, count: int) -> torch.Tensor:
+    """One of ``count`` equal shards. Of thousands one is wanted, and a view of each would cost more than the gather."""
+    numel = whole.numel() // count
+    return whole[index * numel : (index + 1) * numel]

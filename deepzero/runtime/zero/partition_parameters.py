@@ -1,10 +1,9 @@
 """Stage 3's parameters: partitioned at construction (``zero.Init``), gathered for a while (``GatheredParameters``).
 
 [Note: a partitioned parameter]
-    A parameter of stage 3 has its home in a *bucket* of the layout (``partitioned_bucket.py``). Each rank keeps the
-    W-th part of every bucket for good, its shard (``shard_S``: all of them end to end), and puts the whole bucket
-    together when one of its parameters is needed: one all-gather straight into a buffer, of which the parameters become
-    views.
+    A parameter of stage 3 lies in a *bucket* of the layout (``partitioned_bucket.py``). Each rank keeps the W-th part
+    of every bucket for good, its shard (``shard_S``: all of them end to end), and puts the whole bucket together when
+    one of its parameters is needed: one all-gather straight into a buffer, of which the parameters become views.
 
     ===============  ==============================================  ==============================================
     status           ``param.data``                                  memory on this rank
@@ -36,7 +35,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ from deepzero.config.deepspeed_json import load_engine_config
 from deepzero.config.engine import ChaosConfig, EngineConfig
 from deepzero.config.strict import ConfigError
 from deepzero.layout import ParamSlot, plan_layout
-from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool, references, return_freed_memory
+from deepzero.runtime.zero.buffer_pool import BufferPool, references, return_freed_memory
 from deepzero.runtime.zero.guards import METADATA, READS_WITHOUT_VALUES, PartitionedUseError, check_on_device, use_error
 from deepzero.runtime.zero.module_registry import register_external_parameter
 from deepzero.runtime.zero.parameter_all_gather import (
@@ -58,13 +57,16 @@ from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST_BROADCAST,
     SETUP,
     DeviceShard,
-    GatherConfig,
+    PlainAllGather,
     send_to_replicas,
 )
 
 # ``ZeroParamStatus`` is a bucket's: its parameters are gathered and released together.
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
 from deepzero.utils.dispatch import unseen
+
+if TYPE_CHECKING:
+    from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ _IDS = itertools.count()
 
 
 class ParamRecord:
-    """One parameter's identity and place; ``param._zero``."""
+    """One parameter's identity, and the place of its values; ``param._zero``."""
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
         self.id = next(_IDS)
@@ -82,23 +84,28 @@ class ParamRecord:
         self.shape = param.shape
         self.numel = param.numel()
         self.stride = torch.empty(param.shape, device="meta").stride()
-        self.home: Any = None
+        # A partitioned parameter's bucket and slot, or the group of a persistent one that is trained.
+        self.bucket: PartitionedBucket | None = None
         self.slot: ParamSlot | None = None
+        self.group: FlatParamGroup | None = None
         # One element of the compute dtype, stretched to ``shape``; made once, as a bucket is released often.
         self.placeholder: Tensor | None = None
 
-    def placed(self) -> tuple[Any, ParamSlot]:
+    def placed(self) -> tuple[PartitionedBucket, ParamSlot]:
         """The bucket, and where in it."""
-        if self.home is None or self.slot is None:
+        if self.bucket is None or self.slot is None:
             raise RuntimeError(f"parameter {self.name!r} has no place in a bucket yet")
-        return self.home, self.slot
+        return self.bucket, self.slot
 
 
-class _DsAttributes:
-    """DeepSpeed's attributes of a parameter."""
+class ZeroParameter(nn.Parameter):
+    """A parameter that is partitioned, whose values are here; with DeepSpeed's attributes."""
 
-    __slots__ = ()  # as nn.Parameter lies in memory, so that a parameter can change its class
+    # As in nn.Parameter: nothing is intercepted.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero: ParamRecord
+    ds_persist = False
+    """Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole."""
 
     @property
     def ds_id(self) -> int:
@@ -118,33 +125,13 @@ class _DsAttributes:
     @property
     def ds_tensor(self) -> Tensor:
         """1-D: this rank's elements of the parameter, those which its optimizer updates; a view, possibly empty."""
-        home, slot = self._zero.placed()
-        part: Tensor = home.part_of(slot)
-        return part
+        bucket, slot = self._zero.placed()
+        return bucket.fragment_of(slot)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the bucket's values are on this rank, also while the parameter does not show them."""
-        status: ZeroParamStatus = self._zero.placed()[0].status
-        return status
-
-    @property
-    def ds_persist(self) -> bool:
-        """Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole."""
-        return isinstance(self, PersistentParameter)
-
-
-class PersistentParameter(_DsAttributes, nn.Parameter):
-    """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-class ZeroParameter(_DsAttributes, nn.Parameter):
-    """A parameter that is partitioned, whose values are here."""
-
-    # As in nn.Parameter: nothing is intercepted.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+        return self._zero.placed()[0].status
 
     def show(self, values: Tensor) -> None:
         """Become ``values``, a view of the gathered bucket."""
@@ -162,6 +149,24 @@ class ZeroParameter(_DsAttributes, nn.Parameter):
         self.__class__ = PartitionedParameter
 
 
+class PersistentParameter(nn.Parameter):
+    """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _zero: ParamRecord
+    ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
+    ds_id, ds_numel, ds_shape = ZeroParameter.ds_id, ZeroParameter.ds_numel, ZeroParameter.ds_shape
+
+    @property
+    def ds_tensor(self) -> Tensor:
+        """1-D: what this rank's optimizer updates of the parameter; all of an untrained one."""
+        group, slot = self._zero.group, self._zero.slot
+        if group is None or slot is None:
+            return self.detach().reshape(-1)
+        mine = [fragment for fragment in group.fragments if fragment.slot.index == slot.index]
+        return group.param_fragment(mine[0]) if mine else group.flat_P[:0]
+
+
 class PartitionedParameter(ZeroParameter):
     """A parameter whose values are not here. See [Note: a partitioned parameter]."""
 
@@ -169,7 +174,7 @@ class PartitionedParameter(ZeroParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Answer questions about metadata; gather for a use of the values, or raise."""
         kwargs = kwargs or {}
-        # Whatever is not known to do without values counts as a use of them: also functions that torch will add.
+        # What is not listed counts as a use of the values: also functions that torch will add.
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -180,7 +185,7 @@ class PartitionedParameter(ZeroParameter):
         if _ACTIVE:
             return _write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
-            return _write_part(*args, **kwargs)
+            return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
         if partitioned_in(kwargs.get("out")):
             raise use_error(partitioned_in(kwargs["out"])[0]._zero, f"written (out= of {name})")
@@ -194,11 +199,11 @@ class PartitionedParameter(ZeroParameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Names the logical shape and what this rank holds."""
         record = self._zero
-        home, slot = record.placed()
+        bucket, slot = record.placed()
         return (
             f"Parameter containing:\npartitioned tensor(name={record.name!r}, shape={tuple(record.shape)}, "
-            f"dtype={home.shard.dtype}, status={home.status.name}, "
-            f"{home.part_of(slot).numel()} of {record.numel} elements here)"
+            f"dtype={bucket.shard.dtype}, status={bucket.status.name}, "
+            f"{bucket.fragment_of(slot).numel()} of {record.numel} elements here)"
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -244,14 +249,14 @@ def _all_gather_params(buckets: Sequence[PartitionedBucket], kind: str) -> None:
 @torch.no_grad()
 def unpartition(param: ZeroParameter) -> None:
     """A plain parameter again, with its values. A collective, unless its bucket is gathered."""
-    home, _ = param._zero.placed()
-    gathered = home.status is ZeroParamStatus.AVAILABLE
+    bucket, _ = param._zero.placed()
+    gathered = bucket.status is ZeroParamStatus.AVAILABLE
     if not gathered:
-        _all_gather_params([home], SETUP)
+        _all_gather_params([bucket], SETUP)
     # A copy: the buffer goes back to the pool.
-    values = home.value(param).clone()
+    values = bucket.value(param).clone()
     if not gathered:
-        home.release()
+        bucket.release()
     param.show(values)
     del param._zero
     param.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -281,7 +286,7 @@ def partitioned_in(value: Any) -> list[PartitionedParameter]:
 
 
 def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
-    """Called for a use of values by torch's function ``name``: gather all of them together, or raise.
+    """For a use of values by torch's function ``name``: gather all of them together, or raise.
 
     Args:
         params: those that the function is given; what is whole already must stay while the rest is fetched.
@@ -299,13 +304,13 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
     written = [param for param in params if param is first and writes]
     if written:
         raise use_error(written[0]._zero, f"written ({name})")
-    homes = _homes_of(params)
+    buckets = _buckets_of(params)
     missing = next(param for param in params if isinstance(param, PartitionedParameter))
     with ExitStack() as uses:
         # Entered together: fetching one bucket must not release another that the same operation reads.
         # One call for the buckets of each engine, in the order that is the same on all ranks.
-        for on_demand in {home.on_demand for home in homes}:
-            asked = [home for home in homes if home.on_demand == on_demand]
+        for on_demand in {bucket.on_demand for bucket in buckets}:
+            asked = [bucket for bucket in buckets if bucket.on_demand == on_demand]
             use = on_demand(asked, f"{name} of {missing._zero.name}") if on_demand is not None else None
             if use is None:
                 raise use_error(missing._zero, f"used ({name})")
@@ -313,16 +318,15 @@ def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> Exi
         return uses.pop_all()
 
 
-def _homes_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
+def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
     """The buckets of ``params``, each once, in the order that is the same on all ranks."""
-    homes = {home.number: home for home in (param._zero.placed()[0] for param in params)}
-    return [homes[number] for number in sorted(homes)]
+    buckets = {param._zero.placed()[0] for param in params}
+    return sorted(buckets, key=lambda bucket: bucket.number)
 
 
 def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
     with unseen():
-        whole: Tensor = alias._zero.placed()[0].value(alias)
-        return whole
+        return alias._zero.placed()[0].value(alias)
 
 
 def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
@@ -335,13 +339,12 @@ def _detached(param: PartitionedParameter, func: Any) -> PartitionedParameter:
 
 
 @torch.no_grad()
-def _write_part(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
-    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its shard."""
+def _copy_into_shard(target: Any, source: Tensor, non_blocking: bool = False) -> Any:
+    """``param.copy_(whole)``, as ``load_state_dict`` does it: every rank has the whole value and keeps its fragment."""
     if not isinstance(target, PartitionedParameter) or isinstance(source, PartitionedParameter):
         raise PartitionedUseError(f"cannot copy from a partitioned parameter: {source!r}")
-    home, _ = target._zero.placed()
     # Nothing is sent: a state_dict that is loaded is the same on all ranks.
-    home.write(target, source.detach().expand(target._zero.shape).reshape(-1))
+    target._zero.placed()[0].write(target, source.detach().expand(target._zero.shape).reshape(-1))
     return target
 
 
@@ -425,8 +428,8 @@ class Init:
         process_group.init_distributed()
         device = process_group.default_device()
         self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
-        self._home = torch.device("cpu") if remote_device == "cpu" else device
-        self._pin = pin_memory and self._home.type == "cpu" and torch.cuda.is_available()
+        self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
+        self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
             _say_not_pinned()
         self._pools: dict[torch.dtype, BufferPool] = {}
@@ -436,8 +439,7 @@ class Init:
         self._under_construction: set[int] = set()
         if module is not None:
             materialize(module, self)
-            for part in module.modules():
-                self._partition_own(part)
+            self._partition_all(module)
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -499,6 +501,10 @@ class Init:
         self._wrapped.append((cls, original))
         cls.__init__ = construct  # type: ignore[assignment, method-assign]
 
+    def _partition_all(self, model: nn.Module) -> None:
+        for module in model.modules():
+            self._partition_own(module)
+
     def _partition_own(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
             # A tied parameter has been cut with the first of its modules; a lazy one has no shape yet.
@@ -509,22 +515,21 @@ class Init:
 
     @torch.no_grad()
     def _partition_param(self, param: nn.Parameter, name: str) -> None:
-        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._move_in``."""
+        """Cut one parameter for ``Init``; the engine's own cut is ``stage3.py:PartitionedParamGroup._partition``."""
         comm, made = self.comm, as_zero_parameter(param, name)
         # Rank 0's values count: constructors may draw random numbers that are not seeded alike.
         values = param.data.to(comm.device, self.dtype or param.dtype).contiguous().reshape(-1)
         comm.broadcast("setup.broadcast", values)
-        bucket = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
-        alone = comm.world_size == 1 and self._home.type == comm.device.type
-        pool = self._pools.setdefault(values.dtype, (InPlacePool if alone else BufferPool)(values.dtype, comm.device))
-        shard = torch.zeros(bucket.shard_numel, dtype=values.dtype, device=self._home, pin_memory=self._pin)
-        gather = GatherConfig().build(bucket, values.dtype, comm, DeviceShard(), name)
-        home = PartitionedBucket(INIT_KEY, bucket, [made], shard, gather, pool)
+        layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
+        pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
+        shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
+        gather = PlainAllGather(layout, values.dtype, comm, DeviceShard(), name)
+        bucket = PartitionedBucket(INIT_KEY, layout, [made], shard, gather, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
-        home.write(made, values)
+        bucket.write(made, values)
         self._freed_bytes += values.nbytes
         del values
-        made.hide(shard.dtype, self._home)
+        made.hide(shard.dtype, self._shard_device)
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             return_freed_memory()
@@ -537,22 +542,19 @@ def _say_not_pinned() -> None:
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
     """All that exist, each once."""
-    seen: set[type] = set()
-    stack = [cls]
+    seen, stack = {cls}, [cls]
     while stack:
-        for child in stack.pop().__subclasses__():
-            if child not in seen:
-                seen.add(child)
-                stack.append(child)
-                yield child
+        new = [child for child in stack.pop().__subclasses__() if child not in seen]
+        seen.update(new)
+        stack += new
+        yield from new
 
 
 @functools.wraps(_TO_EMPTY)
 def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
     made = _TO_EMPTY(module, *args, **kwargs)
-    for part in made.modules():
-        _ACTIVE[-1]._partition_own(part)
+    _ACTIVE[-1]._partition_all(made)
     return made
 
 
@@ -571,14 +573,14 @@ def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
     # First what earlier writes have left whole, so that at most one operation's parameters are.
     _partition_again(only_unseen=True)
     params = partitioned_in((args, kwargs))
-    homes = _homes_of(params)
+    buckets = _buckets_of(params)
     try:
-        _all_gather_params(homes, SETUP)
-        _OPEN.update((home, references(home.whole)) for home in homes)
+        _all_gather_params(buckets, SETUP)
+        _OPEN.update((bucket, references(bucket.whole)) for bucket in buckets)
         result = _with_views(func, args, kwargs, params)
     except BaseException:
         # Now, as the traceback holds views: they would pass for views through which the program may write.
-        _discard(homes)
+        _discard(buckets)
         raise
     _partition_again(only_unseen=True)
     return result
@@ -599,30 +601,30 @@ def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParam
 @torch.no_grad()
 def _partition_again(only_unseen: bool) -> None:
     """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-    for home, alone in list(_OPEN.items()):
+    for bucket, alone in list(_OPEN.items()):
         # A view is held, through which a later line of the constructor may write.
-        if only_unseen and references(home.whole) > alone:
+        if only_unseen and references(bucket.whole) > alone:
             continue
-        del _OPEN[home]
+        del _OPEN[bucket]
         try:
-            values = home.value(home.params[0]).reshape(-1)
-            home.gather.comm.broadcast("setup.broadcast", values)
-            home.write(home.params[0], values)
-            home.writes.snapshot()
+            values = bucket.value(bucket.params[0]).reshape(-1)
+            bucket.gather.comm.broadcast("setup.broadcast", values)
+            bucket.write(bucket.params[0], values)
+            bucket.writes.snapshot()
             del values
-            home.release()
+            bucket.release()
         except BaseException:
-            _discard([home])
+            _discard([bucket])
             raise
 
 
 @torch.no_grad()
-def _discard(homes: list[PartitionedBucket]) -> None:
+def _discard(buckets: list[PartitionedBucket]) -> None:
     """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
-    for home in homes:
-        _OPEN.pop(home, None)
-        if home.status is not ZeroParamStatus.NOT_AVAILABLE:
-            home.release(discard=True)
+    for bucket in buckets:
+        _OPEN.pop(bucket, None)
+        if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+            bucket.release(discard=True)
 
 
 @torch.no_grad()
@@ -634,9 +636,11 @@ def materialize(model: nn.Module, context: Init) -> None:
     Raises:
         ConfigError: a module with parameters or buffers on ``meta`` that cannot make them.
     """
-    device = context.comm.device
+    device, advice = context.comm.device, "; construct the model inside deepzero.zero.Init() instead"
     for name, module in model.named_modules():
-        metas = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        params = {key: param for key, param in module._parameters.items() if param is not None}
+        metas = {key: param for key, param in params.items() if param.is_meta}
+        whole = [key for key in params if key not in metas]
         empty = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         if not metas and not empty:
             continue
@@ -644,14 +648,13 @@ def materialize(model: nn.Module, context: Init) -> None:
         if not callable(reset):
             raise ConfigError(
                 f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to "
-                "make its values; construct the model inside deepzero.zero.Init() instead"
+                f"make its values{advice}"
             )
         if empty and not type(module).__module__.startswith("torch.nn"):
             raise ConfigError(
                 f"buffer {next(iter(empty))!r} of module {name!r} is on the meta device, and reset_parameters() need "
-                "not fill it; construct the model inside deepzero.zero.Init() instead"
+                f"not fill it{advice}"
             )
-        whole = [key for key, param in module._parameters.items() if param is not None and not param.is_meta]
         if whole and metas:
             raise ConfigError(
                 f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
@@ -712,7 +715,7 @@ class GatheredParameters:
         if modifier_rank is not None and not 0 <= modifier_rank < world:
             raise ValueError(f"modifier_rank={modifier_rank} is not one of the {world} ranks")
         self.partitioned = [param for param in self.params if isinstance(param, ZeroParameter)]
-        self.buckets = _homes_of(self.partitioned)
+        self.buckets = _buckets_of(self.partitioned)
         for param in self.partitioned if fwd_module is not None else ():
             register_external_parameter(fwd_module, param)  # type: ignore[arg-type]
 
@@ -731,7 +734,7 @@ class GatheredParameters:
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
         _all_gather_params(self.buckets, ON_REQUEST)
         for bucket in self.buckets:
-            bucket.gather_again(ON_REQUEST, exact=True)  # it may have been here, quantised
+            bucket.gather_again(ON_REQUEST, bucket.gather.exact)  # it may have been here, quantised
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -754,7 +757,7 @@ class GatheredParameters:
                     bucket.release(discard=not complete)
                 elif bucket.gather_refs == 0:
                     if complete:
-                        bucket.gather_again(ON_REQUEST, exact=False)
+                        bucket.gather_again(ON_REQUEST, bucket.gather)
                     if bucket in self._hidden:
                         bucket.hide()
 
@@ -764,10 +767,12 @@ class GatheredParameters:
             bucket.writes.check()
         # A write through ``.data`` that the sample has missed: here all elements are compared, as nothing hurries.
         for param in self.partitioned:
-            home, slot = param._zero.placed()
-            start, stop, _ = home.range_of(slot)
-            mine = home.value(param).reshape(-1)[start:stop]
-            if not _same_bits(mine, home.part_of(slot).to(mine.device)):  # an offloaded shard is in host memory
+            bucket, slot = param._zero.placed()
+            start, stop, _ = bucket.range_of(slot)
+            mine = bucket.value(param).reshape(-1)[start:stop]
+            kept = bucket.fragment_of(slot).to(mine.device)  # an offloaded shard is in host memory
+            # Bits are compared: a NaN equals itself.
+            if not torch.equal(mine.view(torch.uint8), kept.view(torch.uint8)):
                 raise PartitionedUseError(
                     f"parameter {param._zero.name!r} was written inside GatheredParameters without modifier_rank: the "
                     "write would be lost. Pass modifier_rank=0 (every rank enters, rank 0's values count)"
@@ -780,21 +785,16 @@ class GatheredParameters:
                 process_group.broadcast_tensor(values, source)
                 param.copy_(values)  # in sight of the engine, which looks at the parameter's version
                 continue
-            home, _ = param._zero.placed()
-            values = home.value(param)
+            bucket, _ = param._zero.placed()
+            values = bucket.value(param)
             if param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
-            # Every rank has the whole values then, and keeps its elements of them.
-            home.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
-            home.write(param, values.reshape(-1))
-            home.writes.snapshot_param(param)
+            # Every rank has the whole values then, and keeps its fragment of them.
+            bucket.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
+            bucket.write(param, values.reshape(-1))
+            bucket.writes.snapshot_param(param)
         # Secondary shards that are never stale follow.
         if self.buckets:
             with self.buckets[0].gather.comm.ledger.aside():
                 send_to_replicas(self.buckets)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal, NaN included."""
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,8 +1,8 @@
 """The unit of stage 3's fetch and release: a bucket of the layout, of which this rank keeps a shard.
 
 Its three states are those of its parameters, and its verbs lead from one to the next: ``launch``, ``wait``,
-``release``. See [Note: a partitioned parameter] in ``partition_parameters.py``. When they are called is the
-coordinator's matter.
+``release``. See [Note: a partitioned parameter] in ``partition_parameters.py``. The coordinator decides when they are
+called.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PartitionedBucket:
     Args:
         key: the coordinator's number for it, or ``INIT_KEY``.
         bucket: where it lies in the group's layout.
-        params: of the bucket's slots, in order; each gets its record's home here.
+        params: of the bucket's slots, in order; their records get this bucket.
         shard: 1-D, ``[bucket.shard_numel]``, in the compute dtype.
         gather: how it is put together.
         pool: where buffers come from.
@@ -66,29 +66,33 @@ class PartitionedBucket:
         owner: PartitionedParamGroup | None = None,
     ) -> None:
         self.key, self.bucket, self.params, self._shard = key, bucket, list(params), shard
-        self.numel = bucket.numel
-        self.gather, self.pool, self.owner = gather, pool, owner
+        self.gather, self.pool, self.owner, self.numel = gather, pool, owner, bucket.numel
+        # Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's.
         self.number = next(_NUMBERS)
-        """Unique in this process, and the same on all ranks, which gather in its order; keys are one engine's."""
+        # With one rank the shard is the bucket: it is used where it is, unless the device would have to copy it.
+        on_device = not gather.shard_on_host and shard.device.type == pool.device.type
+        self.in_place = gather.comm.world_size == 1 and on_device
         self.status = ZeroParamStatus.NOT_AVAILABLE
+        # Counts changes of the values: a backward pass through older ones is refused.
         self.generation = 0
-        """Counts changes of the values: a backward pass through older ones is refused."""
         self.buffer: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
+        # The strategy by which the values here came, or are coming: exactly, or quantised.
+        self.gathered_by = gather
+        # AVAILABLE, and the parameters are views of the buffer.
         self.shown = False
-        """AVAILABLE, and the parameters are views of the buffer."""
+        # ``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases, if nobody
+        # else needs them by then.
         self.gather_refs = 0
-        """``GatheredParameters`` contexts that need the values here; meanwhile only the last of them releases."""
         self.release_when_unreferenced = False
-        """Only those contexts need the values: the last one to end releases them."""
+        # The reason, while the shard has no memory (``offload_states``).
         self.away: str | None = None
-        """The reason, while the shard has no memory (``offload_states``)."""
+        # Called when values are used that are not here: a context in which these buckets are, or None.
         self.on_demand: Callable[[list[PartitionedBucket], str], AbstractContextManager[None] | None] | None = None
-        """Called when values are used that are not here: a context in which these buckets are, or None."""
         self.writes = WriteGuard(self)
         self._wait_for_update: Callable[[], None] | None = None
         for param, slot in zip(self.params, bucket.slots, strict=True):
-            param._zero.home, param._zero.slot = self, slot
+            param._zero.bucket, param._zero.slot = self, slot
 
     @property
     def shard(self) -> torch.Tensor:
@@ -122,30 +126,28 @@ class PartitionedBucket:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def launch(self, kind: str, exact: bool = True, keep: bool = False) -> None:
+    def launch(self, kind: str, gather: PlainAllGather | None = None) -> None:
         """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather into it.
 
         Args:
             kind: the ledger's name for it.
-            exact: the very values; False, for computing with them: quantised or from a secondary shard, if configured.
-            keep: keep a secondary shard of what arrives, if there is to be one.
+            gather: :attr:`gather`, for computing; None brings the very values, also where those travel quantised.
         """
-        if self.status is not ZeroParamStatus.NOT_AVAILABLE:
-            raise RuntimeError(f"bucket {self.key} is {self.status.name} and cannot be launched")
+        self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
-        self.buffer = self.pool.take(self.numel, self._shard)
+        self.buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
         self._whole = self.buffer[: self.numel]  # buffers are reused: it may be longer
         self.pool.owners[storage_ptr_of(self.buffer)] = (self, self.generation)
-        self.gather.launch(kind, self._whole, lambda: self.shard, self.generation, exact, keep)
+        self.gathered_by = gather or self.gather.exact
+        self.gathered_by.launch(kind, self)
         self.status = ZeroParamStatus.INFLIGHT
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self, show: bool = True) -> None:
         """INFLIGHT → AVAILABLE: the values are here; with ``show`` the parameters become views of them."""
-        if self.status is not ZeroParamStatus.INFLIGHT:
-            raise RuntimeError(f"bucket {self.key} is {self.status.name}: there is nothing to wait for")
-        self.gather.finish()
+        self._expect(ZeroParamStatus.INFLIGHT, "waited for")
+        self.gathered_by.finish()
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
         if show:
@@ -177,43 +179,45 @@ class PartitionedBucket:
     def release(self, discard: bool = False) -> None:
         """AVAILABLE → NOT_AVAILABLE: the parameters become placeholders, the buffer goes back to the pool.
 
-        Args:
-            discard: without a look at what was written: an exception has ended a write in the middle.
+        With ``discard`` nobody looks at what was written: an exception has ended a write in the middle.
 
         Raises:
             PartitionedUseError: a parameter was written. It is released all the same.
         """
         if self.status is ZeroParamStatus.INFLIGHT:
             self.wait(show=False)  # a prefetch that was not used; until it has arrived the buffer is the all-gather's
-        if self.status is not ZeroParamStatus.AVAILABLE or self.buffer is None:
-            raise RuntimeError(f"bucket {self.key} is {self.status.name} and cannot be released")
+        self._expect(ZeroParamStatus.AVAILABLE, "released")
         written = None if discard else self.writes.written()
         if discard:  # a view that is kept shows what was written, which is no parameter's value
-            self.pool.owners.pop(storage_ptr_of(self.buffer), None)
+            self.pool.owners.pop(storage_ptr_of(self.whole), None)
         self.hide(force=True)
         buffer, self.buffer, self._whole = self.buffer, None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        self.pool.give(buffer)
+        if buffer is not None:
+            self.pool.give(buffer)
         if written is not None:
             raise write_lost(written, "is lost")
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def gather_again(self, kind: str, exact: bool) -> None:
-        """AVAILABLE: gather into the same place the exact values, or those with which modules compute. A collective.
+    def gather_again(self, kind: str, gather: PlainAllGather) -> None:
+        """AVAILABLE: gather the exact values, or those with which modules compute, into the same place. A collective.
 
         Without quantisation they are the same, and nothing happens. **Whether values were exact for a while must not be
         seen later**: had this bucket been released in between, its next use would have had quantised ones.
         """
-        if self.status is not ZeroParamStatus.AVAILABLE or self.gather.lossy is not exact:
+        if self.status is not ZeroParamStatus.AVAILABLE or gather.quantizes is self.gathered_by.quantizes:
             return
-        if exact:
+        if self.gathered_by.quantizes:
             self.writes.check()
-        elif not self.gather.quantizes:
-            return
-        self.gather.launch(kind, self.whole, lambda: self.shard, self.generation, exact)
-        self.gather.finish()
+        self.gathered_by = gather
+        gather.launch(kind, self)
+        gather.finish()
         self.writes.snapshot()
+
+    def _expect(self, status: ZeroParamStatus, verb: str) -> None:
+        if self.status is not status:
+            raise RuntimeError(f"bucket {self.key} is {self.status.name} and cannot be {verb}")
 
     # ---- reading and writing -----------------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class PartitionedBucket:
         record = param._zero
         return self.whole.as_strided(record.shape, record.stride, record.placed()[1].offset - self.bucket.offset)
 
-    def part_of(self, slot: ParamSlot) -> torch.Tensor:
+    def fragment_of(self, slot: ParamSlot) -> torch.Tensor:
         """1-D: this rank's elements of one parameter, in its shard."""
         start, stop, first = self.range_of(slot)
         return self.shard[first : first + stop - start]
@@ -235,14 +239,14 @@ class PartitionedBucket:
 
     @torch.no_grad()
     def write(self, param: ZeroParameter, values: torch.Tensor) -> None:
-        """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its elements."""
+        """New values for one parameter, 1-D and whole, the same on every rank: this rank keeps its fragment."""
         if self.owner is not None and self.owner.before_write is not None:
             self.owner.before_write()
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
         if self.status is not ZeroParamStatus.NOT_AVAILABLE:  # what is gathered, or on its way, follows
-            self.gather.finish()
+            self.gathered_by.finish()
             self.pool.owners[storage_ptr_of(self.whole)] = (self, self.generation)
             whole = self.value(param)
             if values.data_ptr() != whole.data_ptr():

@@ -1,4 +1,4 @@
-"""When partitioned parameters are fetched and released; where their bytes lie is the buckets' matter.
+"""When partitioned parameters are fetched and released; the buckets see to where their bytes lie.
 
 In the first optimizer step the coordinator *records* which buckets are used in which order, in forward and backward
 passes alike: the trace. At the end of the step the trace is compiled into a plan (``fetch_plan.py``), which later steps
@@ -9,10 +9,7 @@ mine. Launching before waiting is all there is to overlap: the next buckets trav
 DeepSpeed releases at the end of a module. Here a bucket serves a run of modules, and at the end of one of them nothing
 tells whether the next one will use it too: that is known when the next use comes, which begins with
 ``release_sub_module``. Nothing is fetched in between, so the most that is ever gathered is the same. And a backward
-pass has no such end: it asks for weights one by one and never says that it is done with one.
-
-While recording there is nothing to look ahead to; then whatever was used longest ago is released first, so that about
-two buckets are held.
+pass has no such end: it asks for weights one by one.
 
 Evaluation has a trace of its own, kept apart by autograd's grad mode: a validation between steps does not disturb the
 plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
@@ -31,8 +28,8 @@ import torch
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.streams import storage_ptr_of
-from deepzero.runtime.zero.buffer_pool import BufferForecast, InPlacePool, Moment, moments_of
-from deepzero.runtime.zero.fetch_plan import FetchAction, FetchLimits, FetchPlan, ModuleUse, compile_plan
+from deepzero.runtime.zero.buffer_pool import BufferForecast
+from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
 from deepzero.runtime.zero.partition_parameters import ZeroParameter, ZeroParamStatus
@@ -46,10 +43,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-NO_ACTION = FetchAction((), (), ())
+NO_ACTION = ModuleUse((), False, "")
 
-# Plans dropped before a warning that they do not last.
 WARN_AFTER_DROPS = 10
+"""Plans dropped before a warning that they do not last."""
 
 
 class InflightParamRegistry:
@@ -59,7 +56,7 @@ class InflightParamRegistry:
         self._buckets: dict[int, PartitionedBucket] = {}
 
     def add(self, bucket: PartitionedBucket) -> None:
-        """The bucket has been launched."""
+        """Add a bucket that has been launched."""
         self._buckets[bucket.key] = bucket
 
     def wait(self, key: int, show: bool = False) -> None:
@@ -76,7 +73,7 @@ class InflightParamRegistry:
 
 
 class ModuleTrace:
-    """What was used in which order; once complete, the plan for the next time.
+    """The uses of one kind of pass in their order; once complete, the plan for the next time.
 
     Args:
         what: training or evaluation, for messages.
@@ -87,37 +84,35 @@ class ModuleTrace:
 
     def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
         self.what, self.numel, self.limits, self.is_rank0 = what, numel, limits, is_rank0
-        self.uses: list[ModuleUse] = []
-        # One action for each use; None while recording.
-        self.plan: list[FetchAction] | None = None
-        # Of the use under way, in ``uses``; -1 between two passes.
+        self._recorded: list[ModuleUse] = []
+        self.plan: FetchPlan | None = None
+        """None while the order is recorded."""
         self.position = -1
+        """Of the use under way; -1 between two passes."""
         self.dropped = 0
 
-    def advance(
-        self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int = 0
-    ) -> FetchAction | None:
-        """The next use. Returns what the plan says; None while recording."""
+    def advance(self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int) -> ModuleUse | None:
+        """The next use. Returns what the plan says about it; None while recording."""
         following = self.position + 1
         if self.plan is not None:
             # A use on demand is noticed only where the bucket is not there: this time it may be missing.
-            found = following
-            while found < len(self.uses) and self.uses[found].keys != keys and self.uses[found].on_demand:
+            uses, found = self.plan.uses, following
+            while found < len(uses) and uses[found].keys != keys and uses[found].on_demand:
                 found += 1
-            if found < len(self.uses) and self.uses[found].keys == keys:
+            if found < len(uses) and uses[found].keys == keys:
                 self.position = found
-                return self.plan[found]
+                return uses[found]
             if on_demand:
                 # One that the plan does not have: it is fetched, and the plan goes on behind it.
                 return NO_ACTION
-            self._drop(following, where)
-        self.uses.append(ModuleUse(keys, backward, where, on_demand, run))
+            self._drop(self.plan, following, where)
+        self._recorded.append(ModuleUse(keys, backward, where, on_demand, run))
         self.position = following
         return None
 
-    def _drop(self, following: int, where: str) -> None:
-        expected = self.uses[following].where if following < len(self.uses) else "the end of the step"
+    def _drop(self, plan: FetchPlan, following: int, where: str) -> None:
         if self.dropped == 0 and self.is_rank0:
+            expected = plan.uses[following].where if following < len(plan.uses) else "the end of the step"
             log.warning(
                 "%s: the order of modules changed at %s (before: %s); recording it anew", self.what, where, expected
             )
@@ -128,36 +123,27 @@ class ModuleTrace:
                 self.what, WARN_AFTER_DROPS,
             )  # fmt: skip
         # What came before is as it was recorded, so only the rest of the step is recorded anew.
-        del self.uses[following:]
-        self.plan = None
+        self._recorded, self.plan = list(plan.uses[:following]), None
 
     def completed(self, key: int) -> None:
-        """A bucket's gradients are complete."""
-        if self.plan is None and self.uses:
-            self.uses[-1].completes.add(key)
+        """All gradients of a bucket are there: from now on it need not stay gathered for them."""
+        if self.plan is None and self._recorded:
+            self._recorded[-1].completes.add(key)
 
-    def close(self) -> None:
-        """The end: compile what was recorded; the next use is the first again."""
-        if not all(use.on_demand for use in self.uses[self.position + 1 :]):
-            self._drop(self.position + 1, "the end of the step")
-        if self.plan is None and self.uses:
-            self.plan = compile_plan(self.uses, self.numel, self.limits)
+    def close(self) -> bool:
+        """End the pass: compile what was recorded; the next use is the first again. Returns whether the plan is new."""
+        before, end = self.plan, self.position + 1
+        # A step that ended early drops the plan, and makes another of what came.
+        if self.plan is not None and not all(use.on_demand for use in self.plan.uses[end:]):
+            self._drop(self.plan, end, "the end of the step")
+        if self.plan is None and self._recorded:
+            self.plan = compile_plan(self._recorded, self.numel, self.limits)
         self.position = -1
-
-    def step_plan(self) -> FetchPlan | None:
-        """What the next time will follow; None while nothing is known."""
-        if self.plan is None:
-            return None
-        return FetchPlan(tuple(self.uses), tuple(self.plan), dict(self.numel), self.limits)
-
-    def follow(self, plan: FetchPlan) -> None:
-        """Follow a plan that another engine, or a dry run, has recorded."""
-        self.uses, self.plan = list(plan.uses), list(plan.actions)
+        return self.plan is not before
 
     def reset(self) -> None:
         """Begin again at the first use, after a pass that broke off. What was recorded of it is dropped."""
-        if self.plan is None:
-            self.uses = []
+        self._recorded = []
         self.position = -1
 
 
@@ -174,24 +160,22 @@ class PartitionedParameterCoordinator:
     def __init__(
         self, buckets: Sequence[PartitionedBucket], limits: FetchLimits, recording_numel: int, comm: Communicator
     ) -> None:
-        self.buckets, self.limits, self.ledger = list(buckets), limits, comm.ledger
-        self.comm = comm
+        self.buckets, self.limits, self.comm, self.ledger = list(buckets), limits, comm, comm.ledger
         self.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
         numel = {bucket.key: bucket.numel for bucket in buckets}
-        is_rank0 = comm.rank == 0
-        self.training = ModuleTrace("training", numel, limits, is_rank0)
-        self.evaluation = ModuleTrace("evaluation", numel, limits, is_rank0)
+        self.training, self.evaluation = (
+            ModuleTrace(what, numel, limits, comm.rank == 0) for what in ("training", "evaluation")
+        )
         self._trace = self.training
-        # The use under way: its buckets are here and stay until the next one.
+        # Keys of the use under way: its buckets are here and stay until the next one.
         self._current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self._pools = list({id(bucket.pool): bucket.pool for bucket in buckets}.values())
-        # One rank computes with its shard itself, unless that is in host memory.
-        takes = {bucket.key: bucket.numel for bucket in buckets if not isinstance(bucket.pool, InPlacePool)}
+        takes = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
         self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
         # Of the block of activation checkpointing that the backward pass runs again now (0: none), and how many did.
@@ -209,8 +193,7 @@ class PartitionedParameterCoordinator:
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 self._runs += 1
                 self._run, self._current = self._runs, frozenset()
-            return
-        if torch.is_grad_enabled():
+        elif torch.is_grad_enabled():
             self._switch(self.training)
         else:
             self._switch(self.evaluation)
@@ -221,18 +204,16 @@ class PartitionedParameterCoordinator:
         if in_backward():
             self._run = 0
         elif self._trace is self.evaluation:
-            before = self._trace.plan
-            self._trace.close()
+            changed = self._trace.close()
             self.release_all()
-            if self._trace.plan is not before:
+            if changed:
                 self._plans_changed()
             if self.training.position < 0:
                 self._end_pass()
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
-            self._trace = trace
-            self._current = frozenset()
+            self._trace, self._current = trace, frozenset()
 
     def fetch_sub_module(self, keys: tuple[int, ...], where: str, on_demand: bool = False, show: bool = True) -> None:
         """1 fetch, before a module's forward pass and in its backward pass.
@@ -258,28 +239,28 @@ class PartitionedParameterCoordinator:
         if backward and self._trace is self.evaluation:
             # An evaluation between a forward pass and its backward pass has ended.
             self._switch(self.training)
-        action = self._trace.advance(keys, backward, where, on_demand, self._run)
+        planned = self._trace.advance(keys, backward, where, on_demand, self._run)
         forward = FORWARD if self._trace is self.training else EVALUATION
         if not self._buffers.moments:
             self._begin_pass()
-        self._buffers.moments.append(Moment(keys, self._run))
+        taken: list[int] = []
+        self._buffers.moments.append((keys, self._run, [], taken))
         # Release before fetching: the buffers that become free are those that the fetch takes.
-        self.release_sub_module(keys, action)
+        self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
         # collectives that ranks launch in different orders are paired wrongly, and hang or exchange garbage.
         fetches = [(key, BACKWARD if backward else forward, "") for key in keys]
-        if action is not None:
-            fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in action.prefetch]
+        if planned is not None:
+            fetches += [(key, BACKWARD if later else forward, "prefetch") for key, later in planned.prefetch]
         for key, kind, note in fetches:
             if key in self._live:
                 continue
             bucket = self.buckets[key]
             self._count_live(key, where, note)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
-                self._buffers.moments[-1].taken.append(key)
+                taken.append(key)
                 with profiler_ranges.span("fetch", key, where, note):
-                    # An evaluation leaves the secondary shards of training as they are.
-                    bucket.launch(kind, exact=False, keep=kind != EVALUATION)
+                    bucket.launch(kind, bucket.gather)
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
@@ -294,24 +275,26 @@ class PartitionedParameterCoordinator:
                 self._live.pop(key, None)
                 self._live[key] = None
 
-    def release_sub_module(self, keys: tuple[int, ...], action: FetchAction | None) -> None:
+    def release_sub_module(self, keys: tuple[int, ...], planned: ModuleUse | None) -> None:
         """2: before ``keys`` are fetched, release what the modules before needed and the plan lets go.
 
-        While recording, what was used longest ago goes, so that little more than two buckets is held.
+        While recording (``planned`` is None) there is nothing to look ahead to: what was used longest ago goes, so that
+        little more than two buckets is held.
         """
-        for key in action.release if action is not None else ():
+        for key in planned.release if planned is not None else ():
             self._release_in_pass(key)
         # A use on demand that the plan does not have may need room that the plan did not leave.
-        for key in self._oldest(keys, self._recording_numel if action is None else self.limits.live_numel):
+        limit = self._recording_numel if planned is None else self.limits.live_numel
+        total = self.live_numel + sum(self.buckets[key].numel for key in keys if key not in self._live)
+        for key in [key for key in self._live if key not in keys] if total > limit else ():
+            if total <= limit:
+                break
+            total -= self.buckets[key].numel
             self._release_in_pass(key)
 
     def end_sub_module(self, where: str) -> None:
         """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
         self.comm.position = f"{'backward' if in_backward() else 'forward'}, after {where}"
-
-    def gradients_complete(self, key: int) -> None:
-        """All gradients of a bucket are there."""
-        self.training.completed(key)
 
     def end_step(self) -> None:
         """The boundary: the trace of training is complete, and all values are about to change.
@@ -320,31 +303,25 @@ class PartitionedParameterCoordinator:
             PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
         """
         self._switch(self.training)
-        refused: Exception | None = None
         try:
+            # What this raises comes when all else is done: the other ranks, whose program wrote nothing, have ended
+            # the step, and so does this one.
             self.release_all()
-        except PartitionedUseError as error:
-            # It is raised when all else is done: the other ranks, whose program wrote nothing, have ended the step.
-            refused = error
-        before = self.training.plan
-        self.training.close()  # where the step ended early, this drops the plan and makes another
-        if self.training.plan is not before:
-            self._buffers.recorded()
-            self._plans_changed()
-        elif self._to_simulate:
-            self.predict_anew()
-        self._runs = 0
-        self._end_pass()
-        if refused is not None:
-            raise refused
+        finally:
+            if self.training.close():
+                self._buffers.recorded()
+                self._plans_changed()
+            elif self._to_simulate:
+                self.predict_anew()
+            self._runs = 0
+            self._end_pass()
 
     def _begin_pass(self) -> None:
         for pool in self._pools:
             pool.begin_pass()
-        quantized = {id(bucket.gather.buffers): bucket.gather.buffers for bucket in self.buckets}
-        for messages in quantized.values():
+        for messages in {bucket.gather.buffers for bucket in self.buckets}:
             if messages is not None:  # of one size, kept from pass to pass
-                messages.count_anew()
+                messages.most_numel = messages.numel()
 
     def _end_pass(self) -> None:
         self._buffers.moments = []
@@ -356,23 +333,25 @@ class PartitionedParameterCoordinator:
         self.predict_anew(simulate=max(self.training.dropped, self.evaluation.dropped) < WARN_AFTER_DROPS)
 
     def follow(self, plan: FetchPlan) -> None:
-        """Training follows ``plan`` from its next use on, which has to be the first of a step."""
-        self.training.follow(plan)
+        """Let training follow a rehearsed plan from its next use on, which has to be the first of a step."""
+        self.training.plan = plan
         self.predict_anew()
         self._end_pass()
+
+    def plans(self) -> list[FetchPlan]:
+        """The plans that there are, training's first."""
+        return [trace.plan for trace in (self.training, self.evaluation) if trace.plan is not None]
 
     def predict_anew(self, simulate: bool = True) -> None:
         """A plan is new, or buckets travel in another way: what later steps send and hold follows from the plans.
 
-        Args:
-            simulate: find out which buffers the plans take, too; that costs several passes over them.
+        With ``simulate`` the buffers that the plans take are found out too; that costs several passes over them.
         """
-        traces = [trace for trace in (self.training, self.evaluation) if trace.plan is not None]
-        plans = [(trace.uses, trace.plan) for trace in traces if trace.plan is not None]
+        plans = self.plans()
         if not plans:
             return
         if simulate:
-            self._buffers.expect([moments_of(*plan) for plan in plans])
+            self._buffers.expect(plans)
         self._to_simulate = not simulate
         self.on_plan()
 
@@ -397,7 +376,7 @@ class PartitionedParameterCoordinator:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
         if self._buffers.moments:
-            self._buffers.moments.append(Moment((), 0, list(self._live)))
+            self._buffers.moments.append(((), 0, list(self._live), []))
         # Buffers of prefetches that were not used belong to their all-gathers until these end.
         self.inflight.wait_all()
         refused: Exception | None = None
@@ -410,15 +389,15 @@ class PartitionedParameterCoordinator:
             raise refused
 
     def has(self, bucket: PartitionedBucket) -> bool:
-        """Whether the bucket is one of mine."""
+        """Whether the bucket is one of this engine's."""
         return 0 <= bucket.key < len(self.buckets) and self.buckets[bucket.key] is bucket
 
     def owner_of(self, tensor: torch.Tensor) -> PartitionedBucket | None:
         """The bucket whose present values ``tensor`` shows, gathered now or a view of what was, if any."""
         if tensor.layout is not torch.strided:
             return None
-        # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd is known to
-        # save must not depend on when that happens.
+        # A view of a released bucket counts too while nothing has overwritten the buffer: what autograd saves as a
+        # weight must not depend on when that happens.
         place = storage_ptr_of(tensor)
         for pool in self._pools:
             bucket, generation = pool.owners.get(place, (None, 0))
@@ -461,19 +440,6 @@ class PartitionedParameterCoordinator:
             self.ledger.note("release", "", f"bucket {key}")
             with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
                 bucket.release(discard)
-
-    def _oldest(self, keys: tuple[int, ...], limit: int) -> list[int]:
-        """What was used longest ago, until ``keys`` have room within ``limit`` elements."""
-        total = self.live_numel
-        total += sum(self.buckets[key].numel for key in keys if key not in self._live)
-        chosen = []
-        for key in self._live:
-            if total <= limit:
-                break
-            if key not in keys:
-                chosen.append(key)
-                total -= self.buckets[key].numel
-        return chosen
 
 
 def keys_of(params: Iterable[ZeroParameter]) -> tuple[int, ...]:

@@ -21,9 +21,9 @@ Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stag
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,14 +31,20 @@ from torch import nn
 
 from deepzero.comm.collectives import Communicator
 from deepzero.config.zero import ZeroConfig
-from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, ParamSlot, bucket_limit, plan_layout
-from deepzero.runtime.zero.buffer_pool import BufferPool, InPlacePool
+from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, bucket_limit, plan_layout
+from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
 from deepzero.runtime.zero.gradient_reduction import BucketRef, GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, MasterShard, ParamGroup, PendingUpload
-from deepzero.runtime.zero.parameter_all_gather import SETUP, DeviceShard, GatherConfig, send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import (
+    SETUP,
+    DeviceShard,
+    PlainAllGather,
+    build_all_gather,
+    send_to_replicas,
+)
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -55,7 +61,9 @@ from deepzero.runtime.zero.zeropp import build_quantizer
 
 log = logging.getLogger(__name__)
 
-# ---- 0 build: which parameters are cut, over which buckets -----------------------------------------------------------
+GatherBuilder = Callable[[PlainAllGather], PlainAllGather]
+
+# ---- 0 build: which parameters are cut, over which buckets, and how these travel -------------------------------------
 
 
 def plan_partitioning(
@@ -63,13 +71,8 @@ def plan_partitioning(
 ) -> tuple[list[GroupLayout], int]:
     """Which parameters are cut, over which buckets. Pure numbers.
 
-    Returns the groups of trained parameters, then of frozen ones, and how many elements a bucket may have.
-
-    Args:
-        names: every parameter's.
-        chosen: the trainable parameters of each optimizer group, in the order in which their gradients arrive.
-        config: thresholds and limits.
-        world_size: W.
+    Returns the groups of trained parameters, then of frozen ones, and how many elements a bucket may have. ``names``
+    has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
@@ -79,21 +82,18 @@ def plan_partitioning(
     limit = bucket_limit(total, config.reduce_bucket_size, config.allgather_bucket_size)
     # Two buckets are needed at a time: the one that is computed with and the next one.
     limit = min(limit, max(config.stage3_max_live_parameters // 2, 1))
-
-    def planned(params: Sequence[nn.Parameter], optimizer_group: int | None, partitioned: bool) -> GroupLayout:
-        layout = plan_layout([p.numel() for p in params], world_size, limit)
-        return GroupLayout(params, layout, optimizer_group, partitioned)
-
-    groups = []
+    cut: list[tuple[Sequence[nn.Parameter], int | None, bool]] = []
     for index, params in enumerate(chosen):
-        for partitioned in (True, False):
-            # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some
-            # bucket twice per micro-batch; whole, they cost little memory and one all-gather per step.
-            some = [p for p in params if (p.numel() > threshold) is partitioned]
-            if some:
-                groups.append(planned(some, index, partitioned))
-    if frozen:
-        groups.append(planned(frozen, None, True))
+        # Biases and norms are most of the parameters and few of the elements. Partitioned, each would be in some bucket
+        # twice per micro-batch; whole, they cost little memory and one all-gather per step.
+        cut.append(([p for p in params if p.numel() > threshold], index, True))
+        cut.append(([p for p in params if p.numel() <= threshold], index, False))
+    cut.append((frozen, None, True))
+    groups = [
+        GroupLayout(params, plan_layout([p.numel() for p in params], world_size, limit), index, partitioned)
+        for params, index, partitioned in cut
+        if params
+    ]
     return groups, limit
 
 
@@ -111,27 +111,21 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
     )
 
 
-def gather_configs(
+def gather_builders(
     config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
-) -> dict[bool, GatherConfig]:
-    """How buckets travel; those of frozen parameters under True. A collective.
+) -> tuple[dict[bool, GatherBuilder], BufferPool | None]:
+    """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
 
-    Args:
-        config: the settings.
-        comm: the ranks.
-        dtype: compute dtype.
-        layouts: of all partitioned groups, those of frozen parameters under True.
+    Also returns the buffers of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
     """
     if comm.world_size == 1:
-        return {False: GatherConfig(), True: GatherConfig(frozen=True)}
+        return dict.fromkeys((False, True), build_all_gather), None
     # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
     size, mics = config.secondary_size, config.mics_shard_size > 0
     group = comm.split(size)[0] if size > 1 or mics else None
-    quantized = {
-        False: config.zero_quantized_weights,
-        True: config.zero_quantized_weights or config.zero_quantized_nontrainable_weights,
-    }
-    settings, quantizer, buffers, scratch_bytes = config.quantization, None, None, 0
+    weights = config.zero_quantized_weights
+    quantized = {False: weights, True: weights or config.zero_quantized_nontrainable_weights}
+    settings, quantization, buffers = config.quantization, None, None
     if quantized[True]:
         # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
@@ -139,14 +133,12 @@ def gather_configs(
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
         # One size for all: a buffer of the pool fits whatever bucket comes next.
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
-        scratch_bytes = comm.world_size * quantizer.format.message_bytes(shard_numel)
         buffers = _pool(torch.uint8, config, comm)
+        quantization = (quantizer, buffers, comm.world_size * quantizer.format.message_bytes(shard_numel))
     return {
-        frozen: GatherConfig(group, mics, quantizer, buffers, scratch_bytes, frozen)
-        if quantized[frozen]
-        else GatherConfig(group, mics, frozen=frozen)
-        for frozen in (False, True)
-    }
+        frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
+        for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
+    }, buffers
 
 
 def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
@@ -171,7 +163,9 @@ class Partitioning:
     """What step 0 of stage 3 leaves behind."""
 
     groups: list[ParamGroup]
-    """Of trainable parameters: partitioned ones, and ``FlatParamGroup`` of persistent ones."""
+    """Of trainable parameters, in the optimizer's order: those of the next two lists."""
+    partitioned: list[PartitionedParamGroup]
+    persistent: list[FlatParamGroup]
     frozen: list[PartitionedParamGroup]
     coordinator: PartitionedParameterCoordinator
     pools: list[BufferPool]
@@ -187,8 +181,8 @@ class Partitioning:
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
-        gathers = (bucket.gather for bucket in self.coordinator.buckets)
-        return [gather.secondary_shard for gather in gathers if gather.secondary_shard is not None]
+        shards = (bucket.gather.secondary_shard for bucket in self.coordinator.buckets)
+        return [shard for shard in shards if shard is not None]
 
     def clear(self) -> None:
         """Let go of free buffers."""
@@ -210,9 +204,9 @@ def partition_model(
 
     Args:
         names: every parameter's.
-        planned: from :func:`plan_partitioning`.
-        limit: from there, too.
-        placements: of its groups.
+        planned: the groups, from :func:`plan_partitioning`, as is ``limit``.
+        limit: elements that a bucket may have.
+        placements: of the groups.
         config: thresholds and limits.
         comm: the ranks.
         dtype: compute dtype.
@@ -221,7 +215,7 @@ def partition_model(
     partitioned = {param for group in planned if group.partitioned for param in group.params}
     trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
     for param in (p for p in names if p not in partitioned):
-        # ``zero.Init`` cuts everything, as it cannot know which parameters will be persistent.
+        # ``zero.Init`` cuts everything, as nothing tells it which parameters will be persistent.
         if isinstance(param, PartitionedParameter):
             unpartition(param)
         if param not in trained:
@@ -231,36 +225,33 @@ def partition_model(
         frozen: [g.layout for g in planned if g.partitioned and (g.optimizer_group is None) is frozen]
         for frozen in (False, True)
     }
-    configs = gather_configs(config, comm, dtype, layouts)
+    builders, messages = gather_builders(config, comm, dtype, layouts)
     if comm.rank == 0 and comm.world_size > 1:
         _name_idle_switches(config, layouts)
     groups: list[ParamGroup] = []
-    frozen: list[PartitionedParamGroup] = []
+    cut: list[PartitionedParamGroup] = []
+    persistent: list[FlatParamGroup] = []
     buckets: list[PartitionedBucket] = []
     for group, placement in zip(planned, placements, strict=True):
-        index = group.optimizer_group
-        labels = [names[p] for p in group.params]
+        index, labels = group.optimizer_group, [names[p] for p in group.params]
         if group.partitioned:
-            made = PartitionedParamGroup(
-                labels, group, comm, pool, len(buckets), placement, offload, configs[index is None]
-            )
-            buckets.extend(made.buckets)
-            if index is None:
-                frozen.append(made)
-            else:
-                groups.append(made)
+            builder = builders[index is None]
+            cut.append(PartitionedParamGroup(labels, group, comm, pool, len(buckets), placement, offload, builder))
+            buckets.extend(cut[-1].buckets)
         elif index is not None:
             allocate = offload.allocate if offload is not None else None
-            groups.append(
-                FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, allocate)
-            )
+            made = FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, allocate)
+            persistent.append(made)
+        if index is not None:
+            groups.append(cut[-1] if group.partitioned else persistent[-1])
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
     coordinator = PartitionedParameterCoordinator(buckets, fetch_limits(config, limit), 2 * largest, comm)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
-    quantized = configs[True].buffers
-    return Partitioning(groups, frozen, coordinator, [pool] if quantized is None else [pool, quantized])
+    pools = [pool] if messages is None else [pool, messages]
+    frozen = [group for group in cut if group.optimizer_group is None]
+    return Partitioning(groups, [g for g in cut if g not in frozen], persistent, frozen, coordinator, pools)
 
 
 def is_real(param: nn.Parameter) -> bool:
@@ -288,12 +279,11 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
 
 # ---- 0 build: one group of partitioned parameters --------------------------------------------------------------------
 
-
 HOST_PARAMETERS = "host_parameters"
 
 
 class HostParams(Protocol):
-    """Host memory for parameters (``offload_param``), and the way from there; see ``offload/offload_plan.py``."""
+    """Host memory for parameters (``offload_param``), and the way from there: ``offload/optimizer_offload.py``."""
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """1-D host memory, counted in the ledger under ``category``."""
@@ -319,9 +309,9 @@ class PartitionedParamGroup:
         comm: the ranks.
         pool: buffers of the compute dtype.
         first_key: the coordinator's number of the first bucket.
-        placement: what of it lives in host memory; None: nothing.
+        placement: what of it lives in host memory.
         offload: where that is; None: nothing is offloaded.
-        config: how buckets travel.
+        build_gather: makes each bucket's plain all-gather into the configured one.
     """
 
     partitioned, whole = True, False
@@ -333,42 +323,42 @@ class PartitionedParamGroup:
         comm: Communicator,
         pool: BufferPool,
         first_key: int,
-        placement: OffloadPlan | None = None,
-        offload: HostParams | None = None,
-        config: GatherConfig | None = None,
+        placement: OffloadPlan,
+        offload: HostParams | None,
+        build_gather: GatherBuilder,
     ) -> None:
         self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
         self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
-        layout, trained = planned.layout, planned.optimizer_group is not None
         # ---- where shard_S and master_S lie
         # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
         self.before_write: Callable[[], None] | None = offload.finish_reads if offload is not None else None
-        self.placement = placement or OffloadPlan.on_device(layout, self.dtype == torch.float32, trained)
-        cut = self.placement.parameter_numel
-        self.shard_on_host: torch.Tensor | None = None
-        if cut and offload is not None:
-            self.shard_on_host = offload.allocate(HOST_PARAMETERS, cut, self.dtype)
-        self.master_shard = MasterShard(self.placement, offload.allocate if offload is not None else None)
-        # ---- the parameters move in; from here on they are placeholders
-        self.fragments = layout.fragments(comm.rank)
+        self.placement, self.shard_on_host = placement, None
+        if placement.parameter_numel and offload is not None:
+            self.shard_on_host = offload.allocate(HOST_PARAMETERS, placement.parameter_numel, self.dtype)
+        self.master_shard = MasterShard(placement, offload.allocate if offload is not None else None)
+        # ---- the parameters are partitioned; from here on they are placeholders
+        self.fragments = planned.layout.fragments(comm.rank)
         # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
-        self._mine = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        self.params = self._move_in(planned.params)
+        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
+        self.params = self._partition(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
-        self.masters = [self._master_of(fragment) for fragment in self.fragments] if trained else []
+        # The optimizer's tensors: leaves that it may update, in fp32 fragments of the shard itself.
+        self.masters: list[torch.Tensor] = []
+        for fragment in self.fragments if planned.optimizer_group is not None else ():
+            separate = self._separate_master(fragment)
+            master = self.param_fragment(fragment) if separate is None else separate
+            self.masters.append(master.detach().requires_grad_())
         # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
-        device_pool = InPlacePool(pool.dtype, pool.device) if comm.world_size == 1 else pool
-        for bucket in layout.buckets:
+        for bucket in planned.layout.buckets:
             key, inside = first_key + bucket.index, [self.params[slot.index] for slot in bucket.slots]
-            on_host, where = self.placement.keeps_on_host(bucket), f"bucket {key}"
+            on_host, where = placement.keeps_on_host(bucket), f"bucket {key}"
             source = offload.source_of(bucket, comm, where) if on_host and offload is not None else DeviceShard()
-            gather = (config or GatherConfig()).build(bucket, self.dtype, comm, source, where)
-            buffers = pool if on_host else device_pool
-            self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, buffers, self))
+            gather = build_gather(PlainAllGather(bucket, self.dtype, comm, source, where))
+            self.buckets.append(PartitionedBucket(key, bucket, inside, self.param_shard(bucket), gather, pool, self))
 
     @torch.no_grad()
-    def _move_in(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
+    def _partition(self, params: Sequence[nn.Parameter]) -> list[ZeroParameter]:
         """Cut the parameters one by one: this rank's fragments into shard and masters, the rest is freed.
 
         See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
@@ -377,27 +367,27 @@ class PartitionedParamGroup:
         waits = lies_on(params, self.device)
         if not waits:
             self._allocate()
-        kept: dict[int, torch.Tensor] = {}
+        waiting: dict[int, torch.Tensor] = {}
         made = []
         for index, param in enumerate(params):
             register_owner(param, self.names[index])
             made.append(as_zero_parameter(param, self.names[index]))
             # Whole on this rank until the end of the loop's turn: the only parameter that is.
-            values, number = self._whole_values(made[-1]), self._mine.get(index)
+            values, number = self._whole_values(made[-1]), self._numbers.get(index)
             if number is not None:
                 fragment = self.fragments[number]
                 mine = values[fragment.start : fragment.start + fragment.numel]
                 if waits:
-                    kept[number] = mine.clone()  # a view would keep the whole parameter's memory
+                    waiting[number] = mine.clone()  # a view would keep the whole parameter's memory
                 else:
-                    self._lay(number, mine)
+                    self._keep(fragment, mine)
             del values
-            made[-1]._zero.home = made[-1]._zero.slot = None
+            made[-1]._zero.bucket = made[-1]._zero.slot = None
             made[-1].hide(self.dtype, self.device)
         if waits:
             self._allocate()
-        for number in list(kept):
-            self._lay(number, kept.pop(number))
+        for number in list(waiting):
+            self._keep(self.fragments[number], waiting.pop(number))
         return made
 
     def _allocate(self) -> None:
@@ -408,22 +398,21 @@ class PartitionedParamGroup:
 
     def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
-        if param._zero.home is None:
+        bucket = param._zero.bucket
+        if bucket is None:
             return take_values(param, self.comm)
-        home, _ = param._zero.placed()
-        home.launch(SETUP)
-        home.wait()
-        values: torch.Tensor = home.value(param).reshape(-1)
-        home.release()
+        bucket.launch(SETUP)
+        bucket.wait()
+        values = bucket.value(param).reshape(-1)
+        bucket.release()
         return values
 
-    def _lay(self, number: int, mine: torch.Tensor) -> None:
-        """One fragment's values into the shard, and into its master as they were before the cast."""
-        fragment = self.fragments[number]
-        self.param_fragment(fragment).copy_(mine)
-        master = self.master_shard.view(fragment.shard_start, fragment.numel)
+    def _keep(self, fragment: Fragment, values: torch.Tensor) -> None:
+        # The master takes the values as they were before the cast; DeepSpeed's takes the cast ones.
+        self.param_fragment(fragment).copy_(values)
+        master = self._separate_master(fragment)
         if master is not None:
-            master.copy_(mine)
+            master.copy_(values)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
 
@@ -447,10 +436,9 @@ class PartitionedParamGroup:
         """This rank's elements of one parameter: 1-D, compute dtype."""
         return self._shard(fragment.shard_start, fragment.numel)
 
-    def _master_of(self, fragment: Fragment) -> torch.Tensor:
-        """A leaf that the optimizer may update; in fp32 the shard is its own master."""
-        found = self.master_shard.view(fragment.shard_start, fragment.numel)
-        return (self.param_fragment(fragment) if found is None else found).detach().requires_grad_()
+    def _separate_master(self, fragment: Fragment) -> torch.Tensor | None:
+        # None in fp32, where the shard is its own master.
+        return self.master_shard.view(fragment.shard_start, fragment.numel)
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
         """The fp32 masters of this rank's shard of ``bucket``, padding included; in fp32 that shard itself."""
@@ -462,25 +450,21 @@ class PartitionedParamGroup:
     @torch.no_grad()
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
-        number = self._mine.get(self._index[param])
-        if number is None or self.optimizer_group is None:
-            return
-        fragment = self.fragments[number]
-        if self.master_shard.view(fragment.shard_start, fragment.numel) is not None:  # else the shard is the master
-            update_master_from_param(self.masters[number], self.param_fragment(fragment))
+        number = self._numbers.get(self._index[param])
+        if number is not None and self.optimizer_group is not None:
+            fragment = self.fragments[number]
+            if self._separate_master(fragment) is not None:
+                update_master_from_param(self.masters[number], self.param_fragment(fragment))
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
         """New values for one parameter and for its master, which keeps all bits of them.
 
-        Args:
-            index: position in :attr:`params`.
-            values: 1-D, whole, fp32, the same on every rank.
+        ``index`` is the position in :attr:`params`; ``values`` are 1-D, whole, fp32, the same on every rank.
         """
-        param, number = self.params[index], self._mine.get(index)
-        home, _ = param._zero.placed()
         # This writes the cast values, and lets the master follow them; then come the bits that the cast has lost.
-        home.write(param, values)
+        self.params[index]._zero.placed()[0].write(self.params[index], values)
+        number = self._numbers.get(index)
         if number is not None:
             fragment = self.fragments[number]
             self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
@@ -544,42 +528,6 @@ def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
     return any(param.device == device for param in params)
 
 
-# ---- 0 build: parameters that stay whole -----------------------------------------------------------------------------
-
-
-class PersistentStore:
-    """Where a parameter lies that is whole on every rank: in a flat buffer, or, untrained, by itself."""
-
-    status = ZeroParamStatus.AVAILABLE
-
-    def __init__(self, param: nn.Parameter, group: FlatParamGroup | None) -> None:
-        self._param = weakref.ref(param)
-        self._group = group
-
-    def part_of(self, slot: ParamSlot) -> torch.Tensor:
-        """1-D: what this rank's optimizer updates of the parameter; all of an untrained one."""
-        if self._group is None:
-            param = self._param()
-            return torch.zeros(0) if param is None else param.detach().reshape(-1)
-        mine = next((fragment for fragment in self._group.fragments if fragment.slot.index == slot.index), None)
-        flat = self._group.flat_P[slot.offset : slot.end]
-        return flat[:0] if mine is None else flat[mine.start : mine.start + mine.numel]
-
-
-def mark_persistent(model: nn.Module, groups: Sequence[FlatParamGroup]) -> None:
-    """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
-    places = {
-        param: (group, slot) for group in groups for param, slot in zip(group.params, group.layout.slots, strict=True)
-    }
-    for name, param in model.named_parameters():
-        if type(param) is nn.Parameter:
-            record = ParamRecord(param, name)
-            group, record.slot = places.get(param, (None, ParamSlot(0, 0, param.numel())))
-            record.home = PersistentStore(param, group)
-            param.__class__ = PersistentParameter
-            param._zero = record  # type: ignore[attr-defined]
-
-
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
@@ -592,33 +540,40 @@ class ZeroStage3:
         partitioning: what step 0 has left behind.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        gradients: GradientReducer,
-        partitioning: Partitioning,
-    ) -> None:
-        self.gradients, self.comm = gradients, gradients.reducer.comm
+    def __init__(self, model: nn.Module, gradients: GradientReducer, partitioning: Partitioning) -> None:
+        self._model, self.gradients, self.comm = model, gradients, gradients.reducer.comm
         self.coordinator, self.groups = partitioning.coordinator, partitioning.groups
-        self.partitioned = [group for group in self.groups if isinstance(group, PartitionedParamGroup)]
-        self.frozen = partitioning.frozen
+        self.partitioned, self.frozen = partitioning.partitioned, partitioning.frozen
+        # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
+        # in one order.
+        self.persistent = ZeroStage1And2(partitioning.persistent, gradients, self.comm)
+        self._mark_persistent()
+        # By the group's number: who takes a bucket on which the CPU has stepped.
+        self._on_upload: dict[int, Callable[[Bucket, PendingUpload | None], None]] = {
+            self.groups.index(group): group.arrived for group in self.partitioned
+        }
+        for number, whole in enumerate(partitioning.persistent):
+            self._on_upload[self.groups.index(whole)] = partial(self.persistent.arrived, number)
         self._key_of = {
-            (g, made.bucket.index): made.key
-            for g, group in enumerate(self.groups)
-            if isinstance(group, PartitionedParamGroup)
+            (self.groups.index(group), made.bucket.index): made.key
+            for group in self.partitioned
             for made in group.buckets
         }
         gradients.on_launched = self._launched
-        # Persistent parameters are treated as stage 2 treats all. One reducer serves all groups: buckets are launched
-        # in one order.
-        whole = [group for group in self.groups if isinstance(group, FlatParamGroup)]
-        self.persistent = ZeroStage1And2(whole, self.gradients, self.comm)
-        mark_persistent(model, whole)
-        self._model = model
         self._boundary = False
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
-        self.gradients.leaf_params = self.hooks.leaf_params
+        gradients.leaf_params = self.hooks.leaf_params
+
+    def _mark_persistent(self) -> None:
+        """Give parameters that stay whole DeepSpeed's attributes: ``ds_id``, ``ds_status`` and the like."""
+        slots = {p: (g, s) for g in self.persistent.groups for p, s in zip(g.params, g.layout.slots, strict=True)}
+        for name, param in self._model.named_parameters():
+            if type(param) is nn.Parameter:
+                record = ParamRecord(param, name)
+                record.group, record.slot = slots.get(param, (None, None))
+                param.__class__ = PersistentParameter
+                param._zero = record  # type: ignore[attr-defined]
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -634,19 +589,19 @@ class ZeroStage3:
         # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
         key = self._key_of.get((entry.group, entry.bucket.index))
         if key is not None:
-            self.coordinator.gradients_complete(key)
+            self.coordinator.training.completed(key)
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
-        """A leaf module's backward pass is over: experts without tokens get no gradient any more."""
+        # A leaf module's backward pass is over: experts without tokens get no gradient any more.
         self.gradients.leaf_grads_complete(params, self._boundary)
 
     def backward_end(self, boundary: bool) -> None:
-        """The end of a backward pass."""
+        """End a backward pass."""
         self.hooks.end_of_backward()
         self.gradients.backward_end(boundary)
 
     def forget_pass(self) -> None:
-        """The end of a pass that left no gradient; one through a leaf module may have counted it as complete."""
+        """End a pass that left no gradient; one through a leaf module may have counted it as complete."""
         self.hooks.end_of_backward()
         self.gradients.forget_pass()
 
@@ -667,16 +622,12 @@ class ZeroStage3:
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        found = self.groups[group]
-        if isinstance(found, PartitionedParamGroup):
-            found.arrived(bucket, copy)
-        elif isinstance(found, FlatParamGroup):
-            self.persistent.arrived(self.persistent.groups.index(found), bucket, copy)
+        self._on_upload[group](bucket, copy)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS tell the other groups."""
+        """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS renew secondary shards."""
         # Launched first: persistent parameters travel while the others' masters are cast.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
@@ -706,5 +657,5 @@ class ZeroStage3:
             if isinstance(param, PersistentParameter):
                 del param._zero
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
-        for partitioned in (*self.partitioned, *self.frozen):
-            partitioned.release()
+        for group in (*self.partitioned, *self.frozen):
+            group.release()

@@ -17,69 +17,26 @@ Sources: "Data Parallelism" of the stage-1 notes, ``allreduce_bucket`` of the De
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
-from deepzero.runtime.zero.gradient_reduction import GradientReducer
-from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
+from deepzero.runtime.zero.stage_1_and_2 import ZeroStage1And2
 
 
-class ZeroStage0:
-    """Replicated states, all-reduced gradients.
+class ZeroStage0(ZeroStage1And2):
+    """Replicated states, all-reduced gradients: stage 1 with one partition, which every rank has.
 
-    Args:
-        groups: built with ``whole=True``: masters of everything, on every rank.
-        gradients: its ``BucketReducer`` was built with ``whole=True``, too. Nothing overlaps, every pass accumulates.
+    Its groups are built with ``whole=True``, masters of everything on every rank, and its ``BucketReducer`` hands out
+    whole sums.
     """
 
-    def __init__(self, groups: Sequence[FlatParamGroup], gradients: GradientReducer) -> None:
-        self.groups, self.gradients = list(groups), gradients
-
-    # ---- 3 gradient ready --------------------------------------------------------------------------------------------
-
-    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
-        """3: add the gradient to those of earlier micro-batches. Nothing is sent before the boundary."""
-        self.gradients.reduce_ready_gradient(param, boundary)
-
-    def backward_end(self, boundary: bool) -> None:
-        """End a backward pass."""
-        self.gradients.backward_end(boundary)
-
-    def forget_pass(self) -> None:
-        """End a pass that left no gradient."""
-        self.gradients.forget_pass()
-
-    # ---- 4 boundary --------------------------------------------------------------------------------------------------
-
-    def end_passes(self) -> None:
-        """Do nothing: whole parameters have not been gathered for the passes."""
-
-    def reduce_gradients(self) -> None:
-        """4: all-reduce every bucket."""
-        self.gradients.reduce_gradients()
-
-    # ---- 6 publish ---------------------------------------------------------------------------------------------------
+    # 3 gradient ready: the gradient is added to those of earlier micro-batches; nothing is sent before the boundary.
+    # 4 boundary: every bucket is all-reduced. 5 step: every rank steps on everything.
 
     @torch.no_grad()
     def publish(self) -> None:
         """6: every rank has every new master; cast them into the model. Nothing is sent."""
         for group in self.groups:
             for bucket in group.layout.buckets:
-                if group.dtype != torch.float32:  # else the parameters are the masters
+                # In fp32 the parameters are the masters.
+                if group.dtype != torch.float32:
                     group.param_shard(bucket).copy_(group.master_of(bucket))
-
-    # ---- between steps -----------------------------------------------------------------------------------------------
-
-    def discard_gradients(self) -> None:
-        """Forget this step's gradients."""
-        self.gradients.discard_gradients()
-
-    def before_writes(self) -> None:
-        """Do nothing: whole parameters may be written at any time between passes."""
-
-    def destroy(self) -> None:
-        """Let the parameters belong to no engine."""
-        for group in self.groups:
-            group.release()

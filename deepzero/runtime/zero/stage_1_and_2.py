@@ -43,9 +43,9 @@ kept.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -67,18 +67,16 @@ ALL_GATHER = "parameters.all_gather"
 def get_data_parallel_partitions(flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     """The W equal parts of one bucket of ``flat``, as views; part r belongs to rank r.
 
-    DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one bucket the two agree, but for
-    the padding that makes ours equal. Source: "Stage 1 Code" of the stage-1 notes.
+    Source: "Stage 1 Code" of the stage-1 notes.
     """
+    # DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one bucket the two agree, but for
+    # the padding that makes ours equal.
     return bucket.of(flat).split(bucket.shard_numel)
 
 
 @torch.no_grad()
 def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
-    """Rank 0's values of one parameter: 1-D, on ``comm.device``, in the dtype that they have. A collective.
-
-    The parameter is left without elements, so that its memory is free as soon as the caller lets the result go.
-    """
+    """Rank 0's values of one parameter, which is left without elements: 1-D, on ``comm.device``. A collective."""
     values = param.data.to(comm.device).contiguous().view(-1)
     # Only the caller refers to the values from here on. With the model on the device this is what keeps the peak of
     # building at one parameter above the model; see [Note: the peak of building].
@@ -89,12 +87,9 @@ def take_values(param: nn.Parameter, comm: Communicator) -> torch.Tensor:
 
 @torch.no_grad()
 def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Let an fp32 master take over ``values``, which the program has written into the parameter, in its compute dtype.
-
-    Where the values are the master's own, rounded, nothing was written, and the master keeps the bits that rounding
-    loses.
-    """
+    """Let an fp32 master take over what the program has written into the parameter, in the compute dtype."""
     values = values.to(master.device)
+    # Where they are the master's own values, rounded, nothing was written: it keeps the bits that rounding loses.
     # Without a branch on the comparison's result: that would make the CPU wait for the GPU, parameter by parameter.
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
@@ -103,11 +98,9 @@ class FlatParamGroup:
     """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype.
 
     Every parameter becomes a *view* of the buffer. From then on, whatever an all-gather writes there is in the model:
-    publishing needs no copy out. The fp32 masters are made from the values that the parameters have *before* they are
-    cast; DeepSpeed makes them from the cast ones, and so throws the lower bits of a fresh initialisation away. In fp32
-    the parameters are their own masters: the optimizer steps on views of the flat buffer, and nothing is held twice.
-
-    Building a group is a collective. See [Note: the tensors of ZeRO] in ``layout.py``.
+    publishing needs no copy out. In fp32 the parameters are their own masters: the optimizer steps on views of the flat
+    buffer, and nothing is held twice. Building a group is a collective. See [Note: the tensors of ZeRO] in
+    ``layout.py``.
 
     Args:
         names: the parameters' names, in the order of the layout.
@@ -149,10 +142,7 @@ class FlatParamGroup:
         self.flat_P = self._flatten(comm)
         # **The optimizer's tensors**: one for each fragment, all views of one storage. See [Note: why fragments].
         self.masters = [self._master_of(fragment) for fragment in self.fragments]
-        self._mine: dict[int, tuple[Fragment, torch.Tensor]] = {
-            fragment.slot.index: (fragment, master)
-            for fragment, master in zip(self.fragments, self.masters, strict=True)
-        }
+        self._mine = {f.slot.index: (f, m) for f, m in zip(self.fragments, self.masters, strict=True)}
         # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
         self._data_ptrs = [data_ptr_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
@@ -163,11 +153,12 @@ class FlatParamGroup:
         shapes = [param.shape for param in self.params]
         mine = {fragment.slot.index: fragment for fragment in self.fragments}
         kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
-        # Nothing but fragments is left of the model, so the masters go where the model was.
+        # Nothing but fragments is left of the model, so the masters go where the model was. They are made from values
+        # *before* the cast; DeepSpeed makes them from cast ones, and throws the lower bits of an initialisation away.
         self.master_shard.allocate(comm.device)
         for fragment in self.fragments:
             master = self.master_shard.view(fragment.shard_start, fragment.numel)
-            if master is not None and not self.placement.host_masters.holds(fragment.shard_start):
+            if master is not None and fragment.shard_start not in self.placement.host_masters:
                 kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
@@ -212,25 +203,19 @@ class FlatParamGroup:
 
     def master_of(self, bucket: Bucket) -> torch.Tensor:
         """The fp32 masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
-        start, numel = bucket.shard_offset, bucket.shard_numel
-        if self.whole:
-            start, numel = bucket.offset, bucket.numel
-        found = self.master_shard.view(start, numel)
+        mine = (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
+        found = self.master_shard.view(*mine)
         return self.param_shard(bucket) if found is None else found
 
     def _master_of(self, fragment: Fragment) -> torch.Tensor:
         """A leaf that the optimizer may update: fp32, 1-D. See [Note: why fragments]."""
         view = self.master_shard.view(fragment.shard_start, fragment.numel)
-        if view is None:
-            view = self.param_fragment(fragment)
-        return view.detach().requires_grad_()
+        return (self.param_fragment(fragment) if view is None else view).detach().requires_grad_()
 
     def _separate(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
         """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
-        fragment, master = self._mine.get(index, (None, None))
-        if fragment is None or master is None or self.master_shard.view(fragment.shard_start, fragment.numel) is None:
-            return None
-        return fragment, master
+        mine = self._mine.get(index)
+        return mine if mine and self.master_shard.view(mine[0].shard_start, mine[0].numel) is not None else None
 
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
@@ -243,12 +228,11 @@ class FlatParamGroup:
     def sync_masters_from_params(self) -> None:
         """Take what was written into parameters since the last step (``load_state_dict``, an init) into the masters.
 
-        Without this the next publication would silently overwrite it from the masters. A write through ``param.data``
-        leaves no trace in the parameter's version and cannot be seen.
-
         Raises:
             RuntimeError: a parameter no longer lies in the flat buffer.
         """
+        # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
+        # no trace in the parameter's version and cannot be seen.
         for index, param in enumerate(self.params):
             if data_ptr_of(param) != self._data_ptrs[index] or param.dtype != self.dtype:
                 raise RuntimeError(
@@ -260,15 +244,11 @@ class FlatParamGroup:
                 separate = self._separate(index)
                 if separate is not None:
                     fragment, master = separate
-                    values = param.reshape(-1)[fragment.start : fragment.start + fragment.numel]
-                    update_master_from_param(master, values)
+                    update_master_from_param(master, param.reshape(-1)[fragment.start :][: fragment.numel])
 
     def bump_param_versions(self) -> None:
-        """Tell autograd that every parameter changed in place.
-
-        Called after an update that ``step()`` did not make (delayed update, checkpoint load). A backward pass that
-        still holds the old values then raises instead of using the new ones.
-        """
+        """Tell autograd that every parameter changed in place, by an update that ``step()`` did not make."""
+        # A backward pass that still holds the old values then raises instead of using the new ones.
         torch.autograd.graph.increment_version(self.params)
         self._versions = [param._version for param in self.params]
 
@@ -287,7 +267,7 @@ class FlatParamGroup:
         separate = self._separate(index)
         if separate is not None:
             fragment, master = separate
-            master.copy_(values[fragment.start : fragment.start + fragment.numel])
+            master.copy_(values[fragment.start :][: fragment.numel])
         # A backward pass may still need the old values, so the version goes up; the master has followed already.
         torch.autograd.graph.increment_version(param)
         self._versions[index] = param._version
@@ -303,20 +283,6 @@ class FlatParamGroup:
         """Let the parameters belong to no engine; they go on lying in the flat buffer."""
         for param in self.params:
             unregister_owner(param)
-
-
-@dataclass(frozen=True)
-class PendingAllGather:
-    """The all-gather of one bucket, behind the upload of this rank's part where that comes from the host."""
-
-    copy: PendingUpload | None
-    gather: Pending
-
-    def wait(self) -> None:
-        """Return when the bucket is whole for the current stream."""
-        if self.copy is not None:
-            self.copy.wait()  # with one rank the all-gather is nothing, and orders nothing
-        self.gather.wait()
 
 
 class ZeroStage1And2:
@@ -343,7 +309,8 @@ class ZeroStage1And2:
         self.single_partition_of_fp32_groups = [
             [group.master_of(bucket).detach() for bucket in group.layout.buckets] for group in groups
         ]
-        self._gathers: list[PendingAllGather] = []
+        # Under way: the upload of this rank's part, where that comes from the host, and the all-gather behind it.
+        self._gathers: list[tuple[PendingUpload | None, Pending]] = []
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
@@ -386,12 +353,10 @@ class ZeroStage1And2:
             bucket: of that group.
             copy: brings my part of it from the host; None: it is there.
         """
-        if copy is None:
-            self._gathers.append(PendingAllGather(None, self._all_gather(group, bucket)))
-            return
         # The all-gather is ordered behind the copy on the copy's own stream; the compute stream waits for neither yet.
-        with copy.afterwards(alone=self.comm.world_size == 1):
-            self._gathers.append(PendingAllGather(copy, self._all_gather(group, bucket)))
+        alone = self.comm.world_size == 1
+        with contextlib.nullcontext() if copy is None else copy.afterwards(alone=alone):
+            self._gathers.append((copy, self._all_gather(group, bucket)))
 
     def publish(self) -> None:
         """6: let every rank have every part of every bucket. Parameters are views of the buckets: the model is new."""
@@ -402,25 +367,25 @@ class ZeroStage1And2:
     def all_gather_dp_groups(self) -> None:
         """Cast each bucket's masters into my part of it, and launch its all-gather, in place.
 
-        Bucket by bucket, so that one is cast while the one before it travels. Buckets that the CPU has stepped on are
-        not among them: :meth:`arrived` has launched those.
-
         Source: the function of this name in DeepSpeed's ``runtime/utils.py``.
         """
+        # Bucket by bucket, so that one is cast while the one before it travels.
         for i, group in enumerate(self.groups):
             for k, bucket in enumerate(group.layout.buckets):
                 if group.placement.steps_on_host(bucket):
-                    continue
+                    continue  # the CPU has stepped on it, and ``arrived`` has launched it
                 # In fp32 the masters lie in the flat buffer, and were published by being written.
                 if group.dtype != torch.float32:
                     mine = self.parallel_partitioned_bit16_groups[i][k][self.comm.rank]
                     mine.copy_(self.single_partition_of_fp32_groups[i][k])
-                self._gathers.append(PendingAllGather(None, self._all_gather(i, bucket)))
+                self._gathers.append((None, self._all_gather(i, bucket)))
 
     def wait_all_gathers(self) -> None:
         """Wait for all-gathers that are under way."""
         gathers, self._gathers = self._gathers, []
-        for gather in gathers:
+        for copy, gather in gathers:
+            if copy is not None:
+                copy.wait()  # with one rank the all-gather is nothing, and orders nothing
             gather.wait()
 
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:

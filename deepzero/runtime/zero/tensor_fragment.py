@@ -2,7 +2,8 @@
 
 DeepSpeed's ``safe_get_*`` and ``safe_set_*``. *Full* is the whole parameter in its logical shape, on every rank;
 *local* is this rank's fragment, 1-D: in stage 0 all of it, elsewhere what its optimizer steps on, possibly no element.
-Fragments in rank order make the whole. Everything returned is an fp32 copy on the engine's device.
+Fragments in rank order make the whole. Everything returned is an fp32 copy on the engine's device. A parameter that is
+not trained has none of these: getters return None, setters raise.
 
 Every rank calls these functions in the same order, with the same parameter and, for the full setters, the same value.
 Only the local functions for optimizer state, and ``safe_get_local_fp32_param``, send nothing.
@@ -17,17 +18,13 @@ mean of ``value * divisor`` may differ from ``value`` in its last bit, equally i
 **Masters**: the parameter in the compute dtype follows at once, wherever the stage keeps it, and no bit of the fp32
 value is lost. DeepSpeed changes the master alone; its parameter follows with the next step.
 
-A parameter that is not trained has none of these: getters return None, setters raise.
-
-An engine registers its parameters when it is built (:class:`TensorFragments`). The registry's references are weak.
-
 Source: ``deepspeed/utils/tensor_fragment.py``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,41 +43,12 @@ _OUTSIDE_STEP = {ALL_GATHER, *(kind + SUFFIX for kind in (ALL_REDUCE, REDUCE_SCA
 
 # ---- the registry ----------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, eq=False)
-class ParameterAddress:
-    """One entry of the registry; ``fragment`` is None for a parameter that is not trained."""
-
-    param: nn.Parameter
-    name: str
-    fragment: ParamFragment | None
-    engine: TensorFragments
-
-
-_ADDRESSES: weakref.WeakValueDictionary[int, ParameterAddress] = weakref.WeakValueDictionary()
-"""By the parameter's id. The entry holds the parameter, and so the id is its own, as long as the engine lives."""
-
-
-def address_of(param: nn.Parameter) -> ParameterAddress:
-    """The registry's entry for ``param``.
-
-    Raises:
-        ValueError: no engine has registered it.
-        RuntimeError: its engine's states are offloaded (``offload_states``).
-    """
-    address = _ADDRESSES.get(id(param))
-    if address is None:
-        raise ValueError(
-            f"a tensor of shape {tuple(param.shape)} is no parameter of an engine: pass one of engine.module's "
-            "parameters, itself and not a copy or a view, after deepzero.initialize and before engine.destroy()"
-        )
-    if address.engine.away is not None:
-        address.engine.away(f"parameter {address.name!r}")
-    return address
+_ENGINES: weakref.WeakValueDictionary[int, TensorFragments] = weakref.WeakValueDictionary()
+"""By the parameter's id, which is its own as long as the engine holds it."""
 
 
 class TensorFragments:
-    """The registry's entries of one engine, and what all of them need of it.
+    """One engine's parameters, which it registers when it is built, and what all of them need of it.
 
     Args:
         model: whose parameters are registered.
@@ -106,36 +74,56 @@ class TensorFragments:
         self.optimizer, self.gradients = step.optimizer, gradients
         self.mean_divisor, self.last_pass = mean_divisor, last_pass
         self.comm = gradients.reducer.comm
+        # Set while model states are offloaded (``offload_states``): raises.
         self.away: Callable[[str], None] | None = None
-        """Set while model states are offloaded (``offload_states``): raises."""
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
+        names = {param: name for name, param in model.named_parameters()}
+        self._fragments: dict[nn.Parameter, ParamFragment] = {}
         parts = iter(step.parts)
-        fragments: dict[nn.Parameter, ParamFragment] = {}
         for number, group in enumerate(groups):
-            for fragment in self._fragments_of(number, group, parts):
-                fragments[group.params[fragment.slot.index]] = fragment
-        self._addresses = [
-            ParameterAddress(param, name, fragments.get(param), self) for name, param in model.named_parameters()
-        ]
-        for address in self._addresses:
-            _ADDRESSES[id(address.param)] = address
+            mine = {fragment.slot.index: (fragment, next(parts)) for fragment in group.fragments}
+            for bucket in group.layout.buckets:
+                for slot in bucket.slots:
+                    param, (fragment, part) = group.params[slot.index], mine.get(slot.index, (None, None))
+                    self._fragments[param] = ParamFragment(
+                        self, names[param], group, number, slot, bucket, param.shape, fragment, part
+                    )
+        self._names = names
+        _ENGINES.update((id(param), self) for param in names)
 
-    def _fragments_of(self, number: int, group: ParamGroup, parts: Iterator[MasterFragment]) -> list[ParamFragment]:
-        mine = {fragment.slot.index: (fragment, next(parts)) for fragment in group.fragments}
-        return [
-            ParamFragment(
-                self, group, number, slot, bucket, group.params[slot.index].shape, *mine.get(slot.index, (None, None))
+    def of(self, param: nn.Parameter) -> ParamFragment | None:
+        """The parameter's fragment; None if it is not trained."""
+        if self.away is not None:
+            self.away(f"parameter {self._names[param]!r}")
+        return self._fragments.get(param)
+
+    def trained(self, param: nn.Parameter) -> ParamFragment:
+        """The parameter's fragment, before something of it is written. Raises a ValueError if it is not trained."""
+        fragment = self.of(param)
+        if fragment is None:
+            raise ValueError(
+                f"parameter {self._names[param]!r} is not trained (requires_grad=False, or in no optimizer group): it "
+                "has no master, gradient or optimizer state to set; write it under deepzero.zero.GatheredParameters"
             )
-            for bucket in group.layout.buckets
-            for slot in bucket.slots
-        ]
+        self.finish_delayed_update()
+        return fragment
 
     def forget(self) -> None:
         """The engine is destroyed: its parameters leave the registry."""
-        for address in self._addresses:
-            if _ADDRESSES.get(id(address.param)) is address:
-                del _ADDRESSES[id(address.param)]
-        self._addresses = []
+        for param in self._names:
+            if _ENGINES.get(id(param)) is self:
+                del _ENGINES[id(param)]
+        self._names, self._fragments = {}, {}
+
+
+def _engine_of(param: nn.Parameter) -> TensorFragments:
+    engine = _ENGINES.get(id(param))
+    if engine is None:
+        raise ValueError(
+            f"a tensor of shape {tuple(param.shape)} is no parameter of an engine: pass one of engine.module's "
+            "parameters, itself and not a copy or a view, after deepzero.initialize and before engine.destroy()"
+        )
+    return engine
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +131,7 @@ class ParamFragment:
     """A trained parameter, and this rank's fragment of it."""
 
     engine: TensorFragments
+    name: str
     group: ParamGroup
     number: int
     """The group's."""
@@ -153,11 +142,6 @@ class ParamFragment:
     """None where this rank has no element of the parameter."""
     part: MasterFragment | None
     """Master and gradient of the fragment."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's fragment."""
-        return self.fragment.numel if self.fragment is not None else 0
 
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
 
@@ -173,27 +157,33 @@ class ParamFragment:
         fragment = self.fragment
         return whole[:0] if fragment is None else whole[fragment.start : fragment.start + fragment.numel]
 
-    def numel_of(self, rank: int) -> int:
-        """Elements of ``rank``'s fragment."""
-        if self.group.whole:
-            return self.slot.numel
-        first = self.bucket.part_start(rank)
-        return max(0, min(self.slot.end, first + self.bucket.shard_numel) - max(self.slot.offset, first))
+    def given(self, value: torch.Tensor, local: bool) -> torch.Tensor:
+        """A value that was given for the whole parameter, or for this rank's fragment: 1-D, fp32, on the device."""
+        numel, what = self.slot.numel, "the parameter"
+        if local:
+            numel, what = self.fragment.numel if self.fragment is not None else 0, "this rank's fragment"
+        if value.numel() != numel:
+            raise ValueError(
+                f"a value of shape {tuple(value.shape)} has {value.numel()} elements; {what} has {numel} of the whole "
+                f"shape {tuple(self.shape)}"
+            )
+        return value.detach().to(device=self.group.device, dtype=torch.float32).reshape(-1)
 
     def assemble(self, mine: torch.Tensor) -> torch.Tensor:
         """The parameter of which ``mine`` is this rank's fragment, in its shape, fp32. A collective."""
-        comm = self.engine.comm
-        counts = [self.numel_of(rank) for rank in range(comm.world_size)]
+        comm, slot = self.engine.comm, self.slot
+        starts = [self.bucket.part_start(rank) for rank in range(comm.world_size)]
+        counts = [max(0, min(slot.end, at + self.bucket.shard_numel) - max(slot.offset, at)) for at in starts]
         largest = max(counts)
         if self.group.whole or comm.world_size == 1 or largest == 0:
             return mine.view(self.shape)
         gathered = torch.zeros(comm.world_size * largest, dtype=torch.float32, device=mine.device)
-        parts = gathered.split(largest)
-        parts[comm.rank][: mine.numel()].copy_(mine)
+        fragments = gathered.split(largest)
+        fragments[comm.rank][: mine.numel()].copy_(mine)
         padding = (comm.world_size - 1) * (largest - mine.numel())
-        comm.all_gather(ALL_GATHER, gathered, padding, f"slot {self.slot.index}").wait()
+        comm.all_gather(ALL_GATHER, gathered, padding, f"slot {slot.index}").wait()
         # Ranks own their fragments in ascending order.
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]).view(self.shape)
+        return torch.cat([whole[:count] for whole, count in zip(fragments, counts, strict=True)]).view(self.shape)
 
     # ---- masters and optimizer state ---------------------------------------------------------------------------------
 
@@ -204,13 +194,10 @@ class ParamFragment:
             self.group.sync_masters_from_params()
         return self.copy_of(self.part.master if self.part is not None else None)
 
-    def has_state(self, key: str, name: str, everywhere: bool) -> bool:
+    def has_state(self, key: str, everywhere: bool) -> bool:
         """Whether there is state of that name; False when there is none at all yet.
 
-        Args:
-            key: the optimizer's name for it.
-            name: the parameter's, for the message.
-            everywhere: ask all ranks, of which some may have no fragment. A collective.
+        With ``everywhere`` all ranks are asked, of which some may have no fragment: a collective.
 
         Raises:
             ValueError: the optimizer keeps other state, or a number for the whole parameter.
@@ -224,7 +211,7 @@ class ParamFragment:
         known = sorted({kept for rank in ranks for kept in rank})
         if known and key not in known:
             raise ValueError(
-                f"the optimizer keeps no state {key!r} for each element of parameter {name!r}; it keeps "
+                f"the optimizer keeps no state {key!r} for each element of parameter {self.name!r}; it keeps "
                 f"{', '.join(known)}"
             )
         return bool(known)
@@ -234,19 +221,41 @@ class ParamFragment:
         self.engine.step.wait_pending_update()
         return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
 
+    def copy_of_state(self, key: str, everywhere: bool) -> torch.Tensor | None:
+        """A copy of this rank's fragment of one state; None while there is none."""
+        # Without ``everywhere`` a rank that has no fragment cannot tell which state there is.
+        if (everywhere or self.part is not None) and not self.has_state(key, everywhere):
+            return None
+        return self.copy_of(self.state(key))
+
+    def set_state(self, key: str, mine: torch.Tensor, everywhere: bool) -> None:
+        """Change this rank's fragment of one state."""
+        if not self.has_state(key, everywhere):
+            raise ValueError(
+                f"the optimizer has no state {key!r} for parameter {self.name!r} yet; it makes its state in its first "
+                "step"
+            )
+        state = self.state(key)
+        if state is not None:
+            state.copy_(mine)
+
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def divisor(self) -> torch.Tensor:
         """The number that makes sums to means, as the step uses it: fp32, one element."""
         return torch.tensor(self.engine.mean_divisor(), dtype=torch.float32, device=self.group.device)
 
-    def gradient_sum(self) -> torch.Tensor:
-        """This rank's fragment of the reduced sum as it would be now, 1-D, fp32; nothing changes. A collective."""
+    def gradient(self) -> torch.Tensor | None:
+        """This rank's fragment of the mean gradient as it would be now, 1-D, fp32; nothing changes. A collective."""
         gradients = self.engine.gradients
-        if not gradients.reduced:
-            return self.copy_of(self.cut(self._reduce_aside()))
-        gradients.drain()
-        return self.copy_of(self.part.grad if self.part is not None else None)
+        if not gradients.present:
+            return None
+        if gradients.reduced:
+            gradients.drain()
+            mine = self.copy_of(self.part.grad if self.part is not None else None)
+        else:
+            mine = self.copy_of(self.cut(self._reduce_aside()))
+        return mine.div_(self.divisor())
 
     def _reduce_aside(self) -> torch.Tensor:
         """Reduce this parameter's waiting gradients as the boundary will, into fresh memory; they go on waiting."""
@@ -268,11 +277,28 @@ class ParamFragment:
 
     def set_gradient(self, mine: torch.Tensor) -> None:
         """Let the next step find this mean: reduce what waits, then replace this rank's fragment. A collective."""
+        _refuse_inside_a_pass()
         gradients = self.engine.gradients
+        if not gradients.present or not self.engine.last_pass():
+            when = "no backward pass has ended since the last step"
+            if gradients.present:
+                when = "further micro-batches of this step (gradient_accumulation_steps, no_sync) will add to it"
+            raise RuntimeError(
+                f"the gradient of parameter {self.name!r} cannot be set now: {when}. Set it after the last backward "
+                "pass of an optimizer step and before engine.step()"
+            )
         gradients.reduce_now()
         gradients.sums_changed(self.number, self.bucket)
         if self.part is not None:
             self.part.grad.copy_(mine * self.divisor())
+
+
+def _refuse_inside_a_pass() -> None:
+    if in_backward():
+        raise RuntimeError(
+            "a backward pass is under way, and gradients of the step are complete only when it has ended; call this "
+            "after it and before engine.step()"
+        )
 
 
 # ---- fp32 masters ----------------------------------------------------------------------------------------------------
@@ -283,30 +309,29 @@ class ParamFragment:
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The parameter's fp32 master in its logical shape, a copy; None if it is not trained. A collective."""
-    fragment = address_of(param).fragment
+    fragment = _engine_of(param).of(param)
     return fragment.assemble(fragment.master()) if fragment is not None else None
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change the fp32 master, and the parameter with it. ``value`` is the same on every rank. A collective."""
-    fragment = _trained(param)
-    fragment.group.write(fragment.slot.index, _flat(fragment, value, fragment.slot.numel, "the parameter"))
+    fragment = _engine_of(param).trained(param)
+    fragment.group.write(fragment.slot.index, fragment.given(value, local=False))
 
 
 @torch.no_grad()
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's fragment of :func:`safe_get_full_fp32_param`, 1-D, possibly empty. Nothing is sent."""
-    fragment = address_of(param).fragment
+    fragment = _engine_of(param).of(param)
     return fragment.master() if fragment is not None else None
 
 
 @torch.no_grad()
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change this rank's fragment of the master; the parameter follows on all ranks. A collective."""
-    fragment = _trained(param)
-    whole = fragment.assemble(_flat(fragment, value, fragment.numel, "this rank's fragment")).reshape(-1)
-    fragment.group.write(fragment.slot.index, whole)
+    fragment = _engine_of(param).trained(param)
+    fragment.group.write(fragment.slot.index, fragment.assemble(fragment.given(value, local=True)).reshape(-1))
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -320,8 +345,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
     None for a parameter that is not trained, and as long as no backward pass has ended since the last step.
     """
-    fragment = address_of(param).fragment
-    mine = _mean(fragment)
+    mine = safe_get_local_grad(param)
+    fragment = _engine_of(param).of(param)
     return fragment.assemble(mine) if fragment is not None and mine is not None else None
 
 
@@ -331,22 +356,23 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     ``value`` is the same on every rank.
     """
-    fragment = _trained(param)
-    whole = _flat(fragment, value, fragment.slot.numel, "the parameter")
-    _write_gradient(fragment, address_of(param).name, fragment.cut(whole))
+    fragment = _engine_of(param).trained(param)
+    fragment.set_gradient(fragment.cut(fragment.given(value, local=False)))
 
 
 @torch.no_grad()
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's fragment of :func:`safe_get_full_grad`, 1-D, possibly empty. A collective."""
-    return _mean(address_of(param).fragment)
+    fragment = _engine_of(param).of(param)
+    _refuse_inside_a_pass()
+    return fragment.gradient() if fragment is not None else None
 
 
 @torch.no_grad()
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Change this rank's fragment of the mean gradient that ``engine.step()`` will use. A collective."""
-    fragment = _trained(param)
-    _write_gradient(fragment, address_of(param).name, _flat(fragment, value, fragment.numel, "this rank's fragment"))
+    fragment = _engine_of(param).trained(param)
+    fragment.set_gradient(fragment.given(value, local=True))
 
 
 # ---- optimizer state -------------------------------------------------------------------------------------------------
@@ -360,105 +386,29 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
     None for a parameter that is not trained, and while the optimizer has no such state for any element.
     """
-    fragment = address_of(param).fragment
-    mine = _state(param, optim_state_key, everywhere=True)
+    fragment = _engine_of(param).of(param)
+    mine = fragment.copy_of_state(optim_state_key, everywhere=True) if fragment is not None else None
     return fragment.assemble(mine) if fragment is not None and mine is not None else None
 
 
 @torch.no_grad()
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Change what the optimizer keeps for each element. ``value`` is the same on every rank. A collective."""
-    fragment = _trained(param)
-    whole = _flat(fragment, value, fragment.slot.numel, "the parameter")
-    _write_state(fragment, address_of(param).name, fragment.cut(whole), optim_state_key, everywhere=True)
+    fragment = _engine_of(param).trained(param)
+    fragment.set_state(optim_state_key, fragment.cut(fragment.given(value, local=False)), everywhere=True)
 
 
 @torch.no_grad()
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's fragment of :func:`safe_get_full_optimizer_state`, 1-D, possibly empty. Nothing is sent."""
-    return _state(param, optim_state_key, everywhere=False)
+    fragment = _engine_of(param).of(param)
+    return fragment.copy_of_state(optim_state_key, everywhere=False) if fragment is not None else None
 
 
 @torch.no_grad()
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Change this rank's fragment of what the optimizer keeps for each element. Nothing is sent."""
-    fragment = _trained(param)
-    mine = _flat(fragment, value, fragment.numel, "this rank's fragment")
+    fragment = _engine_of(param).trained(param)
+    mine = fragment.given(value, local=True)
     if fragment.part is not None:
-        _write_state(fragment, address_of(param).name, mine, optim_state_key, everywhere=False)
-
-
-# ---- what they share -------------------------------------------------------------------------------------------------
-
-
-def _trained(param: nn.Parameter) -> ParamFragment:
-    address = address_of(param)
-    if address.fragment is None:
-        raise ValueError(
-            f"parameter {address.name!r} is not trained (requires_grad=False, or in no optimizer group): it has no "
-            "master, gradient or optimizer state to set; write it under deepzero.zero.GatheredParameters"
-        )
-    address.fragment.engine.finish_delayed_update()
-    return address.fragment
-
-
-def _flat(fragment: ParamFragment, value: torch.Tensor, numel: int, what: str) -> torch.Tensor:
-    """1-D, fp32, on the engine's device."""
-    if value.numel() != numel:
-        raise ValueError(
-            f"a value of shape {tuple(value.shape)} has {value.numel()} elements; {what} has {numel} of the whole "
-            f"shape {tuple(fragment.shape)}"
-        )
-    return value.detach().to(device=fragment.group.device, dtype=torch.float32).reshape(-1)
-
-
-def _mean(fragment: ParamFragment | None) -> torch.Tensor | None:
-    """This rank's fragment of the mean gradient, or None."""
-    _refuse_inside_a_pass()
-    if fragment is None or not fragment.engine.gradients.present:
-        return None
-    return fragment.gradient_sum().div_(fragment.divisor())
-
-
-def _refuse_inside_a_pass() -> None:
-    if in_backward():
-        raise RuntimeError(
-            "a backward pass is under way, and gradients of the step are complete only when it has ended; call this "
-            "after it and before engine.step()"
-        )
-
-
-def _write_gradient(fragment: ParamFragment, name: str, mine: torch.Tensor) -> None:
-    _refuse_inside_a_pass()
-    engine = fragment.engine
-    if not engine.gradients.present or not engine.last_pass():
-        when = "no backward pass has ended since the last step"
-        if engine.gradients.present:
-            when = "further micro-batches of this step (gradient_accumulation_steps, no_sync) will add to it"
-        raise RuntimeError(
-            f"the gradient of parameter {name!r} cannot be set now: {when}. Set it after the last backward pass of an "
-            "optimizer step and before engine.step()"
-        )
-    fragment.set_gradient(mine)
-
-
-def _state(param: nn.Parameter, key: str, everywhere: bool) -> torch.Tensor | None:
-    """A copy of this rank's fragment of the state, or None."""
-    address = address_of(param)
-    fragment = address.fragment
-    if fragment is None:
-        return None
-    # Without ``everywhere`` a rank that has no fragment cannot know which state there is.
-    if (everywhere or fragment.part is not None) and not fragment.has_state(key, address.name, everywhere):
-        return None
-    return fragment.copy_of(fragment.state(key))
-
-
-def _write_state(fragment: ParamFragment, name: str, mine: torch.Tensor, key: str, everywhere: bool) -> None:
-    if not fragment.has_state(key, name, everywhere):
-        raise ValueError(
-            f"the optimizer has no state {key!r} for parameter {name!r} yet; it makes its state in its first step"
-        )
-    state = fragment.state(key)
-    if state is not None:
-        state.copy_(mine)
+        fragment.set_state(optim_state_key, mine, everywhere=False)

@@ -22,8 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
 
@@ -51,17 +50,10 @@ CHUNK = 1 << 18
 def build_quantizer(
     what: str, bits: int, settings: QuantizationConfig, numel: int, dtypes: Iterable[torch.dtype], comm: Communicator
 ) -> Quantizer:
-    """A quantizer whose kernel is chosen and compiled. A collective; rank 0 logs the kernel.
+    """A quantizer of ``bits`` an element, its kernel chosen and compiled. A collective; rank 0 logs the kernel.
 
-    All kernels decode to the same bits, so ranks need not have the same one.
-
-    Args:
-        what: ``weights`` or ``gradients``, for messages.
-        bits: of an element.
-        settings: block size, and which kernel.
-        numel: elements packed and unpacked in a step, together.
-        dtypes: of the values.
-        comm: the ranks.
+    All kernels decode to the same bits, so ranks need not have the same one. ``numel`` is how many elements of
+    ``dtypes`` are packed and unpacked in a step, together; ``what`` names them (``weights``, ``gradients``).
 
     Raises:
         ConfigError: on every rank; ``kernel=compiled`` cannot be had on one.
@@ -90,13 +82,8 @@ def build_quantization_monitor(
 ) -> QuantizationMonitor | None:
     """The run's monitor; None where nothing is quantised, or ``meter_every`` is 0.
 
-    Args:
-        groups: of the trained parameters, in the reducer's order.
-        buckets: of all partitioned parameters; those that travel quantised are measured.
-        quantized_grads: qgZ's part of the reducer, if there is one.
-        settings: how often, and which bounds.
-        comm: the ranks.
-        changed: called when something is quantised no more.
+    ``groups`` are those of the trained parameters, in the reducer's order; of ``buckets``, those of all partitioned
+    parameters, the ones that travel quantised are measured.
     """
     quantized = [bucket for bucket in buckets if bucket.gather.quantizes]
     if settings.meter_every == 0 or not (quantized or quantized_grads):
@@ -108,16 +95,6 @@ def build_quantization_monitor(
         if quantized_grads is not None and quantized_grads.takes((number, bucket.index))
     }
     return QuantizationMonitor(quantized, quantized_grads, names, settings, comm, changed)
-
-
-@dataclass
-class QuantErrorReport:
-    """What was measured last, in dB, by bucket; empty before the first measurement."""
-
-    weights: dict[str, float] = field(default_factory=dict)
-    gradients: dict[str, float] = field(default_factory=dict)
-    unquantized: list[str] = field(default_factory=list)
-    """What goes unquantised since it fell below a bound: ``weights of …``, ``gradients of …``."""
 
 
 class QuantizationMonitor:
@@ -142,11 +119,22 @@ class QuantizationMonitor:
         changed: Callable[[], None],
     ) -> None:
         self.buckets, self.quantized_grads, self.names = list(buckets), quantized_grads, dict(names)
-        self.settings, self.comm, self._changed = settings, comm, changed
-        self.readings, self.steps, self.fresh = QuantErrorReport(), 0, False
-        """``fresh``: the last step was measured."""
+        self.settings, self.comm, self._changed, self.steps = settings, comm, changed, 0
+        # What was measured last, in dB, by bucket; empty before the first measurement.
+        self.weights: dict[str, float] = {}
+        self.gradients: dict[str, float] = {}
+        # What goes unquantised since it fell below a bound: ``weights of …``, ``gradients of …``.
+        self.unquantized: list[str] = []
+        self.fresh = False
+        """Whether the last step was measured."""
         comm.ledger.untracked_kinds.add(METER)
         self.restart()
+
+    def readings(self) -> dict[str, Any]:
+        """The last measurement: ``weights`` and ``gradients`` in dB by bucket, and what goes ``unquantized`` since."""
+        return {
+            "weights": dict(self.weights), "gradients": dict(self.gradients), "unquantized": list(self.unquantized)
+        }  # fmt: skip
 
     def _due(self) -> bool:
         """Whether the step under way, counted from 0, is measured."""
@@ -175,11 +163,11 @@ class QuantizationMonitor:
         if not self.fresh:
             return {}
         found: dict[str, float] = {}
-        for what, ratios in (("weights", self.readings.weights), ("gradients", self.readings.gradients)):
+        for what, ratios in (("weights", self.weights), ("gradients", self.gradients)):
             found |= {f"quantization/{what}_snr_db/{name}": ratio for name, ratio in ratios.items()}
             if ratios:
                 found[f"quantization/{what}_snr_db_min"] = min(ratios.values())
-        return {**found, "quantization/unquantized": float(len(self.readings.unquantized))}
+        return {**found, "quantization/unquantized": float(len(self.unquantized))}
 
     # ---- how ---------------------------------------------------------------------------------------------------------
 
@@ -190,15 +178,15 @@ class QuantizationMonitor:
         sent = reduce.measured if reduce is not None else {}
         mine = [self._of_weights(bucket) for bucket in weights] + [sent.get(key, (0.0, 0.0)) for key in gradients]
         sums = self._over_ranks(mine)
-        self.readings.weights, self.readings.gradients = {}, {}
-        stopped = False
+        self.weights, self.gradients = {}, {}
+        before = len(self.unquantized)
         for bucket, pair in zip(weights, sums, strict=False):
-            name = short_name([param._zero.name for param in bucket.params])
-            stopped |= self._judge("weights", name, pair, partial(_stop_weights, bucket))
-        if reduce is not None:
-            for key, pair in zip(gradients, sums[len(weights) :], strict=True):
-                stopped |= self._judge("gradients", self.names[key], pair, partial(reduce.exact_buckets.add, key))
-        if stopped:
+            if self._is_too_far("weights", short_name([param._zero.name for param in bucket.params]), pair):
+                bucket.gather = bucket.gather.unquantized()
+        for key, pair in zip(gradients, sums[len(weights) :], strict=True):
+            if self._is_too_far("gradients", self.names[key], pair) and reduce is not None:
+                reduce.exact_buckets.add(key)
+        if len(self.unquantized) > before:
             self._changed()
 
     def _of_weights(self, bucket: PartitionedBucket) -> tuple[float, float]:
@@ -216,7 +204,8 @@ class QuantizationMonitor:
             packed = quantizer.format.open(message[: quantizer.format.message_bytes(numel)], numel)
             quantizer.pack(values, packed)
             quantizer.unpack(packed, decoded[:numel])
-            total += squares(values, decoded[:numel])
+            wide = values.to(torch.float64)
+            total += torch.stack([wide.square().sum(), (wide - decoded[:numel]).square().sum()])
         signal, noise = total.tolist()
         return signal, noise
 
@@ -235,19 +224,17 @@ class QuantizationMonitor:
         pairs = total.view(-1, 2).tolist()
         return [(signal, noise) for signal, noise in pairs]
 
-    def _judge(self, what: str, name: str, sums: tuple[float, float], stop: Callable[[], None]) -> bool:
-        """Note a ratio; below the bound, stop. Returns whether it was stopped."""
+    def _is_too_far(self, what: str, name: str, sums: tuple[float, float]) -> bool:
+        """Note a ratio. Returns whether it is below the bound, so that ``name`` travels unquantised from now on."""
         signal, noise = sums
         if not (math.isfinite(signal) and math.isfinite(noise)) or signal == 0:
             return False
         ratio = 10 * math.log10(signal / noise) if noise > 0 else NO_NOISE_DB
-        readings = self.readings.weights if what == "weights" else self.readings.gradients
-        readings[name] = ratio
+        (self.weights if what == "weights" else self.gradients)[name] = ratio
         bound = self.settings.bound_db("weight" if what == "weights" else "gradient")
         if bound is None or ratio >= bound:
             return False
-        stop()
-        self.readings.unquantized.append(f"{what} of {name}")
+        self.unquantized.append(f"{what} of {name}")
         if self.comm.rank == 0:
             log.warning(
                 "the quantised %s of %s have a signal-to-noise ratio of %.1f dB, below zero.quantization.min_%s_snr_db,"
@@ -255,10 +242,6 @@ class QuantizationMonitor:
                 what, name, ratio, what.removesuffix("s"), bound,
             )  # fmt: skip
         return True
-
-
-def _stop_weights(bucket: PartitionedBucket) -> None:
-    bucket.gather = bucket.gather.unquantized()
 
 
 def short_name(names: Sequence[str]) -> str:
@@ -269,9 +252,3 @@ def short_name(names: Sequence[str]) -> str:
         ('head.weight', 'a.weight+2')
     """
     return names[0] + (f"+{len(names) - 1}" if len(names) > 1 else "")
-
-
-def squares(values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-    """fp64 ``[2]``: the sums of ``values**2`` and ``(values - decoded)**2``; both are 1-D."""
-    wide = values.to(torch.float64)
-    return torch.stack([wide.square().sum(), (wide - decoded).square().sum()])

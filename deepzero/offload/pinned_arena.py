@@ -9,8 +9,7 @@ of its own, so that whoever counts storages counts each once.
 On a machine without a GPU nothing is locked, and everything else is the same: what is in the arena is "host", what is
 outside of it is "device", and copies go between the two.
 
-Source: section 4 of the ZeRO-Offload paper for what lives there; ``contiguous_memory_allocator`` and ``pin_memory`` in
-DeepSpeed.
+Source: section 4 of the ZeRO-Offload paper for what lives there; DeepSpeed's ``pin_memory``.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -31,17 +29,14 @@ from deepzero.utils.formatting import binary_bytes
 
 ALIGN_BYTES = 256
 """Every region starts at a multiple: two pairs of cache lines, and what a GPU's copy engine likes."""
-
 LARGE_BYTES = 4 << 20
 """Two large pages."""
 
 
-@dataclass(frozen=True)
-class Region:
-    """One tensor of the arena, before there is memory for it."""
+class Region(NamedTuple):
+    """One tensor of the arena, before there is memory for it; ``category`` is the ledger's word (``host_masters``)."""
 
     category: str
-    """The ledger's word for it, for example ``host_masters``."""
     numel: int
     dtype: torch.dtype
 
@@ -84,11 +79,11 @@ def describe_bytes(regions: Iterable[Region]) -> str:
 
 
 def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
-    """Whether this host can hold the arenas of all of its ranks.
+    """Whether this host can hold the arenas of all of its ranks, each of these ``regions``.
 
     Args:
         regions: of one rank.
-        ranks_of_host: ranks that share the host's memory, each with such an arena.
+        ranks_of_host: ranks that share the host's memory.
         available: bytes; None asks the system.
 
     Raises:
@@ -107,23 +102,18 @@ def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: 
 def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What the system, and the container that this process runs in, can still give; None where neither says."""
     found = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        fields = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
         found.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        used = int((cgroup / "memory.current").read_text(encoding="ascii"))
-        found.append(max(0, limit - used + _reclaimable(cgroup)))
+        limit, used = (int((cgroup / f"memory.{name}").read_text(encoding="ascii")) for name in ("max", "current"))
+        # Page cache counts as used, and is given up when memory is asked for.
+        reclaimable = 0
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            rows = (line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+            reclaimable = sum(int(row[1]) for row in rows if row[0] == "inactive_file")
+        found.append(max(0, limit - used + reclaimable))
     return min(found) if found else None
-
-
-def _reclaimable(cgroup: Path) -> int:
-    """Bytes of page cache, which count as used and are given up when memory is asked for."""
-    with contextlib.suppress(OSError, ValueError):
-        rows = (line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
-        return sum(int(row[1]) for row in rows if row[0] == "inactive_file")
-    return 0
 
 
 class HostArena:
@@ -140,22 +130,18 @@ class HostArena:
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
-        self.regions = list(regions)
-        self.nbytes = required_bytes(self.regions)
-        self.pinned = False
-        self._pretends = device.type == "meta"
-        self._offset = 0
-        self._next = 0
+        self.regions, self.nbytes, self.pinned = list(regions), required_bytes(regions), False
+        self._pretends = device.type == "meta"  # a rehearsal: host memory that is not there either
         self._carved: list[tuple[str, torch.Tensor]] = []
-        if self._pretends:  # a rehearsal: host memory that is not there either
+        self._next = self._offset = 0
+        if self._pretends:
             return
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
         except (OSError, ValueError, OverflowError) as error:
-            raise HostMemoryError(
-                f"the system refuses {describe_bytes(self.regions)} of host memory: {error}"
-            ) from None
+            sizes = describe_bytes(self.regions)
+            raise HostMemoryError(f"the system refuses {sizes} of host memory: {error}") from None
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
         if pin and device.type == "cuda" and self.nbytes:
             self._lock(device)
@@ -167,8 +153,8 @@ class HostArena:
             RuntimeError: the plan has something else here.
         """
         wanted = Region(category, numel, dtype)
-        if self._next >= len(self.regions) or self.regions[self._next] != wanted:
-            planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
+        planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
+        if planned != wanted:
             raise RuntimeError(f"the arena's plan has {planned} next, not {wanted}")
         self._next += 1
         start, self._offset = self._offset, self._offset + wanted.stride_bytes
@@ -185,8 +171,7 @@ class HostArena:
         """Whether a tensor's memory is the arena's."""
         if self._pretends:
             return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
-        first = self._address
-        return tensor.device.type == "cpu" and first <= tensor.data_ptr() < first + max(self.nbytes, 1)
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._address < max(self.nbytes, 1)
 
     def tensors(self, category: str) -> list[torch.Tensor]:
         """What was carved under ``category``, for the ledger."""
@@ -201,10 +186,10 @@ class HostArena:
 
     def _lock(self, device: torch.device) -> None:
         with torch.cuda.device(device):
-            result = torch.cuda.cudart().cudaHostRegister(self._address, self.nbytes, 0)
-        if int(result) != 0:
+            result = int(torch.cuda.cudart().cudaHostRegister(self._address, self.nbytes, 0))
+        if result != 0:
             raise PageLockError(
-                f"the system refuses to lock {describe_bytes(self.regions)} of host memory (CUDA error {int(result)}); "
+                f"the system refuses to lock {describe_bytes(self.regions)} of host memory (CUDA error {result}); "
                 "raise the limit of locked memory (ulimit -l), or set pin_memory=false in zero.offload_optimizer and "
                 "zero.offload_param"
             )
@@ -215,7 +200,7 @@ class HostArena:
 
 
 def _unlock(address: int, device: torch.device) -> None:
-    """Whoever waited for a copy did so in a stream, at most: wait for the device before its copies lose their pages."""
+    # Whoever waited for a copy did so in a stream, at most: its end comes before its copies lose their pages.
     torch.cuda.synchronize(device)
     with torch.cuda.device(device):  # garbage is collected by whichever thread comes along
         torch.cuda.cudart().cudaHostUnregister(address)
@@ -238,28 +223,6 @@ def _anonymous(nbytes: int, forked: bool = True) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", *(() if forked else ("MADV_DONTFORK",))):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):
-                memory.madvise(getattr(mmap, advice))
+        with contextlib.suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, advice))
     return memory
-
-
-def usable_cores() -> frozenset[int]:
-    """Numbers of the cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
-
-
-def threads_per_rank(sharing: int, cores: int) -> int:
-    """Threads for a rank's step on the CPU.
-
-    Args:
-        sharing: ranks that run on the same cores.
-        cores: how many those are.
-
-    Example:
-        >>> threads_per_rank(sharing=8, cores=128), threads_per_rank(sharing=4, cores=2)
-        (16, 1)
-    """
-    return max(1, cores // max(sharing, 1))
