@@ -91,6 +91,7 @@ class Bucket:
 
     def shard_of(self, shard: torch.Tensor, start: int = 0) -> torch.Tensor:
         """This bucket's elements of a rank's ``master_S`` or ``grad_S``, as a view; ``shard`` begins at ``start``."""
+        # Where the first buckets' parts are in host memory, the device has the end of the shard alone.
         return shard[self.shard_offset - start :][: self.shard_numel]
 
     def part_start(self, rank: int) -> int:
@@ -148,6 +149,7 @@ class FlatLayout:
     @property
     def padded_numel(self) -> int:
         """P: elements with padding."""
+        # A group without parameters has no buckets, and takes part in nothing.
         return self.buckets[-1].offset + self.buckets[-1].numel if self.buckets else 0
 
     @property
@@ -288,12 +290,14 @@ class OffloadPlan:
     @property
     def host_masters(self) -> range:
         """Elements of the shard with a separate master in host memory."""
+        # In fp32 the first buckets, whose parameters are in host memory too, are their own masters.
         stop = self.optimizer_numel if self.trained else 0
         return range(min(self.parameter_numel, stop) if self.own_masters else 0, stop)
 
     @property
     def device_masters(self) -> range:
         """Elements of the shard with a separate master on the device."""
+        # In fp32 those alone whose parameters are in host memory, but which the device steps on.
         start = self.optimizer_numel
         if not self.trained:
             return range(0)

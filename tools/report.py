@@ -14,7 +14,7 @@ from pathlib import Path
 
 from deepzero.monitor.metrics_file import put
 from deepzero.monitor.report.compare import comparison, runs_in, text_table
-from deepzero.monitor.report.run_data import read_run
+from deepzero.monitor.report.run_data import Run
 from deepzero.monitor.report.sections import report
 
 COMPARISON = "comparison.html"
@@ -35,9 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     if not folders:
         return 1
     if len(folders) == 1:
-        out, page = folders[0] / "report.html", report(read_run(folders[0]))
+        out, page = folders[0] / "report.html", report(Run(folders[0]))
     else:
-        out, page = Path(os.path.commonpath(folders)) / COMPARISON, comparison([read_run(run) for run in folders])
+        out, page = Path(os.path.commonpath(folders)) / COMPARISON, comparison([Run(run) for run in folders])
     out = options.out if options.out is not None else out
     try:
         put(out, page)

@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from deepzero.profiling.trace_events import TraceError, find_traces, load_trace
+from deepzero.profiling.trace_events import Trace, TraceError, find_traces
 from deepzero.profiling.trace_report import page, render
-from deepzero.profiling.trace_summary import summarize
+from deepzero.profiling.trace_summary import TraceSummary
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page with plots, in one file")
     options = parser.parse_args(arguments)
     try:
-        summaries = [summarize(load_trace(path)) for path in find_traces(options.trace)]
+        summaries = [TraceSummary(Trace(path)) for path in find_traces(options.trace)]
         summaries.sort(key=lambda summary: (summary.trace.rank, summary.trace.steps[0].begin))
         if options.html is not None:
             options.html.write_text(page(summaries), encoding="utf-8")

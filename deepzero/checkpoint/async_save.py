@@ -74,12 +74,7 @@ class Target:
 
 
 class Saver:
-    """Saves one engine's checkpoints, one at a time.
-
-    Args:
-        device: where the model state lives.
-        silence_seconds: a rank whose disk has taken nothing for so long is given up.
-    """
+    """Saves one engine's checkpoints, one at a time; a rank whose disk is silent for too long is given up."""
 
     def __init__(self, device: torch.device, silence_seconds: float) -> None:
         self.device, self.silence_seconds = device, silence_seconds
@@ -95,12 +90,7 @@ class Saver:
     # ---- what training waits for -------------------------------------------------------------------------------------
 
     def save(self, target: Target, collect: Callable[[str], SavePlan], asynchronous: bool) -> None:
-        """Save, or begin to. A collective.
-
-        Args:
-            target: where.
-            collect: gives the plan for a save of the given id; a collective.
-            asynchronous: return after the snapshot.
+        """Save, or begin to: ``asynchronous`` returns after the snapshot. A collective, as is ``collect``, given an id.
 
         Raises:
             CheckpointError: on every rank; nothing was replaced.
@@ -122,7 +112,7 @@ class Saver:
         try:
             plan, ready = self._snapshot(collected.plan)
             copied = dataclasses.replace(collected, plan=plan)
-            self._thread = start_thread(job.run_behind, "deepzero-save", copied, ready)
+            self._thread = start_thread(job.run, "deepzero-save", copied, ready)
         except Exception as error:  # no memory: the other ranks must not wait for this one's shard, or word
             job.give_up(reason(error))
             raise
@@ -199,7 +189,7 @@ class _Job:
 
     def __init__(self, saver: Saver, target: Target, save_id: str) -> None:
         self.saver, self.target = saver, target
-        self.temporary = folders.temporary_folder(target.folder, target.tag, save_id)
+        self.temporary = target.folder / f"{folders.SAVING}{save_id}-{target.tag}"
         self.channel = StoreMailbox(f"save/{save_id}")
         self.watchdog = flight_recorder.observer()
         self.hearts = {rank: _HeartbeatTimeout(GONE_SECONDS) for rank in range(saver.world_size)}
@@ -244,7 +234,8 @@ class _Job:
 
     def open(self, total_bytes: int) -> None:
         """Make the folder that is written to; a handle of it keeps others of this process from clearing it away."""
-        folders.room_for(self.target.folder, total_bytes)
+        fewer = "keep fewer (train.keep_last). What was saved before is untouched"
+        folders.room_for(self.target.folder, "a checkpoint", total_bytes, fewer)
         self.temporary.mkdir()
         self._handle = os.open(self.temporary, os.O_RDONLY)
 
@@ -256,16 +247,16 @@ class _Job:
             self.channel.set("verdict", f"rank 0: {problem}")
         self.end()
 
-    def run_behind(self, collected: SavePlan, ready: Callable[[], None]) -> None:
-        """The thread: after the snapshot is complete, out of the training thread's way."""
-        with contextlib.suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        self.run(collected, ready)
+    def run(self, collected: SavePlan, ready: Callable[[], None] | None = None) -> None:
+        """4 write, 5 commit; a thread does it when its snapshot is ``ready``.
 
-    def run(self, collected: SavePlan, ready: Callable[[], None] = _nothing) -> None:
-        """4 write, 5 commit. Failures are remembered, not raised: nobody sees what a thread of its own raises."""
+        Failures are remembered, not raised: nobody sees what a thread of its own raises.
+        """
+        if ready is not None:  # out of the training thread's way
+            with contextlib.suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
-            problem = self._write_and_commit(collected, ready)
+            problem = self._write_and_commit(collected, ready or _nothing)
         except Exception as error:
             problem = reason(error)
         finally:

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
@@ -32,22 +31,19 @@ RUN_CHECKPOINTS = "checkpoints"
 """Inside the folder of a run of ``train.py``."""
 
 
-def check_tag(tag: str) -> None:
+def check_tag(tag: str, otherwise: str = "") -> None:
     """Refuse a tag that is no name of a folder.
 
     Raises:
         CheckpointError: empty, with a slash, beginning with a dot, or not as ``latest`` would give it back.
     """
-    if not _is_tag(tag):
+    fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES and tag == tag.strip() != LATEST
+    if not fits or re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is None:
         raise CheckpointError(
-            f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "
+            otherwise
+            or f"tag {tag!r} cannot name a checkpoint: it becomes a folder, so it must not be empty or long, not begin "
             f"with a dot, hold no slash or line break, no white space at its ends; and {LATEST!r} is taken"
         )
-
-
-def _is_tag(tag: str) -> bool:
-    fits = len(tag.encode("utf-8", "replace")) <= MAX_TAG_BYTES
-    return fits and tag == tag.strip() != LATEST and re.fullmatch(r"(?!\.)[^/\\\x00-\x1f\x7f]+", tag) is not None
 
 
 # ---- finding ---------------------------------------------------------------------------------------------------------
@@ -97,8 +93,7 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
         tag = latest_tag(folder)
         if tag is None:
             raise CheckpointError(_no_latest(folder))
-        if not _is_tag(tag):
-            raise CheckpointError(f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
+        check_tag(tag, f"{folder / LATEST} is damaged: {tag!r} cannot be the name of a checkpoint")
         named = f"{folder / LATEST} names {tag}, and "
     check_tag(tag)
     path = folder / tag
@@ -190,20 +185,8 @@ def read_manifest(path: Path) -> Manifest:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def temporary_folder(folder: Path, tag: str, save_id: str) -> Path:
-    """Where a save writes until it is complete."""
-    return folder / f"{SAVING}{save_id}-{tag}"
-
-
 def commit(folder: Path, temporary: Path, manifest: Manifest, save_latest: bool) -> None:
-    """Make a written checkpoint the one of its tag.
-
-    Args:
-        folder: where checkpoints lie.
-        temporary: a folder in there that has all the shards.
-        manifest: of them.
-        save_latest: let ``latest`` name it.
-    """
+    """Make the shards in ``temporary``, a folder in ``folder``, the checkpoint of their manifest's tag."""
     raw = manifest.to_json().encode()
     write_whole(temporary / MANIFEST, raw)
     write_whole(temporary / COMMIT, hashlib.sha256(raw).hexdigest().encode() + b"\n")
@@ -261,7 +244,7 @@ def check_replaceable(path: Path) -> None:
 def clear_remains(folder: Path) -> None:
     """Remove what interrupted saves have left, but for what this process writes to. Only who holds the lock may."""
     remains = [path for path in folder.iterdir() if path.name.startswith((SAVING, DELETING, REPLACED))]
-    remains = [path for path in remains if not open_handles(path)]
+    remains = [path for path in remains if not open_handles(path, os.O_RDONLY)]
     if remains:
         flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
     for path in remains:
@@ -272,18 +255,12 @@ def clear_remains(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def room_for(folder: Path, needed_bytes: int) -> None:
-    """Refuse a save that cannot fit.
-
-    Raises:
-        CheckpointError: with both sizes.
-    """
+def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
+    """Raise a :class:`CheckpointError` when something cannot fit."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
-        raise CheckpointError(
-            f"{folder}: a checkpoint needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
-            "room, or keep fewer (train.keep_last). What was saved before is untouched"
-        )
+        sizes = f"needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left"
+        raise CheckpointError(f"{folder}: {what} {sizes}; make room, or {advice}")
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------
@@ -292,36 +269,20 @@ def room_for(folder: Path, needed_bytes: int) -> None:
 # lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the lock.
 
 
-def open_handles(path: Path | None = None, words: str = "") -> list[int]:
-    """This process's handles of a file or folder; of any for None. With ``words``: only of locks that say this."""
+def open_handles(path: Path, access: int) -> list[int]:
+    """This process's handles of a file or folder that were opened for this ``access``."""
     found = []
     for handle in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
-            status = os.fstat(handle)
-            if path is not None and not os.path.samestat(status, path.stat()):
-                continue
-            # Who only looks into a lock does not hold it.
-            ours = stat.S_ISREG(status.st_mode) and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_RDWR
-            if not words or (ours and re.fullmatch(words, _read(handle))):
+            same = os.path.samestat(os.fstat(handle), path.stat())
+            if same and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == access:
                 found.append(handle)
     return found
 
 
-def _read(handle: int) -> str:
-    return os.pread(handle, 200, 0).decode("utf-8", "replace").strip()
-
-
-def _words(process: int | str) -> str:
-    return f"process {process} on {socket.gethostname()}"
-
-
-def _handles(folder: Path) -> list[int]:
-    return open_handles(folder / LOCK, re.escape(_words(os.getpid())))
-
-
 def holds(folder: Path) -> bool:
     """Whether this process has the right to write in ``folder``."""
-    return bool(_handles(folder))
+    return bool(open_handles(folder / LOCK, os.O_RDWR))
 
 
 def acquire(folder: Path) -> None:
@@ -332,7 +293,7 @@ def acquire(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if held := _handles(folder):
+        if held := open_handles(folder / LOCK, os.O_RDWR):
             os.dup(held[0])
             return
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -341,7 +302,7 @@ def acquire(folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = _read(handle) or "unknown"
+        holder = os.read(handle, 200).decode("utf-8", "replace").strip() or "unknown"
         os.close(handle)
         raise CheckpointError(
             f"another run writes to {folder} ({holder}); stop it, or let this one save to another folder"
@@ -350,7 +311,7 @@ def acquire(folder: Path) -> None:
         pass  # a file system without locks: writing goes on as it would without this check
     try:
         os.ftruncate(handle, 0)
-        os.pwrite(handle, _words(os.getpid()).encode(), 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError:  # no room for the words: nothing of us stays
         (folder / LOCK).unlink(missing_ok=True)
         os.close(handle)
@@ -359,14 +320,17 @@ def acquire(folder: Path) -> None:
 
 def release(folder: Path) -> None:
     """Give the right back, once for each :func:`acquire`."""
-    for handle in _handles(folder)[:1]:
+    for handle in open_handles(folder / LOCK, os.O_RDWR)[:1]:
         os.close(handle)
 
 
-def _close_the_parents_locks() -> None:
+def _close_locks() -> None:
     """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
-    for handle in open_handles(words=_words(r"\d+")):
-        os.close(handle)
+    words = rf"process \d+ on {re.escape(socket.gethostname())}".encode()
+    for handle in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # nothing that can be read
+            if re.fullmatch(words, os.pread(handle, 200, 0)):
+                os.close(handle)
 
 
-os.register_at_fork(after_in_child=_close_the_parents_locks)
+os.register_at_fork(after_in_child=_close_locks)

@@ -199,8 +199,15 @@ class Checkpointer:
             if not module_only:
                 self._take_counters(loader, optimizer)
         self.half_loaded = None
-        if optimizer:
-            self._say_other_rates(loader)
+        there = [decode(group.get("lr"), {}) for group in reader.manifest.optimizer.get("groups", ())]
+        here = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
+        if optimizer and there != here and self.engine.comm.rank == 0:
+            # A schedule with other settings goes on at its own rates: wanted, perhaps, and said.
+            log.warning(
+                "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
+                "are others than those of the run that was saved",
+                *(here, there),
+            )
         return str(reader.path), client_state
 
     def _saved_schedule(self, loader: Loader) -> Any:
@@ -249,15 +256,3 @@ class Checkpointer:
             loader.restore_rng()
             if manifest.precision == engine.config.precision.dtype == "fp16":
                 engine.scaler.load_state_dict(manifest.loss_scaler)
-
-    def _say_other_rates(self, loader: Loader) -> None:
-        """A schedule with other settings goes on at its own rates: wanted, perhaps, and said."""
-        there = [decode(group.get("lr"), {}) for group in loader.manifest.optimizer["groups"]]
-        here = [float(group["lr"]) for group in self.engine.optimizer.param_groups]
-        if there != here and self.engine.comm.rank == 0:
-            log.warning(
-                "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
-                "are others than those of the run that was saved",
-                here,
-                there,
-            )

@@ -10,11 +10,9 @@ from deepzero.comm.process_group import raise_on_all_ranks
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message names the file, and says what to do.
+    """A checkpoint cannot be written or read; ``text`` names the file, and says what to do.
 
-    Args:
-        text: the message.
-        beside: where a checkpoint is damaged, another one of the same folder that is complete.
+    Where a checkpoint is damaged, ``beside`` is another one of the same folder that is complete.
     """
 
     says_it_all = True

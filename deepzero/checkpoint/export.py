@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from deepzero.checkpoint import shard_file
-from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest
+from deepzero.checkpoint.checkpoint_dir import complete_beside, find, read_manifest, room_for
 from deepzero.checkpoint.engine_state import EngineState
 from deepzero.checkpoint.errors import CheckpointError, naming, together
 from deepzero.checkpoint.json_codec import DTYPES, ITEMSIZE, TORCH_DTYPES
@@ -96,11 +96,7 @@ def parse_size(text: str | int) -> int:
 
 
 def check_filename(filename: str) -> None:
-    """Refuse a name under which no safetensors file should be found.
-
-    Raises:
-        CheckpointError: it ends in ``.bin`` or ``.pt``, or is a path.
-    """
+    """Raise a :class:`CheckpointError` for a name under which no safetensors file should be found."""
     if filename.endswith((".bin", ".pt", ".pth")):
         raise CheckpointError(
             f"{filename!r} would be taken for a pickle, and deepzero writes none: a model is saved as safetensors; "
@@ -147,7 +143,7 @@ def write_model(
     Args:
         folder: where the files go; made if it is not there.
         files: all tensors, as :func:`divide` gives them.
-        values: of each of them, in this order, 1-D pieces of its dtype on the CPU.
+        values: of each of them, in this order, 1-D :meth:`~TensorPlan.pieces` of its dtype on the CPU.
         filename: of the only file; the others' names are made from it.
         replace: an older model of this name may be replaced.
         extra: further small files by name, such as ``config.json``.
@@ -158,11 +154,12 @@ def write_model(
     Raises:
         CheckpointError: a model is there already, the disk is too small or fails, the folder is unfit.
     """
-    stem, entry, names = filename.removesuffix(".safetensors"), filename, [filename]
+    entry, names = filename, [filename]
     small, total = dict(extra or {}), sum(plan.nbytes for plans in files for plan in plans)
     if len(files) > 1:
         entry = filename + INDEX_SUFFIX
-        names = [f"{stem}-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        stem, count = filename.removesuffix(".safetensors"), len(files)
+        names = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         where = {plan.name: name for name, plans in zip(names, files, strict=True) for plan in plans}
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         small[entry] = json.dumps(content, indent=2).encode() + b"\n"
@@ -170,16 +167,12 @@ def write_model(
     made: list[Path] = []
     try:
         with _said(lambda error: f"cannot write to {folder}: {error.strerror}"):
-            older = _older(folder, stem, extra or {})
+            older = _older(folder, filename, extra or {})
             _check_folder(folder, older, replace)
             for path in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 path.mkdir(exist_ok=True)
                 made.append(path)
-            if total > (free := shutil.disk_usage(folder).free):
-                raise CheckpointError(
-                    f"{folder}: the model needs {total / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left; make "
-                    "room, or choose another folder"
-                )
+            room_for(folder, "the model", total, "choose another folder")
             temporary.mkdir()
         untouched = "the model was not written, and what was there before is untouched"
         with _said(lambda error: f"{error.filename or folder}: {error.strerror}; {untouched}"):
@@ -206,16 +199,12 @@ def _said(words: Callable[[OSError], str]) -> Iterator[None]:
         raise CheckpointError(words(error)) from None
 
 
-def _entries(stem: str) -> list[str]:
-    """What readers open first, of a model in one file or in several."""
-    return [f"{stem}.safetensors", f"{stem}.safetensors{INDEX_SUFFIX}"]
-
-
-def _older(folder: Path, stem: str, extra: Iterable[str]) -> list[Path]:
+def _older(folder: Path, filename: str, extra: Iterable[str]) -> list[Path]:
     """Files of a model of this name that is there already; what readers open first comes first."""
-    pattern = re.compile(rf"{re.escape(stem)}-\d{{5,}}-of-\d{{5,}}\.safetensors")
+    pattern = re.compile(rf"{re.escape(filename.removesuffix('.safetensors'))}-\d{{5,}}-of-\d{{5,}}\.safetensors")
     parts = sorted(path.name for path in folder.glob("*.safetensors") if pattern.fullmatch(path.name))
-    return [folder / name for name in (*_entries(stem), *parts, *extra) if (folder / name).exists()]
+    names = (filename, filename + INDEX_SUFFIX, *parts, *extra)
+    return [folder / name for name in names if (folder / name).exists()]
 
 
 def _check_folder(folder: Path, older: list[Path], replace: bool) -> None:
@@ -248,7 +237,8 @@ def _install(temporary: Path, older: list[Path], entry: str, parts: list[str]) -
     aside.mkdir()
     if older == [folder / entry] and not parts:
         older = []  # one file instead of one file: a single rename, and at any instant one of them is there
-    entries = _entries(entry.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors"))
+    one = entry.removesuffix(INDEX_SUFFIX)
+    entries = (one, one + INDEX_SUFFIX)
     stages = [
         [(old, aside / old.name) for old in older if old.name in entries],
         [(old, aside / old.name) for old in older if old.name not in entries]
@@ -394,14 +384,7 @@ def _stripped(name: str, prefix: str) -> str:
 def save_gathered(
     holdings: EngineState, folder: Path, filename: str, with_frozen: bool, max_shard_size: str | int
 ) -> None:
-    """Write the model in the compute dtype. A collective.
-
-    Args:
-        holdings: the model state.
-        folder: where the files go.
-        filename: of the only file; those of several are named after it.
-        with_frozen: also parameters that are not trained.
-        max_shard_size: of one file.
+    """Write the model in the compute dtype, ``with_frozen`` also what is not trained. A collective.
 
     Raises:
         CheckpointError: on every rank.

@@ -60,14 +60,7 @@ def is_foreign(path: Path, tag: str | None) -> bool:
 
 
 def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
-    """A manifest of plain safetensors, in the model's names.
-
-    Args:
-        path: for which :func:`is_foreign` is true.
-        model: whose weights they are to be.
-
-    Returns:
-        The folder of the files, and the manifest; its rows hold ``parameter`` and ``buffer`` only.
+    """The folder of plain safetensors, and their manifest in the model's names: ``parameter`` and ``buffer`` only.
 
     Raises:
         CheckpointError: a file is missing or damaged; a tied weight has two values; a float is stored for an integer.
@@ -95,11 +88,7 @@ def read_foreign(path: Path, model: EngineState) -> tuple[Path, Manifest]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Tensor → file.
-
-    Raises:
-        CheckpointError: it is damaged, or names files elsewhere.
-    """
+    """Tensor → file; a :class:`CheckpointError` where it is damaged, or names files elsewhere."""
     try:
         content = json.loads(index.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -175,11 +164,7 @@ def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:
 
 
 def _need_same_bits(first: Found, second: Found) -> None:
-    """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself.
-
-    Raises:
-        CheckpointError: the model ties what the files do not.
-    """
+    """Tensors that are one parameter here must be one value there, to the bit: a NaN is equal to itself."""
     (file, a), (_, b) = first, second
     equal = (a.shape, a.dtype) == (b.shape, b.dtype)
     for start in range(0, a.numel if equal else 0, COMPARE_ELEMENTS):

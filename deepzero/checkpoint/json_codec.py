@@ -28,15 +28,10 @@ ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 
 
 def encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A value that :mod:`json` can write.
-
-    Args:
-        value: nested dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors, arrays.
-        where: its name, for messages and for the tensors' names.
-        tensors: gets the tensors found, by name.
+    """A value that :mod:`json` can write, ``where`` its name; the tensors found in it go into ``tensors``.
 
     Raises:
-        CheckpointError: something else is in it.
+        CheckpointError: it holds what is no dictionary, list, tuple, set, number, string, bytes, tensor or array.
 
     Example:
         >>> encode({"a": (1, 2.5), 3: float("inf")}, "client_state", {})

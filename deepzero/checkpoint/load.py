@@ -41,12 +41,7 @@ _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def open_checkpoint(load_dir: Path, tag: str | None, weights_for: EngineState | None = None) -> CheckpointReader:
-    """1 find. A collective: rank 0 looks, and all have its manifest.
-
-    Args:
-        load_dir: a checkpoint, or the folder of several.
-        tag: which one.
-        weights_for: the model, when nothing but its weights is wanted: plain safetensors will do then.
+    """1 find. A collective: rank 0 looks, and all have its manifest. For weights alone plain safetensors will do.
 
     Raises:
         CheckpointError: on every rank; see :func:`find`, :func:`read_manifest` and :func:`read_foreign`.
@@ -137,28 +132,19 @@ class Loader:
         here |= {f"buffer {name!r}": tuple(tensor.shape) for name, tensor in buffers.items()}
         there = {f"parameter {name!r}": self._info(name).shape for name in shapes if name in stored}
         there |= {f"buffer {name!r}": tuple(kept["shape"]) for name, kept in self.manifest.buffers.items()}
-        other = [
-            f"{what} has shape {there[what]} there and {shape} here"
-            for what, shape in here.items()
-            if there.get(what, shape) != shape
-        ]
+        odd = [what for what, shape in here.items() if there.get(what, shape) != shape]
+        other = [f"{what} has shape {there[what]} there and {here[what]} here" for what in odd]
         for known in names.values():
             if len(apart := sorted({stored[name] for name in known if name in stored})) > 1:
                 other.append(f"{' and '.join(map(repr, apart))} are two parameters there and one (tied) here")
-        self._absent = {
-            name
-            for name, shape in shapes.items()
-            if 0 not in shape and not (name in stored and self._info(name).tensors)
-        }
-        missing = set(self._absent)
-        self._absent |= set(buffers) - set(self.manifest.buffers)
-        if self.reader.checked:
-            missing = self._absent
-        here_too = {known for all_names in names.values() for known in all_names} | set(buffers)
-        unknown = {*self.manifest.parameters, *self.manifest.buffers} - here_too
+        kept = {name for name in shapes if name in stored and self._info(name).tensors}
+        missing = {name for name, shape in shapes.items() if 0 not in shape} - kept
+        self._absent = missing | (set(buffers) - set(self.manifest.buffers))
+        missing = self._absent if self.reader.checked else missing
+        unknown = {*self.manifest.parameters, *self.manifest.buffers} - set(buffers) - set().union(*names.values())
         text = other[:3]
-        for what, odd in (("missing there", missing), ("not known here", unknown)):
-            text += [f"{len(odd)} {what} ({listed(sorted(odd))})"] if odd else []
+        for what, which in (("missing there", missing), ("not known here", unknown)):
+            text += [f"{len(which)} {what} ({listed(sorted(which))})"] if which else []
         if other or (self.strict and (missing or unknown)):
             advice = "" if other else "; load_module_strict=False loads what both have"
             raise CheckpointError(f"{self.reader.path} is of another model: {'; '.join(text)}{advice}")

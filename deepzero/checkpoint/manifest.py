@@ -15,8 +15,8 @@
     ``master`` is the fp32 value. A parameter in bf16 or fp16 is the master, rounded, and is not stored again; one that
     is not trained has no master and is stored as ``parameter``. Anything that all ranks hold alike is stored once.
 
-    Every shard is cut into *blocks* of ``block_bytes``, each with a CRC-32 in the manifest. A reader checks exactly the
-    blocks that it reads; ``sha256`` is of the whole file, if training waited for the save.
+    Every shard is cut into *blocks*, each with a CRC-32 in the manifest; a reader checks exactly those that it reads.
+    ``sha256`` is of the whole file, if training waited for the save.
 
 [Note: what is believed of a manifest]
     ``COMMIT`` shows that a manifest is what was written, and is no signature: who edits one can write a new hash. So

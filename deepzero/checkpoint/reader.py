@@ -43,13 +43,7 @@ class ReadRequest:
 
 
 class CheckpointReader:
-    """Reads from a folder of shards.
-
-    Args:
-        path: the folder.
-        manifest: of it.
-        checked: compare every block that is read with the manifest's CRC-32. Off for files that are no shards.
-    """
+    """Reads from a folder of shards; ``checked`` by the manifest's CRC-32s, which files that are no shards have not."""
 
     def __init__(self, path: Path, manifest: Manifest, checked: bool = True) -> None:
         self.path, self.manifest, self.checked = path, manifest, checked
@@ -107,15 +101,10 @@ class CheckpointReader:
 
 
 def read_rows(path: Path, info: ShardInfo | None, parts: Iterable[tuple[Row, torch.Tensor]]) -> list[Run]:
-    """Read some of a file's rows, whole blocks at a time.
+    """Read some of a file's rows into 1-D tensors of any dtype and device, whole blocks at a time.
 
-    Args:
-        path: the file.
-        info: what the manifest says of it; None for a safetensors file that is nobody's shard: nothing is checked then.
-        parts: rows, and the 1-D tensors, of any dtype and device, that their elements go into.
-
-    Returns:
-        The runs of blocks that were read and found right, ascending and apart.
+    A safetensors file that is nobody's shard has no ``info``: nothing is checked then. Returns the runs of blocks that
+    were read and found right, ascending and apart.
     """
     parts = sorted((part for part in parts if part[0].numel), key=lambda part: part[0].offset)
     block = info.block_bytes if info is not None else 1
@@ -159,11 +148,7 @@ def _portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterat
 
 
 def fill(path: Path, file: int, view: memoryview, offset: int) -> None:
-    """Every byte of every tensor that is read comes through here.
-
-    Raises:
-        CheckpointError: the disk fails, or the file is too short.
-    """
+    """Every byte of every tensor that is read comes through here: a disk fails, a file is too short."""
     done = 0
     while done < len(view):
         try:

@@ -80,7 +80,8 @@ def collect(
         entries += [Entry(RNG, f"{comm.rank}.{name}", 0, tensor) for name, tensor in rng_tensors.items()]
         entries += [Entry(CLIENT, name, 0, tensor) for name, tensor in tensors.items()]
         plan = plan_shard(entries, {"format": "pt", "deepzero_id": facts["id"], "rank": str(comm.rank)})
-        stored = [(row.name, row.key, row.dtype) for row in plan.rows if _of_parameter(row.key)]
+        parameters = [row for row in plan.rows if row.key not in (RNG, CLIENT, BUFFER) and not is_own_buffer(row.key)]
+        stored = [(row.name, row.key, row.dtype) for row in parameters]
     everyone = process_group.all_gather_object((stored, scalars, rng_numbers, plan.bytes))
     dtypes: dict[str, dict[str, str]] = {}
     for rows, *_ in everyone:
@@ -88,10 +89,12 @@ def collect(
             dtypes.setdefault(name, {})[key] = dtype
     states = {name: state for _, theirs, *_ in reversed(everyone) for name, state in theirs.items()}
     versions = {"deepzero": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    groups = [
-        {key: _plain(value, f"optimizer group {number}, {key!r}") for key, value in _settings(group).items()}
-        for number, group in enumerate(holdings.optimizer.param_groups)
-    ]
+    groups: list[dict[str, Any]] = [{} for _ in holdings.optimizer.param_groups]
+    for number, group in enumerate(holdings.optimizer.param_groups):
+        for key in [key for key in group if key != "params"]:
+            # Numbers that are tensors (a capturable learning rate) as numbers.
+            value = group[key].item() if torch.is_tensor(group[key]) and group[key].numel() == 1 else group[key]
+            groups[number][key] = _plain(value, f"optimizer group {number}, {key!r}")
     buffers = holdings.buffers().items()
     manifest = Manifest(
         **facts,
@@ -108,10 +111,6 @@ def collect(
         files={},
     )
     return SavePlan(plan, manifest, sum(nbytes for *_, nbytes in everyone))
-
-
-def _of_parameter(key: str) -> bool:
-    return key not in (RNG, CLIENT, BUFFER) and not is_own_buffer(key)
 
 
 def _trained(holdings: EngineState) -> tuple[list[Entry], dict[str, Any]]:
@@ -164,11 +163,6 @@ def _plain(value: Any, where: str) -> Any:
     if tensors:
         raise CheckpointError(f"{next(iter(tensors))} is a tensor inside of a list; such a setting cannot be saved")
     return encoded
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its parameters; numbers that are tensors (a capturable learning rate) as numbers."""
-    return {k: v.item() if torch.is_tensor(v) and v.numel() == 1 else v for k, v in group.items() if k != "params"}
 
 
 def _parameters(

@@ -37,12 +37,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
-    """The first bytes of a file, up to the data, which begin aligned.
-
-    Args:
-        tensors: (name, dtype, shape), in the order in which their bytes follow.
-        metadata: strings for ``__metadata__``.
-    """
+    """The first bytes of a file, up to the aligned data of ``tensors``: (name, dtype, shape), in the order of bytes."""
     header: dict[str, Any] = {"__metadata__": metadata}
     cursor = 0
     for name, dtype, shape in tensors:
@@ -142,16 +137,9 @@ def put(file: BinaryIO, view: memoryview) -> None:
 
 
 def write_shard(path: Path, plan: ShardPlan, rank: int, progress: Callable[[int], None]) -> ShardInfo:
-    """Write the file and flush it to the disk, piece by piece.
+    """Write a new file and flush it to the disk, piece by piece; an ``OSError`` has its name.
 
-    Args:
-        path: a new file.
-        plan: from :func:`plan_shard`.
-        rank: whose it is.
-        progress: called about once a second with the number of bytes written, and after each flush.
-
-    Raises:
-        OSError: what the system says, with the file's name.
+    ``progress`` is called about once a second with the number of bytes written, and after each flush.
     """
     behind = plan.image is not None
     digest = _Digest(block_bytes_for(plan.bytes), whole=not behind)

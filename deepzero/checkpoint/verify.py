@@ -39,11 +39,7 @@ class VerifyReport:
 
 
 def verify(checkpoint: str | Path, tag: str | None = None) -> VerifyReport:
-    """Check one checkpoint.
-
-    Args:
-        checkpoint: one, or the folder that checkpoints were saved to.
-        tag: which one; None: the one that ``latest`` names.
+    """Check one checkpoint: one itself, or that of a tag in the folder of several; None: that of ``latest``.
 
     Raises:
         CheckpointError: there is nothing of that name to look at.
@@ -207,7 +203,6 @@ def _check_extra(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
 
 
 def _check_rows(report: VerifyReport, manifest: Manifest) -> Iterator[str]:
-    for name, info in manifest.parameters.items():
-        if info.numel and not info.tensors and not info.trained:
-            report.not_stored.append(name)
+    infos = manifest.parameters.items()
+    report.not_stored += [name for name, info in infos if info.numel and not info.tensors and not info.trained]
     yield from (f"{place}: {problem}" for place, problem in row_problems(manifest))

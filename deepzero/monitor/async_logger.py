@@ -58,8 +58,7 @@ class Background:
             function for lines that the person at the terminal should read.
         tell: prints a line; called by the loop's thread alone.
         room: entries that may wait.
-        finish_seconds: how long after :meth:`announce_end` :meth:`finish` waits; for a run that was stopped,
-            ``STOP_SECONDS`` if that is less.
+        finish_seconds: how long :meth:`finish` waits; for a run that was stopped, ``STOP_SECONDS`` if that is less.
     """
 
     def __init__(

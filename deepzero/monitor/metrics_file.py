@@ -2,8 +2,8 @@
 
 - **Numbers round-trip.** Python writes a float with the fewest digits that give the same bits back, so two runs can be
   compared for identical bits by their files.
-- **Always JSON.** ``NaN`` and ``Infinity`` are not JSON, though Python writes them; here they become ``null``, and the
-  entry's other fields (``skipped``, the error in the summary) say why.
+- **Always JSON.** ``NaN`` and ``Infinity`` become ``null``; the entry's other fields (``skipped``, the summary's error)
+  say why.
 - **Always whole.** Each line of ``metrics.jsonl`` is handed to the system at once; ``summary.json`` is written beside
   its place, flushed and moved there, so a reader sees the old one or the new one, after a power cut, too.
 - **Never what a run ends by.** A disk that is full or gone is said once; training goes on, and lines are written again
@@ -80,12 +80,7 @@ def scalars(kind: Kind, entry: Mapping[str, Any]) -> dict[str, float]:
 def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
     """Remove what an earlier run left in a folder that is used again: its summary must not speak for this run.
 
-    Args:
-        run_dir: the run folder.
-        going_on: this run goes on with that one, whose metrics stay.
-
-    Returns:
-        When that run last wrote; None when there was none.
+    A run that is ``going_on`` with that one keeps its metrics. Returns when that run last wrote; None: there was none.
     """
     names = (SUMMARY, ERROR, REPORT) if going_on else (METRICS, SUMMARY, ERROR, REPORT, TIMELINE)
     left = [run_dir / name for name in names if (run_dir / name).is_file()]
@@ -98,10 +93,7 @@ def clear(run_dir: Path, going_on: bool = False) -> datetime | None:
 class MetricsFile:
     """``metrics.jsonl`` of one run: one JSON object per line, each handed to the system as soon as it is known.
 
-    Args:
-        run_dir: the run folder.
-        first_step: steps that were taken before this start of the run: their lines stay, later ones are of a start that
-            came to nothing. 0 begins a new file.
+    Lines of the ``first_step`` steps before this start of the run stay; later ones are of a start that came to nothing.
     """
 
     def __init__(self, run_dir: Path, first_step: int = 0) -> None:
@@ -191,8 +183,8 @@ def write_error(run_dir: Path, traceback: str) -> str:
 def write_failed_summary(run_dir: Path, reason: str, config: Mapping[str, Any], wall_seconds: float) -> None:
     """A run that did not finish: why, and how far it came as ``metrics.jsonl`` tells. A finished run's is left alone.
 
-    It needs nothing but files, so that whoever is left can write it: the launcher when a rank was killed, a rank when
-    the launcher is torchrun. A disk that does not take it is said on stderr.
+    It needs nothing but files, so that whoever is left can write it: the launcher, or a rank under torchrun. A disk
+    that does not take it is said on stderr.
     """
     try:
         with contextlib.suppress(FileNotFoundError, ValueError):  # what is no JSON tells of no finished run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,17 @@ from deepzero.utils.formatting import short_bytes
 
 @dataclass(frozen=True)
 class Workload:
-    """What the monitor must know of a run to speak of its speed."""
+    """What the monitor must know of a run to speak of its speed; None: not known."""
 
     total_steps: int
-    """Optimizer steps."""
     tokens_per_step: int
     flops_per_token: float
     """Forward and backward."""
     world_size: int
     peak_flops: float | None
-    """One device's, per second; None: not known."""
+    """One device's, per second."""
     bytes_per_token: float | None
-    """For bits per byte; None: not known."""
+    """For bits per byte."""
 
 
 @dataclass
@@ -73,11 +72,9 @@ class Monitor:
             self.terminal.line(text)
 
     def step(self, record: Mapping[str, Any], seconds: float) -> None:
-        """An optimizer step is over.
+        """An optimizer step is over, ``seconds`` after the first micro-batch's data were asked for.
 
-        Args:
-            record: ``step, loss, lr, grad_norm, grad_norm_clipped, loss_scale, skipped``.
-            seconds: from the first micro-batch's data to the end of the optimizer step.
+        ``record`` holds ``step, loss, lr, grad_norm, grad_norm_clipped, loss_scale, skipped``, and what else there is.
         """
         work = self.workload
         self.tokens_seen += work.tokens_per_step
@@ -104,12 +101,6 @@ class Monitor:
                     self.line(f"{error}; training goes on, and what cannot be written is left out")
                 self.left_out += 1
 
-    def go_on(self, first_step: int, tokens_seen: int, earlier: Sequence[Mapping[str, Any]]) -> None:
-        """This run continues one that took ``first_step`` steps, whose entries are ``earlier``."""
-        self.first_step, self.tokens_seen = first_step, tokens_seen
-        self.validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
-        self.last = dict(next((entry for entry in reversed(earlier) if "loss" in entry), {"step": first_step}))
-
     def stopped(self, reason: str, config: Mapping[str, Any]) -> None:
         """The run leaves before its end, and may be continued: the summary says so until then.
 
@@ -133,19 +124,14 @@ class Monitor:
             self.line(f"{METRICS}: {self.left_out} entries could not be written")
             self.left_out = 0
 
-    @property
-    def trained(self) -> bool:
-        """Whether this start of the run took a step; one that goes on after the last step does not."""
-        return bool(self.last.get("step", 0) > self.first_step)
-
     def finish(self, facts: Mapping[str, Any]) -> None:
         """The run is over: write the summary, close all sinks, print the table.
 
-        Args:
-            facts: what the loop knows: ``params_sha256, model_numel, world_size, memory, communication, off_the_forms,
-                peak_rss_bytes, sample, config …``.
+        ``facts`` are the loop's: ``params_sha256, model_numel, world_size, memory, communication, off_the_forms,
+        peak_rss_bytes, sample, config …``.
         """
-        if not self.trained:  # nothing was held or sent that could be compared with what was predicted
+        if self.last.get("step", 0) <= self.first_step:
+            # This start took no step: nothing was held or sent that could be compared with what was predicted.
             facts = {**facts, "memory": None, "communication": None, "off_the_forms": []}
         summary = {
             "status": "finished",
@@ -185,14 +171,18 @@ def make_monitor(
         cfg: which loggers, and how.
         run_dir: the run folder.
         config: all settings, for loggers that show them.
-        first_step: steps that were taken before this start of the run.
+        first_step: steps that were taken before this start of the run, with ``tokens_seen``.
         tokens_seen: in those steps.
         options: of :class:`Terminal`.
     """
     terminal = Terminal(workload.total_steps, **options)
     earlier = kept_metrics(run_dir, first_step)
-    monitor = Monitor(workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal)
-    monitor.go_on(first_step, tokens_seen, earlier)
+    validations = [entry["val_loss"] for entry in earlier if "val_loss" in entry]
+    last = next((entry for entry in reversed(earlier) if "loss" in entry), {"step": first_step})
+    monitor = Monitor(
+        workload, run_dir, [MetricsFile(run_dir, first_step), terminal], terminal,
+        tokens_seen=tokens_seen, validations=validations, last=last, first_step=first_step,
+    )  # fmt: skip
     makers: dict[str, Callable[[Tell], Sink]] = {
         "wandb": lambda tell: WandB(cfg, run_dir, config, first_step, tell),
         "tensorboard": lambda _: TensorBoard(run_dir, config, first_step),

@@ -41,12 +41,8 @@ def name_of(overrides: Sequence[str], limit: int = LIMIT) -> str | None:
 
 
 def named(cfg: LoggerConfig, overrides: Sequence[str], sweep_dir: str | None) -> LoggerConfig:
-    """Fill in what ``logger.*`` leaves open; W&B's own variables count as settings.
-
-    Args:
-        cfg: the settings.
-        overrides: of the command line.
-        sweep_dir: the folder of the sweep that this run belongs to; None: it belongs to none.
+    """Fill in what ``logger.*`` leaves open: the name by what was typed, the group by the folder of the sweep that the
+    run belongs to, if it does. W&B's own variables count as settings.
     """
     name, group = cfg.run_name, cfg.group
     if name is None and not os.environ.get("WANDB_NAME"):

@@ -23,13 +23,7 @@ WATCHED = ("train/loss", "train/tokens_per_second", "validation/val_loss")
 
 
 class TensorBoard:
-    """A writer of event files.
-
-    Args:
-        run_dir: the run folder.
-        config: all settings: a text, and the HParams view.
-        first_step: steps that were taken before this start of the run.
-    """
+    """A writer of event files, from ``first_step`` on; ``config`` becomes a text and the HParams view."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any], first_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -38,13 +38,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 class Terminal:
-    """Prints steps and validations to a stream.
-
-    Args:
-        total_steps: length of the run.
-        log_every: steps between two plain lines.
-        stream: a terminal gets a bar; a pipe or a file gets lines.
-    """
+    """Prints steps and validations: to a terminal a bar, to a pipe or a file a line every ``log_every`` steps."""
 
     def __init__(self, total_steps: int, log_every: int = 1, stream: TextIO | None = None) -> None:
         self._stream = stream if stream is not None else sys.stdout
@@ -135,9 +129,7 @@ def printable(text: str) -> str:
 def ledger_table(report: Mapping[str, Any]) -> str:
     """Predicted beside measured, as text: bytes held by one rank, bytes sent by one rank in one optimizer step.
 
-    Args:
-        report: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted": {"bytes", …},
-            "measured": …}}}``, as the engine's ledger reports.
+    ``report`` is the ledger's: ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: …}}``.
     """
     held, sent = report["memory"].items(), report["communication"].values()
     rows: list[Row] = [(name, v["predicted"], v["measured"], "") for name, v in held if v["predicted"] is not None]

@@ -42,14 +42,9 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
 
 def rates(tokens: int, seconds: float, flops_per_token: float, world_size: int, peak: float | None) -> dict[str, float]:
-    """``tokens_per_second`` and ``tflops`` of a step over all ranks, and, given a peak, ``mfu`` between 0 and 1.
+    """``tokens_per_second`` and ``tflops`` of a step over all ranks and, given a device's peak, ``mfu`` from 0 to 1.
 
-    Args:
-        tokens: of the step, over all ranks.
-        seconds: that it took.
-        flops_per_token: forward and backward.
-        world_size: ranks, each on a device of its own.
-        peak: one device's operations per second.
+    ``tokens`` are those of all ranks, ``flops_per_token`` of forward and backward; each rank has a device of its own.
 
     Example:
         >>> rates(1000, 0.5, 2e9, world_size=2, peak=1e13)

@@ -48,15 +48,7 @@ TABLES = {
 
 
 class WandB:
-    """A W&B run.
-
-    Args:
-        cfg: project, mode, name, group, tags.
-        run_dir: the run folder.
-        config: all settings.
-        first_step: steps that were taken before this start of the run.
-        tell: gets one line that says where the run is, and how to upload it.
-    """
+    """A W&B run, of a start after ``first_step`` steps; ``tell`` gets one line on where it is, and how to upload it."""
 
     def __init__(
         self, cfg: LoggerConfig, run_dir: Path, config: Mapping[str, Any], first_step: int, tell: Tell

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from deepzero.comm.ledger import Ledger
 
 LANDMARKS = ("begin", "boundary", "step", "publish", "end")
-"""Events that are always weighed, whole, and never thinned out: once in a step each, so that they cannot become many.
-``begin`` and ``end`` are the recorder's own."""
+"""Events that are always weighed, whole, and never thinned out. ``begin`` and ``end`` are the recorder's own."""
 SETTLED = ("masters", "moments", "host_masters", "host_moments")
 """Categories that change at landmarks alone."""
 FREE_SECONDS = 0.05
@@ -74,7 +73,7 @@ class StepRecorder:
         ledger: of this rank.
         limit: how many points are kept when the step is over; never fewer than the landmarks and largest.
         device_bytes: says what the GPU's allocator has given out; None without GPU.
-        clock: seconds.
+        clock: in seconds.
     """
 
     def __init__(

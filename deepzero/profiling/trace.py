@@ -1,16 +1,10 @@
 """``profiler=torch``: torch.profiler over a few steps, as traces in the run folder.
 
-The files are Chrome traces, ``traces/rank0.<time>.pt.trace.json``. ``tensorboard --logdir RUN_FOLDER`` shows them with
-torch-tb-profiler, https://ui.perfetto.dev opens them one by one, and ``python -m tools.trace_report RUN_FOLDER`` says
-what they mean. Beside what torch records they have
-
-- ranges in ZeRO's words, see [Note: the grammar of a range's name] in ``comm/profiler_ranges.py``;
-- on a CPU lanes named *communication*: each collective from its launch until it is known to be complete;
-- counters named *held*: the bytes of the ledger's categories over time, which Perfetto plots.
-
-With a GPU and ``profiler.memory`` there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's
-history of the recorded steps, for https://pytorch.org/memory_viz. What fails here is said in one line, and training
-goes on.
+The files are Chrome traces, ``traces/rank0.<time>.pt.trace.json``; ``docs/traces.md`` says who shows them. Beside what
+torch records they have ranges in ZeRO's words (``comm/profiler_ranges.py``), on a CPU lanes with each collective from
+its launch until it is known to be complete, and counters of the ledger's bytes. With a GPU and ``profiler.memory``
+there is also ``rank0.<time>.memory_snapshot.pickle``, the caching allocator's history, for
+https://pytorch.org/memory_viz. What fails here is said in one line, and training goes on.
 """
 
 from __future__ import annotations
@@ -109,14 +103,9 @@ def trace(
 
 
 class Recording:
-    """What this module adds to one rank's traces: on while the profiler records.
+    """What this module adds to one rank's traces in ``folder``, named ``worker``: on while the profiler records.
 
-    Args:
-        folder: where traces go.
-        worker: begins their names.
-        held: as for :func:`trace`.
-        cfg: ``memory``; ``with_stack``: each entry of the allocator's history with its lines of Python.
-        on_gpu: the GPU allocator's history too. One that the program records already is written down as it is.
+    With ``on_gpu`` the allocator's history too; one that the program records already is written as it is.
     """
 
     def __init__(self, folder: Path, worker: str, held: Held | None, cfg: ProfilerConfig, on_gpu: bool) -> None:

@@ -78,7 +78,7 @@ def _say_prefetched(summary: TraceSummary, gaps: Sequence[Gap]) -> tuple[str, st
     trace = summary.trace
     passes = times_of(phase for phase in trace.phases if phase.label.verb in ("forward", "backward"))
     gathers = [span for span in trace.communication if span.kind in GATHERS]
-    if trace.device == "cpu":
+    if not trace.on_gpu:
         # A lane's end is the end of a wait. Only where somebody stood in it was that the moment of arrival.
         known = {gap.cause.flight for gap in gaps if gap.cause.label.verb == "wait" and gap.length >= STOOD}
         gathers = [span for span in gathers if span.begin in known]

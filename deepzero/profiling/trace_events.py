@@ -1,18 +1,8 @@
 """A trace file, read: its steps, and when a rank computed, communicated and copied. All times are microseconds.
 
-Both kinds of trace are brought to the same three lists of spans.
-
-========  ==========================================  ==========================================================
-          a GPU's trace                               a CPU's
-========  ==========================================  ==========================================================
-compute   kernels, fills, copies within the device    the training thread, while it does not stand: below
-communi-  NCCL's kernels                              *in_flight* lanes, gloo's own events, and the *launch* and
-cation                                                *wait* ranges
-copies    copies to and from the host                 *D2H* and *H2D* ranges: made in line by the training thread
-========  ==========================================  ==========================================================
-
-On a CPU the training thread *stands* in ``zero.launch``, ``zero.wait``, ``zero.D2H`` and ``zero.H2D``; outside of them
-the rank's program runs, be it an operator or Python. What of it are operators is counted apart.
+A GPU's trace and a CPU's are brought to the same three lists of spans; ``docs/traces.md``, "The report", has a table of
+what is which. On a CPU the training thread *stands* in ``zero.launch``, ``zero.wait``, ``zero.D2H`` and ``zero.H2D``;
+outside of them the rank's program computes, be it an operator or Python. What of it are operators is counted apart.
 """
 
 from __future__ import annotations
@@ -21,10 +11,9 @@ import bisect
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from deepzero.comm.profiler_ranges import Label
 from deepzero.profiling.trace import COMMUNICATION, FOLDER, HELD
@@ -35,7 +24,6 @@ PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _NOTHING = Label("")
 
-Event = dict[str, Any]
 Times = list[tuple[float, float]]
 """(begin, end), sorted, not overlapping."""
 
@@ -50,13 +38,16 @@ class TraceSpan(NamedTuple):
     begin: float
     end: float
     name: str
-    """The range's or the kernel's."""
     label: Label = _NOTHING
     """Ours, or that of the range in which a GPU's kernel was launched; without a verb where there is none."""
     launched: float | None = None
     """When the call that launched a collective was over, where that is known; on a GPU, when it began."""
     flight: float | None = None
     """When the collective began: its launch and its wait have this in common."""
+    cat: str = ""
+    thread: Any = None
+    call: Any = None
+    """The event's category and thread; the number that a GPU's kernel has in common with the call that started it."""
 
     @property
     def kind(self) -> str:
@@ -88,35 +79,6 @@ class TraceStep(NamedTuple):
     number: int
     begin: float
     end: float
-
-
-@dataclass
-class Trace:
-    """One rank's trace."""
-
-    path: Path
-    rank: int
-    world_size: int | None
-    device: Literal["cpu", "cuda"]
-    steps: list[TraceStep]
-    compute: Times = field(default_factory=list)
-    """On a CPU empty: see :func:`computing`."""
-    operators: Times = field(default_factory=list)
-    """On a CPU: torch's operators on any thread, but for those that communicate."""
-    communication: list[TraceSpan] = field(default_factory=list)
-    copies: list[TraceSpan] = field(default_factory=list)
-    stands: list[TraceSpan] = field(default_factory=list)
-    """On a CPU: the launches and waits of the training thread."""
-    phases: list[TraceSpan] = field(default_factory=list)
-    host_steps: list[TraceSpan] = field(default_factory=list)
-    """The optimizer's sub-groups in host memory, on the training thread."""
-    held: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """The memory timeline: bytes by category."""
-
-    def phase_at(self, moment: float) -> str:
-        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
-        around = [phase for phase in self.phases if phase.begin <= moment <= phase.end]
-        return max(around, key=lambda phase: phase.begin).label.verb if around else ""
 
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -176,13 +138,6 @@ def times_of(spans: Iterable[TraceSpan]) -> Times:
     return union((span.begin, span.end) for span in spans)
 
 
-def computing(trace: Trace, step: TraceStep) -> Times:
-    """When the rank computed in ``step``, see the module's text."""
-    if trace.device == "cuda":
-        return inside(trace.compute, step.begin, step.end)
-    return minus([(step.begin, step.end)], times_of([*trace.stands, *trace.copies]))
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -204,45 +159,6 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
-def load_trace(path: Path) -> Trace:
-    """Read one file.
-
-    Raises:
-        TraceError: it is not a trace of ``torch.profiler``, or has no steps.
-    """
-    content = _content(path)
-    events = content.get("traceEvents") if isinstance(content, dict) else None
-    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
-    complete = [event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event]
-    marks = [
-        (TraceStep(int(found[1]), *_times(event)), event.get("tid")) for event in complete
-        if event.get("cat") == "user_annotation" and (found := _STEP.fullmatch(event["name"]))
-    ]  # fmt: skip
-    if not marks:
-        raise TraceError(
-            f"{path} has no steps (ProfilerStep#…); record with profiler=torch, or with a schedule and profiler.step()"
-        )
-    info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
-    rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
-    on_gpu = any(event.get("cat") == "kernel" for event in complete)
-    steps = sorted((step for step, _ in marks), key=lambda step: step.begin)
-    trace = Trace(path, rank, info.get("world_size"), "cuda" if on_gpu else "cpu", steps)
-    ours, thread = list(_ours(complete)), marks[0][1]
-    for event, span in ours:
-        if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
-            trace.phases.append(span)
-        elif span.label.verb == "step" and event.get("tid") == thread:
-            trace.host_steps.append(span)
-    if on_gpu:
-        _read_gpu(trace, complete, ours)
-    else:
-        _read_cpu(trace, complete, ours, thread)
-    counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
-    trace.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
-    return trace
-
-
 def _content(path: Path) -> Any:
     try:
         data = path.read_bytes()
@@ -257,68 +173,115 @@ def _content(path: Path) -> Any:
         raise TraceError(f"{path} is no trace, or a part of one: {error}") from None
 
 
-def _times(event: Event) -> tuple[float, float]:
-    return float(event["ts"]), float(event["ts"]) + float(event["dur"])
+def _span(event: dict[str, Any]) -> TraceSpan:
+    name, cat, begin = str(event.get("name", "")), str(event.get("cat", "")), float(event["ts"])
+    label = Label.parse(name) if cat in ("user_annotation", COMMUNICATION) else None
+    end, call = begin + float(event["dur"]), event.get("args", {}).get("correlation")
+    return TraceSpan(begin, end, name, label or _NOTHING, cat=cat, thread=event.get("tid"), call=call)
 
 
-def _ours(events: Iterable[Event]) -> Iterator[tuple[Event, TraceSpan]]:
-    for event in events:
-        label = Label.parse(str(event.get("name", "")))
-        if label is not None and event.get("cat") in ("user_annotation", COMMUNICATION):
-            yield event, TraceSpan(*_times(event), event["name"], label)
+class Trace:
+    """One rank's trace, read from a file.
 
+    Raises:
+        TraceError: the file is not a trace of ``torch.profiler``, or has no steps.
+    """
 
-def _read_cpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]], thread: Any) -> None:
-    flights: dict[tuple[int | None, str], list[float]] = {}
-    stands: list[TraceSpan] = []
-    for event, span in ours:
-        if event["cat"] == COMMUNICATION:
-            trace.communication.append(span)
-            flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
-        elif event.get("tid") == thread and span.label.verb in ("launch", "wait"):
-            stands.append(span)
-        elif event.get("tid") == thread and span.label.verb in ("D2H", "H2D"):
-            trace.copies.append(span)
-    over: dict[float, float] = {}
-    for span in sorted(stands, key=lambda stand: stand.begin):
-        # The last flight of this name that had begun; a flight is noted just before its launch.
-        begun = (begin for begin in flights.get((span.label.bucket, span.label.note), ()) if begin <= span.begin)
-        flight, launched = max(begun, default=None), None
-        if flight is not None and span.label.verb == "launch":
-            over[flight] = span.end
-        elif flight is not None:
-            launched = over.get(flight, flight)
-        trace.stands.append(span._replace(launched=launched, flight=flight))
-    gloo = [TraceSpan(*_times(e), e["name"]) for e in events if str(e.get("name", "")).startswith("gloo:")]
-    trace.communication += [*gloo, *trace.stands]
-    operators = (e for e in events if e.get("cat") == "cpu_op" and not str(e["name"]).startswith("c10d::"))
-    trace.operators = minus(union(map(_times, operators)), times_of([*trace.stands, *trace.copies]))
-
-
-def _read_gpu(trace: Trace, events: Sequence[Event], ours: Sequence[tuple[Event, TraceSpan]]) -> None:
-    calls = {
-        event["args"]["correlation"]: event for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }  # fmt: skip
-    by_thread: dict[Any, list[TraceSpan]] = {}
-    for event, span in sorted(ours, key=lambda pair: pair[1].begin):
-        if event["cat"] == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
-            by_thread.setdefault(event.get("tid"), []).append(span)
-    compute = []
-    for event in events:
-        kind, name = event.get("cat"), str(event.get("name", ""))
-        if kind not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            continue
-        span, call = TraceSpan(*_times(event), name), calls.get(event.get("args", {}).get("correlation"))
-        if call:  # the range on its thread that it was called in; these ranges do not overlap
-            called, ranges = float(call["ts"]), by_thread.get(call["tid"], [])
-            place = bisect.bisect_right(ranges, called, key=lambda around: around.begin) - 1
-            label = ranges[place].label if place >= 0 and ranges[place].end >= called else _NOTHING
-            span = span._replace(label=label, launched=called, flight=called)
-        if kind == "kernel" and "nccl" in name.lower():
-            trace.communication.append(span)
-        elif kind == "gpu_memcpy" and ("HtoD" in name or "DtoH" in name):
-            trace.copies.append(span)
+    def __init__(self, path: Path) -> None:
+        content = _content(path)
+        events = content.get("traceEvents") if isinstance(content, dict) else None
+        if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+            raise TraceError(f"{path} is JSON, but no Chrome trace: it has no list of traceEvents")
+        complete = (event for event in events if event.get("ph") == "X" and "ts" in event and "dur" in event)
+        spans = sorted(map(_span, complete), key=lambda span: span.begin)
+        marks = [span for span in spans if span.cat == "user_annotation" and _STEP.fullmatch(span.name)]
+        if not marks:
+            why = "record with profiler=torch, or with a schedule and profiler.step()"
+            raise TraceError(f"{path} has no steps (ProfilerStep#…); {why}")
+        info, named = content.get("distributedInfo") or {}, re.match(r"rank(\d+)\.", path.name)
+        self.path, self.world_size = path, info.get("world_size")
+        self.rank = int(info["rank"] if "rank" in info else named[1] if named else 0)
+        self.on_gpu = any(span.cat == "kernel" for span in spans)
+        self.steps = [TraceStep(int(mark.name.partition("#")[2]), mark.begin, mark.end) for mark in marks]
+        self.phases: list[TraceSpan] = []
+        self.host_steps: list[TraceSpan] = []
+        """The optimizer's sub-groups in host memory, on the training thread."""
+        for span in spans:
+            if span.label.verb in PHASES and span.label.bucket is None and not span.label.note:
+                self.phases.append(span)
+            elif span.label.verb == "step" and span.thread == marks[0].thread:
+                self.host_steps.append(span)
+        self.compute: Times = []
+        """On a CPU empty: see :meth:`computing`."""
+        self.operators: Times = []
+        """On a CPU: torch's operators on any thread, but for those that communicate."""
+        self.communication: list[TraceSpan] = []
+        self.copies: list[TraceSpan] = []
+        self.stands: list[TraceSpan] = []
+        """On a CPU: the launches and waits of the training thread."""
+        if self.on_gpu:
+            self._read_gpu(spans)
         else:
-            compute.append((span.begin, span.end))
-    trace.compute = union(compute)
+            self._read_cpu(spans, marks[0].thread)
+        counters = (event for event in events if event.get("ph") == "C" and event.get("name") == HELD)
+        self.held = sorted(((float(e["ts"]), dict(e.get("args", {}))) for e in counters), key=lambda entry: entry[0])
+        """The memory timeline: bytes by category."""
+
+    def _read_cpu(self, spans: Sequence[TraceSpan], thread: Any) -> None:
+        mine = [span for span in spans if span.thread == thread]
+        self.copies = [span for span in mine if span.label.verb in ("D2H", "H2D")]
+        lanes = [span for span in spans if span.cat == COMMUNICATION and span.label.verb]
+        flights: dict[tuple[int | None, str], list[float]] = {}
+        for span in lanes:
+            flights.setdefault((span.label.bucket, span.label.note), []).append(span.begin)
+        over: dict[float, float] = {}
+        for span in mine:
+            if span.label.verb not in ("launch", "wait"):
+                continue
+            # The last flight of this name that had begun; a flight is noted just before its launch.
+            begun = flights.get((span.label.bucket, span.label.note), [])
+            place, launched = bisect.bisect_right(begun, span.begin), None
+            flight = begun[place - 1] if place else None
+            if flight is not None and span.label.verb == "launch":
+                over[flight] = span.end
+            elif flight is not None:
+                launched = over.get(flight, flight)
+            self.stands.append(span._replace(launched=launched, flight=flight))
+        self.communication = [*lanes, *(span for span in spans if span.name.startswith("gloo:")), *self.stands]
+        operators = (span for span in spans if span.cat == "cpu_op" and not span.name.startswith("c10d::"))
+        self.operators = minus(times_of(operators), times_of([*self.stands, *self.copies]))
+
+    def _read_gpu(self, spans: Sequence[TraceSpan]) -> None:
+        called = [span for span in spans if span.cat in ("cuda_runtime", "cuda_driver") and span.call is not None]
+        calls = {span.call: span for span in called}
+        ranges: dict[Any, list[TraceSpan]] = {}
+        for span in spans:
+            if span.cat == "user_annotation" and span.label.verb in ("launch", "wait", "D2H", "H2D"):
+                ranges.setdefault(span.thread, []).append(span)
+        compute = []
+        for span in spans:
+            if span.cat not in ("kernel", "gpu_memcpy", "gpu_memset"):
+                continue
+            if call := calls.get(span.call):  # the range on its thread that it was called in; these do not overlap
+                mine = ranges.get(call.thread, [])
+                place = bisect.bisect_right(mine, call.begin, key=lambda around: around.begin) - 1
+                label = mine[place].label if place >= 0 and mine[place].end >= call.begin else _NOTHING
+                span = span._replace(label=label, launched=call.begin, flight=call.begin)
+            if span.cat == "kernel" and "nccl" in span.name.lower():
+                self.communication.append(span)
+            elif span.cat == "gpu_memcpy" and ("HtoD" in span.name or "DtoH" in span.name):
+                self.copies.append(span)
+            else:
+                compute.append(span)
+        self.compute = times_of(compute)
+
+    def computing(self, step: TraceStep) -> Times:
+        """When the rank computed in ``step``, see the module's text."""
+        if self.on_gpu:
+            return inside(self.compute, step.begin, step.end)
+        return minus([(step.begin, step.end)], times_of([*self.stands, *self.copies]))
+
+    def phase_at(self, moment: float) -> str:
+        """In which of :data:`PHASES` the program was, the one begun last; empty between them."""
+        around = [phase for phase in self.phases if phase.begin <= moment <= phase.end]
+        return max(around, key=lambda phase: phase.begin).label.verb if around else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.html import document, figures, legend, paragraph, section, table, text
 from deepzero.profiling.trace_advice import advise
-from deepzero.profiling.trace_events import Times, TraceSpan, computing, inside, times_of
+from deepzero.profiling.trace_events import Times, TraceSpan, inside, times_of
 from deepzero.profiling.trace_summary import StepTimes, TraceSummary
 from deepzero.utils.formatting import short_bytes, text_columns
 
@@ -55,7 +55,7 @@ def between_ranks(summaries: Sequence[TraceSummary]) -> str:
 def _heading(summary: TraceSummary) -> str:
     trace = summary.trace
     of = f" of {trace.world_size}" if trace.world_size else ""
-    return f"rank {trace.rank}{of}, {'GPU' if trace.device == 'cuda' else 'CPU'}, {trace.path.name}"
+    return f"rank {trace.rank}{of}, {'GPU' if trace.on_gpu else 'CPU'}, {trace.path.name}"
 
 
 def _lead_in(summary: TraceSummary) -> str:
@@ -183,7 +183,7 @@ def _timeline(summary: TraceSummary, ident: str) -> str:
     ]
     lanes = {
         "phase": phases,
-        "compute": plain(computing(trace, step), "c1"),
+        "compute": plain(trace.computing(step), "c1"),
         "operators": plain(trace.operators, "c5"),
         "communication": plain(times_of(trace.communication), "c8"),
         "copies": named(trace.copies, "c2"),

@@ -12,21 +12,9 @@ A *gap* is one uninterrupted piece of the exposed time, put down to what was wai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from deepzero.profiling.trace_events import (
-    Times,
-    Trace,
-    TraceSpan,
-    TraceStep,
-    computing,
-    inside,
-    length,
-    minus,
-    times_of,
-    union,
-)
+from deepzero.profiling.trace_events import Times, Trace, TraceSpan, TraceStep, inside, length, minus, times_of, union
 
 GATHERS = ("parameters.all_gather_forward", "parameters.all_gather_backward")
 """Stage 3's."""
@@ -96,14 +84,30 @@ class GapKind(NamedTuple):
     widest: Gap
 
 
-@dataclass(frozen=True)
 class TraceSummary:
-    """One trace file."""
+    """A trace summed up: every step, and the gaps, the widest first."""
 
-    trace: Trace
-    steps: list[StepTimes]
-    gaps: list[Gap]
-    """The widest first."""
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.steps: list[StepTimes] = []
+        gaps: list[Gap] = []
+        communication, copies, host_steps = map(times_of, (trace.communication, trace.copies, trace.host_steps))
+        # What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran.
+        causes = [*(trace.communication if trace.on_gpu else trace.stands), *trace.copies]
+        causes.sort(key=lambda span: span.begin)
+        for step in trace.steps:
+            window = (step.begin, step.end)
+            compute, sent, copied = trace.computing(step), inside(communication, *window), inside(copies, *window)
+            under_way = union([*sent, *copied])
+            exposed = minus(under_way, compute)
+            operators = compute if trace.on_gpu else inside(trace.operators, *window)
+            numbers = (
+                [window], compute, operators, sent, copied, under_way, exposed, minus(minus(copied, sent), compute),
+                inside(host_steps, *window),
+            )  # fmt: skip
+            self.steps.append(StepTimes(step.number, *(length(times) / 1000 for times in numbers)))
+            gaps += _gaps(trace, step, exposed, [c for c in causes if c.end > step.begin and c.begin < step.end])
+        self.gaps = sorted(gaps, key=lambda gap: -gap.length)
 
     @property
     def mean(self) -> StepTimes:
@@ -122,30 +126,6 @@ class TraceSummary:
         return sorted(groups, key=lambda group: -group.total)
 
 
-def summarize(trace: Trace) -> TraceSummary:
-    """Sum up every step of a trace, and list its gaps."""
-    communication, copies, host_steps = map(times_of, (trace.communication, trace.copies, trace.host_steps))
-    # What an exposed time can be put down to: on a CPU that in which the thread stood, on a GPU what ran.
-    causes = sorted(
-        [*(trace.stands if trace.device == "cpu" else trace.communication), *trace.copies], key=lambda span: span.begin
-    )
-    steps: list[StepTimes] = []
-    gaps: list[Gap] = []
-    for step in trace.steps:
-        window = (step.begin, step.end)
-        compute, sent, copied = computing(trace, step), inside(communication, *window), inside(copies, *window)
-        under_way = union([*sent, *copied])
-        exposed = minus(under_way, compute)
-        operators = compute if trace.device == "cuda" else inside(trace.operators, *window)
-        numbers = (
-            [window], compute, operators, sent, copied, under_way, exposed, minus(minus(copied, sent), compute),
-            inside(host_steps, *window),
-        )  # fmt: skip
-        steps.append(StepTimes(step.number, *(length(times) / 1000 for times in numbers)))
-        gaps += _gaps(trace, step, exposed, [c for c in causes if c.end > step.begin and c.begin < step.end])
-    return TraceSummary(trace, steps, sorted(gaps, key=lambda gap: -gap.length))
-
-
 def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceSpan]) -> Iterable[Gap]:
     """One for each piece of exposed time and each cause in it; what overlaps is put down to what began first."""
     by_launch = sorted(causes, key=lambda cause: cause.begin if cause.flight is None else cause.flight)
@@ -159,7 +139,7 @@ def _gaps(trace: Trace, step: TraceStep, exposed: Times, causes: Sequence[TraceS
                 continue
             left, at = minus(left, piece), piece[0][0]
             lead = None if cause.launched is None else max(0.0, at - cause.launched) / 1000
-            moment = at if trace.device == "cpu" or cause.launched is None else cause.launched  # the CPU runs ahead
+            moment = cause.launched if trace.on_gpu and cause.launched is not None else at  # the CPU runs ahead
             begin, phase, which = (at - step.begin) / 1000, trace.phase_at(moment), _identity(cause)
             yield Gap(step.number, begin, length(piece) / 1000, phase, cause, lead, which == first, which == last)
         for begin, end in left:

@@ -31,8 +31,7 @@ class BackwardPasses:
     Args:
         trained: parameters that get gradients.
         stage: ``reduce_ready_gradient``, ``backward_end`` and ``forget_pass`` are called.
-        scaler: its ``scale`` multiplies losses.
-        ledger: takes the events ``gradient_ready`` and ``backward_end``.
+        scaler, ledger: the scale multiplies losses; events are ``gradient_ready`` and ``backward_end``.
         reduces_now: whether the micro-batch under way is the last one of its optimizer step.
         check: called with ``"backward"`` where a pass begins; raises when no pass may run.
     """

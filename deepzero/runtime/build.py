@@ -131,13 +131,8 @@ def build_zero(
 ) -> ZeroComponents:
     """Step 0: everything that has to stand before the first forward pass.
 
-    Args:
-        model: on any device; afterwards on ``comm.device``, its trainable parameters views of flat buffers, in
-            stage 3 placeholders.
-        optimizer: over parameters of ``model``; afterwards over this rank's masters.
-        config: the settings.
-        comm: the ranks.
-        micro_batches: accumulation steps.
+    ``model`` may be on any device; afterwards it is on ``comm.device``, its trainable parameters views of flat buffers,
+    in stage 3 placeholders. ``optimizer`` is over parameters of ``model``; afterwards over this rank's masters.
 
     Raises:
         ConfigError: an optimizer that is not elementwise, or that does not fit the model; a host without room.
@@ -177,20 +172,24 @@ def build_zero(
             groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
+        # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
+        # first step, so that a run that does not fit ends here.
         set_optimizer_params(optimizer, groups)
         allocate_state(optimizer)
         if offload is not None:
-            offload.move_moments(optimizer, groups)
+            offload.move_moments(optimizer, groups)  # what was just made goes into the arena's room for it
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
         source = GradAccumulator(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
-        reducer = _build_reducer(groups, config, comm, dtypes, depth)
+        # One reducer and one launching order for all groups: ranks pair buckets by their number.
+        reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
-        every_pass, overlap = zero.stage >= 2, zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, reduce_order(groups, arrival), source, reducer, every_pass, overlap)
+        overlap = zero.overlap_comm and zero.stage > 0
+        gradients = GradientReducer(shard, order, source, reducer, every_pass=zero.stage >= 2, overlap=overlap)
         stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
         if offload is not None and offload.shard is not None:
+            # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
             groups, source, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
@@ -227,6 +226,7 @@ def choose_parameters(
             if param in seen:
                 raise ConfigError(f"parameter {names[param]!r} is in the optimizer twice")
             seen.add(param)
+        # In the order of arrival neighbours share a bucket, which is complete, and leaves, while the pass goes on.
         chosen.append(sorted((p for p in group["params"] if p.requires_grad), key=arrival.__getitem__))
     left_out = [name for param, name in names.items() if param.requires_grad and param not in seen]
     if left_out:
@@ -251,7 +251,8 @@ def plan_groups(chosen: Sequence[Sequence[nn.Parameter]], config: EngineConfig, 
 
 
 def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device: torch.device) -> list[int]:
-    """Per element, of each optimizer group; tried out on the CPU where that will step, and in a rehearsal."""
+    # Per element, of each optimizer group. The user's optimizer is tried, for its class alone says too little: on the
+    # CPU where that will step, and where the device has no memory.
     on_cpu = config.zero.offload_optimizer.device == "cpu" or device.type == "meta"
     steps_on = torch.device("cpu") if on_cpu else device
     return [moment_bytes_per_element(optimizer, steps_on, index) for index in range(len(optimizer.param_groups))]
@@ -261,14 +262,12 @@ def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device
 
 
 def place_model(model: nn.Module, planned: Sequence[GroupLayout], comm: Communicator, dtype: torch.dtype) -> None:
-    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one.
-
-    Frozen parameters have no master and no place in the layout; they are cast.
-    """
+    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one."""
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
     # the device after it; what follows gives them rank 0's values.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
     place_buffers(model, comm)
+    # Frozen parameters have no master and no place in the layout; they are cast where they are.
     placed = {param for group in planned for param in group.params}
     for param in (p for p in model.parameters() if p not in placed):
         place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
@@ -284,6 +283,7 @@ def build_groups(
     offload: Offload | None,
 ) -> list[FlatParamGroup]:
     """Stages 0-2: move the trainable parameters into flat buffers."""
+    # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
@@ -297,7 +297,7 @@ def build_groups(
 def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[OffloadPlan], device: torch.device) -> None:
     """All ranks step with one kernel, chosen for the whole model, so that no bit depends on how it is cut.
 
-    Where one host cannot compile, or compiling fails there, all use the chunks. A collective.
+    A collective.
     """
     offloads = any(placed.optimizer_buckets for placed in placements)
     # The optimizer still holds the model's parameters, which may lie on a GPU, or be what ``zero.Init`` has left of
@@ -313,17 +313,16 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
         problem = str(error)
     raise_on_all_ranks(problem, ConfigError)
     kernels = process_group.all_gather_object(optimizer.kernel)
-    # Compiled and Numba's have the same bits.
+    # Where one host cannot compile, or compiling fails there, all use the chunks. Compiled and Numba's have the same
+    # bits.
     if "chunked" in kernels and optimizer.kernel != "chunked":
         optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")
 
 
 def set_optimizer_params(optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
-    """The optimizer sees only the masters from now on; what state it had is cut the same way.
-
-    Optimizers that make state when they are constructed (Adagrad), or that were loaded, keep it: state of a parameter's
-    extent is laid out and cut as the parameter is, in fp32; a number is carried over.
-    """
+    """The optimizer sees only the masters from now on; what state it had is cut the same way."""
+    # Optimizers that make state when they are constructed (Adagrad), or that were loaded, keep it: state of a
+    # parameter's extent is laid out and cut as the parameter is, in fp32; a number is carried over.
     old_state = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:

@@ -74,9 +74,7 @@ def describe(config: Any, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 def agree_to_start(problem: Exception | None, mine: dict[str, str]) -> None:
     """Raise on every rank when one cannot start, or when ranks differ.
 
-    Args:
-        problem: what keeps this rank from starting, if anything does.
-        mine: from :func:`describe`; empty with a problem.
+    ``mine`` is from :func:`describe`; empty with a problem.
 
     Raises:
         problem: on the rank that has one.
@@ -153,12 +151,8 @@ def agree(
 ) -> StepAgreement:
     """One all-reduce: norm and loss, the same bits on every rank; and whether all took the same path to here.
 
-    Args:
-        comm: the ranks.
-        norm_sq_partials: this rank's share of the sum of squares, from ``GradientReducer.norm_sq_partials``.
-        loss: this rank's mean loss; None: it has seen none.
-        stop: whether this rank has been asked to stop.
-        trouble: whether this rank cannot take the step.
+    This rank brings its share of the sum of squares (``GradientReducer.norm_sq_partials``), its mean loss (None: it has
+    seen none), whether it has been asked to stop, and whether it cannot take the step.
 
     Raises:
         RankMismatchError: ranks have launched different collectives, which a backend that pairs them by their number
@@ -187,7 +181,9 @@ def agree(
     return StepAgreement(norm_from_words(numbers[:WORDS]), mean, stopping, troubled, bad_losses)
 
 
-ADVICE = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
+def _changed(name: str, what: str) -> RuntimeError:
+    advice = "call engine.destroy(), then deepzero.initialize with the model as it is to be trained"
+    return RuntimeError(f"parameter {name!r} {what}; or {advice}")
 
 
 class TrainedParameters:
@@ -197,10 +193,6 @@ class TrainedParameters:
     is frozen afterwards would go on moving by its momentum and weight decay; one that is unfrozen or added would never
     move, and might have other values on every rank. So each optimizer step looks whether the same parameters train.
     Between two steps a program may freeze and unfreeze as it likes, as it does where two models train in turn.
-
-    Args:
-        model: as it is now.
-        groups: of the trained parameters.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[ParamGroup]) -> None:
@@ -230,11 +222,11 @@ class TrainedParameters:
         with torch._C.DisableTorchFunctionSubclass():  # flags need no values, and no detour through Python
             for param, name in self._trained.items():
                 if not param.requires_grad:
-                    raise RuntimeError(
-                        f"parameter {name!r} was frozen (requires_grad=False) after deepzero.initialize: its momentum "
-                        "and weight decay would go on moving it. Let it train again, or give it a param group of its "
-                        f"own from the start and set that group's lr to 0; or {ADVICE}"
-                    )
+                    raise _changed(
+                        name, "was frozen (requires_grad=False) after deepzero.initialize: its momentum and weight "
+                        "decay would go on moving it. Let it train again, or give it a param group of its own from the "
+                        "start and set that group's lr to 0"
+                    )  # fmt: skip
                 if param.grad is not None:
                     raise RuntimeError(
                         f"parameter {name!r} has a .grad that was assigned by hand: engine.step() takes what backward "
@@ -243,29 +235,25 @@ class TrainedParameters:
                     )
             for param, name, trainable in self._untrained:
                 if param.requires_grad and not trainable:
-                    raise RuntimeError(
-                        f"parameter {name!r} was unfrozen (requires_grad=True) after deepzero.initialize: ZeRO has no "
-                        f"master and no optimizer state for it, and it would never change. Freeze it again; or {ADVICE}"
-                    )
-            if not self._same_tree():
-                self._check_tree()
-
-    def _check_tree(self) -> None:
-        now = {param: name for name, param in self._model.named_parameters()}
-        gone = [name for param, name in self._trained.items() if param not in now]
-        if gone:
-            raise RuntimeError(
-                f"parameter {gone[0]!r} has been replaced or removed since deepzero.initialize, and the optimizer "
-                f"would go on training the old one. Put it back; or {ADVICE}"
-            )
-        known = {*self._trained, *(param for param, *_ in self._untrained)}
-        added = [name for param, name in now.items() if param.requires_grad and param not in known]
-        if added:
-            raise RuntimeError(
-                f"parameter {added[0]!r} has been added since deepzero.initialize: the optimizer does not know it, and "
-                f"every rank has its own values of it. Freeze it (requires_grad_(False)); or {ADVICE}"
-            )
-        self._remember()
+                    raise _changed(
+                        name, "was unfrozen (requires_grad=True) after deepzero.initialize: ZeRO has no master and no "
+                        "optimizer state for it, and it would never change. Freeze it again"
+                    )  # fmt: skip
+            if self._same_tree():
+                return
+            now = {param: name for name, param in self._model.named_parameters()}
+            for name in (name for param, name in self._trained.items() if param not in now):
+                raise _changed(
+                    name, "has been replaced or removed since deepzero.initialize, and the optimizer would go on "
+                    "training the old one. Put it back"
+                )  # fmt: skip
+            known = {*self._trained, *(param for param, *_ in self._untrained)}
+            for name in (name for param, name in now.items() if param.requires_grad and param not in known):
+                raise _changed(
+                    name, "has been added since deepzero.initialize: the optimizer does not know it, and every rank "
+                    "has its own values of it. Freeze it (requires_grad_(False))"
+                )  # fmt: skip
+            self._remember()
 
 
 def check_precision(dtype: str, device: torch.device) -> None:

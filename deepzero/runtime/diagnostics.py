@@ -98,10 +98,7 @@ def _whole(value: float) -> float:
 def find_bad_gradient(model: nn.Module, groups: Sequence[ParamGroup], parts: Sequence[MasterFragment]) -> str:
     """The first parameter, in the model's order, with an inf or NaN in its reduced gradient on any rank. A collective.
 
-    Args:
-        model: gives the order.
-        groups: all groups.
-        parts: in the order of the groups' fragments, as ``OptimizerShard.parts`` has them.
+    ``parts`` are in the order of the groups' fragments, as ``OptimizerShard.parts`` has them.
     """
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     owners = [group.names[fragment.slot.index] for group in groups for fragment in group.fragments]
@@ -115,11 +112,8 @@ def gradient_norms(
 ) -> dict[str, float]:
     """Gradient norms layer by layer: ``gradients/LAYER``. A collective.
 
-    Args:
-        groups: all trained groups.
-        squares: for each group fp64 ``[parameters]``, sums of squares of this rank's elements of the reduced sums.
-        divisor: of the reduced sums, for their mean.
-        device: where the group's backend wants small tensors.
+    ``squares`` has for each group fp64 ``[parameters]``: sums of squares of this rank's elements of the reduced sums,
+    whose mean is by ``divisor``. ``device`` is where the group's backend wants small tensors.
     """
     names = [name for group in groups for name in group.names]
     layers = dict.fromkeys(map(layer_of, names), 0.0)  # the same layers in the same order on every rank

@@ -101,14 +101,8 @@ def state_like(
 ) -> dict[str, Any]:
     """State for ``other`` as ``real`` had it from the optimizer's constructor (Adagrad's accumulators).
 
-    Args:
-        state: of ``real``; tensors of its extent are taken to hold one value everywhere, and their first one is used.
-        real: a parameter.
-        other: the tensor that stands in for it.
-        values: False fills in zeros, where extents alone are asked for: the real tensors may have no values.
-
-    Returns:
-        New tensors of ``other``'s shape and device; numbers and the like copied.
+    Tensors of the parameter's extent are taken to hold one value everywhere, and their first one is used;
+    ``values=False`` fills in zeros, where extents alone are asked for: the real tensors may have no values.
     """
     new: dict[str, Any] = {}
     for name, value in state.items():
@@ -127,9 +121,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     on two ranks; the second slice's gradients are thirty times larger, so that a norm over everything shows. The
     results must agree to 1e-6. Settings are those of ``optimizer``, except the learning rate, which may be 0 at the
     start of a schedule and would show nothing. Parameters, state and random numbers are left as they are.
-
-    Args:
-        optimizer: any torch optimizer over real parameters.
 
     Raises:
         ConfigError: the results differ, or the optimizer does not run on 1-D tensors with dense gradients and without

@@ -35,12 +35,8 @@ WORDS = 256
 def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """The 2-norm of every aligned block of ``ALIGN`` elements.
 
-    Args:
-        grad: 1-D, a multiple of ``ALIGN`` elements, fp32.
-        device: where the model computes, if that is not where ``grad`` lies: the bits are those of there.
-
-    Returns:
-        fp32, ``grad.numel() // ALIGN`` elements; each depends on the elements of its block alone.
+    ``grad`` is 1-D fp32, of whole blocks. ``device`` is where the model computes, if ``grad`` does not lie there: the
+    bits are those of there. Each fp32 norm depends on the elements of its block alone.
     """
     blocks = grad.view(-1, ALIGN)
     if real_device_type(device or grad.device) == "cpu":
@@ -54,13 +50,9 @@ def block_norms(grad: torch.Tensor, device: torch.device | None = None) -> torch
 
 
 def exact_square_sum(norms: torch.Tensor) -> torch.Tensor:
-    """Add up ``norms ** 2``; each square is rounded once to fp32, the sum not at all.
+    """Add up ``norms ** 2`` (1-D fp32); each square is rounded once to fp32, the sum not at all.
 
-    Args:
-        norms: 1-D fp32, not negative.
-
-    Returns:
-        int64 ``[WORDS]``: for each exponent field the sum of the squared mantissas, in units of ``2**-23``.
+    Returns int64 ``[WORDS]``: for each exponent field the sum of the squared mantissas, in units of ``2**-23``.
     """
     bits = norms.view(torch.int32)
     field = (bits >> FRACTION_BITS) & 0xFF  # a NaN may carry a sign
@@ -114,18 +106,13 @@ class BlockNorms:
         return words if self._on_host is None else words + exact_square_sum(self._on_host).to(words.device)
 
     def squares(self, fragments: Sequence[Fragment], count: int) -> torch.Tensor:
-        """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's fragments.
-
-        Args:
-            fragments: where in the share each parameter's elements lie; a fragment begins where a block does.
-            count: parameters of the group.
-        """
+        """What was measured, by parameter: fp64 ``[count]`` on the CPU, sums of squares of this rank's fragments."""
         blocks = self.norms.to(torch.float64).square().cpu()
         if self._on_host is not None:
             blocks += self._on_host.to(torch.float64).square()
         found = torch.zeros(count, dtype=torch.float64)
         for fragment in fragments:
-            first = fragment.shard_start // ALIGN
+            first = fragment.shard_start // ALIGN  # a fragment begins where a block does
             found[fragment.slot.index] += blocks[first : first + -(-fragment.numel // ALIGN)].sum()
         return found
 

@@ -93,13 +93,8 @@ class DynamicLossScaler(LossScaler):
 
     Example:
         >>> scaler = DynamicLossScaler(initial_scale=8.0, window=2, hysteresis=1)
-        >>> scaler.update(overflow=True)
-        >>> scaler.scale
-        4.0
-        >>> for _ in range(3):
-        ...     scaler.update(overflow=False)
-        >>> scaler.scale
-        8.0
+        >>> [scaler.update(overflow) or scaler.scale for overflow in (True, False, False, False)]
+        [4.0, 4.0, 4.0, 8.0]
     """
 
     kind = "dynamic"

@@ -69,10 +69,13 @@ class Curve(Section):
         Returns:
             One rate for each parameter group.
         """
-        raise NotImplementedError
+        factor = self._factor(done)
+        return [lr * factor for lr in base_lrs]
 
-    def per_group(self, name: str, groups: int) -> list[float]:
-        """The field's number for each of ``groups`` parameter groups."""
+    def _factor(self, done: int) -> float:
+        return 1.0
+
+    def _per_group(self, name: str, groups: int) -> list[float]:
         value = getattr(self, name)
         if not isinstance(value, tuple):
             return [value] * groups
@@ -80,7 +83,7 @@ class Curve(Section):
         require(len(value) == groups, f"{self.where}.{name}", list(value), rule)
         return list(value)
 
-    def length(self, name: str) -> int:
+    def _length(self, name: str) -> int:
         """T, which ``build_scheduler`` fills in where it was not given."""
         self.need(getattr(self, name) is not None, name, "is not known; give it, in optimizer steps")
         return int(getattr(self, name))
@@ -102,10 +105,6 @@ def _between(low: Sequence[float], top: Sequence[float], part: float) -> list[fl
 class Constant(Curve):
     """``constant``: the optimizer's own learning rate, all the way."""
 
-    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """The base rates."""
-        return list(base_lrs)
-
 
 @dataclass(frozen=True)
 class WarmupCosine(Curve):
@@ -120,13 +119,12 @@ class WarmupCosine(Curve):
         self.least(1, "total_steps")
         self.need(0.0 <= self.min_lr_ratio <= 1.0, "min_lr_ratio", "must be between 0 and 1")
 
-    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """``base_lrs`` times warm-up or cosine, which meet at ``done = warmup_steps``, where both are 1."""
-        total = self.length("total_steps")
-        factor = min(1.0, (done + 1) / (self.warmup_steps + 1))
-        if done > self.warmup_steps:
-            factor = _cosine((done - self.warmup_steps) / max(1, total - self.warmup_steps), self.min_lr_ratio)
-        return [lr * factor for lr in base_lrs]
+    def _factor(self, done: int) -> float:
+        # Warm-up and cosine meet at done = warmup_steps, where both are 1.
+        after, total = done - self.warmup_steps, self._length("total_steps")
+        if after > 0:
+            return _cosine(after / max(1, total - self.warmup_steps), self.min_lr_ratio)
+        return min(1.0, (done + 1) / (self.warmup_steps + 1))
 
 
 @dataclass(frozen=True)
@@ -143,15 +141,14 @@ class WarmupStableDecay(WarmupCosine):
             rule = f"is longer than the whole schedule, scheduler.params.total_steps={self.total_steps}"
             self.need(self.decay_steps <= self.total_steps, "decay_steps", rule)
 
-    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """``base_lrs`` times warm-up, 1 or decay; where warm-up and decay overlap, the lower of the two."""
-        total = self.length("total_steps")
+    def _factor(self, done: int) -> float:
+        # Warm-up, 1 or decay; where warm-up and decay overlap, the lower of the two.
+        total = self._length("total_steps")
         decay_steps = -(-total // 5) if self.decay_steps is None else self.decay_steps
         factor, left = min(1.0, (done + 1) / (self.warmup_steps + 1)), total - done
-        if left < decay_steps:
-            down = max(0, left) / decay_steps
-            factor = min(factor, self.min_lr_ratio + (1.0 - self.min_lr_ratio) * down)
-        return [lr * factor for lr in base_lrs]
+        if left >= decay_steps:
+            return factor
+        return min(factor, self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (max(0, left) / decay_steps))
 
 
 # ---- DeepSpeed's -----------------------------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ class DeepSpeedWarmup(Curve):
     def __post_init__(self) -> None:
         self.least(1, "warmup_num_steps", *(["total_num_steps"] if hasattr(self, "total_num_steps") else []))
 
-    def warmup(self, iteration: int) -> float | None:
+    def _warmup(self, iteration: int) -> float | None:
         """From 0 at iteration 0 to 1, by the logarithm (1 at the last iteration) or by a line; None: it is over."""
         steps = max(2, self.warmup_num_steps)
         if iteration >= steps:
@@ -184,16 +181,15 @@ class WarmupLR(DeepSpeedWarmup):
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
         """Between the two rates of each group."""
-        low, top = self.per_group("warmup_min_lr", len(base_lrs)), base_lrs
+        low, top = self._per_group("warmup_min_lr", len(base_lrs)), base_lrs
         if self.warmup_max_lr is not None:
-            top = self.per_group("warmup_max_lr", len(base_lrs))
+            top = self._per_group("warmup_max_lr", len(base_lrs))
         if done == 0:
             return low
-        part = self.warmup(done - 1)
-        return _between(low, top, self.after(done) if part is None else part)
+        part = self._warmup(done - 1)
+        return _between(low, top, self._after(done) if part is None else part)
 
-    def after(self, done: int) -> float:
-        """The place between the two rates when the warm-up is over."""
+    def _after(self, done: int) -> float:
         return 1.0
 
 
@@ -204,9 +200,8 @@ class WarmupDecayLR(WarmupLR):
     warmup_max_lr: PerGroup = 0.001
     total_num_steps: int | None = None  # T; None: the length of the run
 
-    def after(self, done: int) -> float:
-        """The line."""
-        total = self.length("total_num_steps")
+    def _after(self, done: int) -> float:
+        total = self._length("total_num_steps")
         return max(0.0, (total - (done - 1)) / max(1.0, total - max(2, self.warmup_num_steps)))
 
 
@@ -218,17 +213,12 @@ class WarmupCosineLR(DeepSpeedWarmup):
     warmup_min_ratio: float = 0.0  # where the warm-up starts, as a part of the full rate
     cos_min_ratio: float = 0.0001  # where the cosine ends and stays, as a part of the full rate
 
-    def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """``base_lrs`` times one factor."""
-        if done == 0:
-            return [lr * 0.0 for lr in base_lrs]
-        part = self.warmup(done - 1)
+    def _factor(self, done: int) -> float:
+        part = self._warmup(done - 1) if done else None
         if part is not None:
-            factor = self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
-        else:
-            total, steps = self.length("total_num_steps"), max(2, self.warmup_num_steps)
-            factor = max(0.0, _cosine((done - steps) / max(1, total - steps), self.cos_min_ratio))
-        return [lr * factor for lr in base_lrs]
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * part
+        total, steps = self._length("total_num_steps"), max(2, self.warmup_num_steps)
+        return max(0.0, _cosine((done - steps) / max(1, total - steps), self.cos_min_ratio)) if done else 0.0
 
 
 @dataclass(frozen=True)
@@ -272,46 +262,36 @@ class OneCycle(Curve):
             self.need(cycling or unset, name, f"is for betas, and {why}; leave it out")
         return dataclasses.replace(self, cycle_momentum=cycling)
 
-    @property
-    def down_steps(self) -> int:
-        """Iterations of the descent."""
-        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
-
-    @property
-    def cycle_steps(self) -> int:
-        """Iterations of climb and descent together."""
-        return self.cycle_first_step_size + self.down_steps
-
-    def height(self, done: int) -> float:
-        """Where on the cycle: 0 at both ends, 1 at the top. At ``done == cycle_steps`` the next cycle would begin."""
-        place = done % self.cycle_steps
-        climbing = place <= self.cycle_first_step_size
-        stairs = self.cycle_first_stair_count
-        if not climbing and self.cycle_second_stair_count is not None:
-            stairs = self.cycle_second_stair_count
-        steps, length = (place, self.cycle_first_step_size) if climbing else (self.cycle_steps - place, self.down_steps)
+    def _place(self, done: int) -> tuple[float | None, float]:
+        """Where on the cycle, 0 at both ends, 1 at the top, None after it; and how many units of decay after it."""
+        up, stairs = self.cycle_first_step_size, self.cycle_first_stair_count
+        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
+        if done > up + down:
+            return None, (done - up - down) / self.decay_step_size if self.decay_step_size else 0.0
+        steps, length = done % (up + down), up  # where the cycle ends the next one would begin
+        if steps > up:
+            steps, length = up + down - steps, down
+            stairs = stairs if self.cycle_second_stair_count is None else self.cycle_second_stair_count
         # One division of integers, so that a stair is never missed by a rounding.
-        return (steps * stairs // length) / stairs if stairs else steps / length
+        return (steps * stairs // length) / stairs if stairs else steps / length, 0.0
 
     def lrs(self, done: int, base_lrs: Sequence[float]) -> list[float]:
-        """Between the two rates of each group; ``base_lrs`` only says how many groups there are."""
-        low, top = (self.per_group(name, len(base_lrs)) for name in ("cycle_min_lr", "cycle_max_lr"))
-        if done <= self.cycle_steps:
-            return _between(low, top, self.height(done))
-        return [a / (1.0 + self.decay_lr_rate * self._decay_units(done)) for a in low]
+        """Between the two rates of each group; of ``base_lrs`` only the number counts."""
+        low, top = (self._per_group(name, len(base_lrs)) for name in ("cycle_min_lr", "cycle_max_lr"))
+        height, units = self._place(done)
+        return [a / (1.0 + self.decay_lr_rate * units) for a in low] if height is None else _between(low, top, height)
 
     def betas(self, done: int, groups: int) -> list[tuple[float, float]]:
         """The betas of each of ``groups`` parameter groups; at step 0 the first one is low, and so is the rate."""
-        low, top = (self.per_group(name, groups) for name in ("cycle_min_mom", "cycle_max_mom"))
+        low, top = (self._per_group(name, groups) for name in ("cycle_min_mom", "cycle_max_mom"))
+        height, units = self._place(done)
         if done == 0:
-            return [(a, BETA2) for a in low]
-        if done <= self.cycle_steps:
-            height = self.height(done)
-            return [(b - (b - a) * height, BETA2) for a, b in zip(low, top, strict=True)]
-        return [(b * (1.0 + self.decay_mom_rate * self._decay_units(done)), BETA2) for b in top]
-
-    def _decay_units(self, done: int) -> float:
-        return (done - self.cycle_steps) / self.decay_step_size if self.decay_step_size else 0.0
+            first = low
+        elif height is None:
+            first = [b * (1.0 + self.decay_mom_rate * units) for b in top]
+        else:
+            first = [b - (b - a) * height for a, b in zip(low, top, strict=True)]
+        return [(beta, BETA2) for beta in first]
 
 
 # ---- when ------------------------------------------------------------------------------------------------------------
@@ -400,13 +380,8 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler that a config asks for; the first learning rate is written at once.
 
-    Args:
-        config: type and parameters. DeepSpeed's types also take ``last_batch_iteration``.
-        optimizer: whose learning rates are scheduled.
-        total_steps: optimizer steps of the whole run, for curves that need to know and are not told.
-
-    Returns:
-        A scheduler to be stepped once after each optimizer step that was not skipped.
+    DeepSpeed's types also take ``last_batch_iteration``. ``total_steps`` is the length of the whole run, for curves
+    whose parameters do not give it.
 
     Raises:
         ConfigError: an unknown type or parameter (with the nearest valid one), or a value that makes no sense.

@@ -157,13 +157,7 @@ def offloaded_memory(
 ) -> dict[str, int]:
     """Bytes of one rank by category where a part is in host memory; for the device :func:`predicted_memory`'s forms.
 
-    Args:
-        whole: elements of parameters that every rank keeps whole.
-        trained: elements of all trained parameters.
-        elements: on each side.
-        world_size: W.
-        sizes: bytes per element.
-        copies: of the reduced gradients on the host.
+    ``whole`` parameters are kept by every rank, and the host has ``copies`` of the reduced gradients.
     """
     forms = {
         "parameters": whole * sizes.compute * world_size + elements.device_parameters * sizes.compute,
@@ -218,11 +212,7 @@ def predicted_traffic(
 ) -> dict[str, Traffic]:
     """One optimizer step's traffic by kind, mean over ranks; true elements and padding apart.
 
-    Args:
-        layouts: of all trained groups.
-        nodes: the ranks, and which of them share one.
-        sizes: bytes per element, and how the run is cut.
-        persistent: stage 3: of those of ``layouts`` that stay whole. What is partitioned is in :func:`expected`.
+    ``persistent`` are, in stage 3, those of ``layouts`` that stay whole. What is partitioned is in :func:`expected`.
     """
     times, world_size = sizes.reductions, nodes.world_size
     forms: dict[str, Traffic] = {}
@@ -273,13 +263,8 @@ def reduction_traffic(
     With R ranks on each of N nodes and parts of p elements, a rank sends (R-1) N parts inside its node, and N-1 to
     other nodes; of true elements of a bucket the (R-1)/R-th and the (N-1)/W-th part, in the mean over ranks.
 
-    Args:
-        layouts: of all groups.
-        nodes: W, R and N; more than one rank.
-        form: of the messages.
-        wire: bytes per element of what goes the exact way.
-        goes_exact: of a group's number and a bucket's within it.
-        times: how often a step reduces.
+    ``goes_exact``, of a group's number and a bucket's within it: the bucket is not quantised, and ``wire`` bytes an
+    element travel.
 
     Example:
         >>> from deepzero.layout import plan_layout

@@ -69,7 +69,9 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: boo
         >>> type(optimizer).__name__, optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
         ('AdamW', 0.0001, 0.0)
     """
-    groups = [_with_listed_params(group) for group in params]
+    # Parameters that come from a generator can be looked at only once; a list can be looked at again.
+    once = lambda group: isinstance(group, Mapping) and not isinstance(group["params"], torch.Tensor)
+    groups = [{**group, "params": list(group["params"])} if once(group) else group for group in params]
     given = dict(config.params)
     if "max_grad_norm" in given:
         raise ConfigError(f"{WHERE}.max_grad_norm={given['max_grad_norm']!r}: set gradient_clipping instead")
@@ -91,38 +93,31 @@ def build_optimizer(config: OptimizerConfig, params: Iterable[Any], on_host: boo
         raise ConfigError(f"optimizer {config.target}({listed}) cannot be built: {error}") from error
 
 
-def _with_listed_params(group: Any) -> Any:
-    """Parameters that come from a generator can be looked at only once; a list can be looked at again."""
-    if isinstance(group, Mapping) and not isinstance(group["params"], torch.Tensor):
-        return {**group, "params": list(group["params"])}
-    return group
-
-
 def _deepspeed_adam(target: str, given: dict[str, Any], on_host: bool) -> type[torch.optim.Optimizer]:
-    """DeepSpeed's reading of ``Adam`` and ``AdamW``; takes the arguments that only it knows out of ``given``."""
-    decoupled = _flag(given, "adam_w_mode", True)
+    """DeepSpeed's reading of ``Adam`` and ``AdamW``; takes the arguments that torch has not out of ``given``."""
+
+    def flag(name: str, default: bool) -> bool:
+        return bool(convert(bool, given.pop(name, default), f"{WHERE}.{name}"))
+
+    decoupled = flag("adam_w_mode", True)
     if target.lower() == "adamw" and not decoupled:
         # DeepSpeed drops the switch without a word here.
         raise ConfigError(f"{WHERE}.adam_w_mode=False contradicts optimizer {target!r}; use Adam for Adam's L2 decay")
-    torchs = _flag(given, "torch_adam", False)
+    torchs = flag("torch_adam", False)
     if not torchs:
         given.setdefault("weight_decay", 0.0)  # the default of DeepSpeed's own kernels
     if on_host and not torchs and not any(given.get(name) for name in TORCH_ALONE):
         given["adamw_mode"] = decoupled
-        _flag(given, "set_grad_none", True)
+        flag("set_grad_none", True)
         return CPUAdam
     for name, meaning in (
         ("bias_correction", "torch's Adam always corrects the bias"),
         ("fp32_optimizer_states", "deepzero keeps optimizer states in fp32"),
         ("set_grad_none", "deepzero frees gradients after each step"),
     ):
-        if not _flag(given, name, True):
+        if not flag(name, True):
             raise ConfigError(f"{WHERE}.{name}=False is not implemented: {meaning}")
     return torch.optim.AdamW if decoupled else torch.optim.Adam
-
-
-def _flag(given: dict[str, Any], name: str, default: bool) -> bool:
-    return bool(convert(bool, given.pop(name, default), f"{WHERE}.{name}"))
 
 
 def _find_class(target: str) -> type[torch.optim.Optimizer]:
@@ -153,25 +148,16 @@ def _is_optimizer(thing: object) -> bool:
 
 def _read_arguments(cls: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> dict[str, Any]:
     """Check the names against the class's signature, and read numbers that YAML or JSON left as strings and lists."""
-    accepted = dict(inspect.signature(cls).parameters)
-    accepted.pop("params", None)
+    accepted = [p for name, p in inspect.signature(cls).parameters.items() if name != "params"]
+    defaults = {p.name: p.default for p in accepted if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted)
     if cls is CPUAdam:  # its open end takes DeepSpeed's switches, and nothing else
-        del accepted["switches"]
-        accepted |= {
-            n: inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d) for n, d in cls.switches.items()
-        }
-    names = [name for name, p in accepted.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    arguments: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in names:
-            if not open_ended:
-                raise unknown_key(name, names, WHERE)
-            arguments[name] = value
-            continue
-        default = accepted[name].default
-        arguments[name] = _read_value(value, 0.0 if name == "lr" else default, f"{WHERE}.{name}")
-    return arguments
+        defaults, open_ended = {**defaults, **cls.switches}, False
+    unknown = [name for name in given if name not in defaults]
+    if unknown and not open_ended:
+        raise unknown_key(unknown[0], defaults, WHERE)
+    defaults |= {"lr": 0.0} if "lr" in defaults else {}
+    return {name: _read_value(value, defaults.get(name), f"{WHERE}.{name}") for name, value in given.items()}
 
 
 def _read_value(value: Any, default: Any, path: str) -> Any:

@@ -22,14 +22,10 @@ What a test may rely on, on every rank and in every call: one torch thread, the 
 same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as our launcher sets them, the sub-pool's
 default process group. What is left behind is undone or refused: see :func:`_guarded`.
 
-When something goes wrong:
-
-- A rank raises: the same exception is raised in the test, with that rank's traceback as its cause.
-- A rank dies: :class:`RankDied` at once, not after the time-out.
-- Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank.
-
-In each case, and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones.
-A rank whose parent has vanished ends by itself. Ranks meet as the launcher's do, in a folder of their own.
+A rank that raises: the same exception is raised in the test, with that rank's traceback as its cause. A rank that dies:
+:class:`RankDied` at once. Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank. Then,
+and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones. A rank whose
+parent has vanished ends by itself.
 """
 
 from __future__ import annotations
@@ -57,6 +53,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -92,9 +89,7 @@ class _Remote(Exception):
         return f"\n{self.args[0]}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The test's side
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- the test's side -------------------------------------------------------------------------------------------------
 
 
 class RankPool:
@@ -130,16 +125,14 @@ class RankPool:
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} must be a function at module level: ranks import it by name")
         key = (world_size, process_group)
-        pool = self._pools.get(key)
         try:
-            if pool is None:
-                pool = self._pools[key] = _SubPool(world_size, process_group, self._filters)
-                pool.start()
-            return pool.call(fn, args, timeout)
+            if key not in self._pools:
+                self._pools[key] = _SubPool(world_size, process_group, self._filters)
+                self._pools[key].start()
+            return self._pools[key].call(fn, args, timeout)
         except BaseException:  # Ctrl-C and pytest-timeout included: nobody knows what the ranks are doing now
-            if pool is not None:
-                pool.kill()
-            self._pools.pop(key, None)
+            if key in self._pools:
+                self._pools.pop(key).kill()
             raise
 
     def close(self) -> None:
@@ -170,8 +163,8 @@ def on_ranks(world_size: int | None = 2, **options: Any) -> Callable[[Callable[.
             given["ranks"].run(test, *(given[name] for name in names), world_size=world_now, **options)
 
         keyword = inspect.Parameter.KEYWORD_ONLY
-        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in taken])  # type: ignore[attr-defined]
-        test.on_rank = fn  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([inspect.Parameter(name, keyword) for name in taken])
+        test.on_rank = fn
         return test
 
     return decorate
@@ -181,14 +174,8 @@ def ready_to_fork() -> multiprocessing.context.ForkServerContext:
     """A process that has imported all that ranks need, and no more: each rank is a copy of it. An import takes 3 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "deepzero", "tests.distributed.pool"])
-    threads = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported there
-    try:
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # before torch is imported there
         multiprocessing.forkserver.ensure_running()
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if threads is not None:
-            os.environ["OMP_NUM_THREADS"] = threads
     return context
 
 
@@ -196,9 +183,7 @@ class _SubPool:
     """``world_size`` processes that form one world."""
 
     def __init__(self, world_size: int, process_group: bool, filters: list[WarningFilter]) -> None:
-        self.world_size = world_size
-        self.process_group = process_group
-        self.filters = filters
+        self.world_size, self.process_group, self.filters = world_size, process_group, filters
         self.processes: list[Any] = []
         self.pipes: list[multiprocessing.connection.Connection] = []
         self.folder = Path(tempfile.mkdtemp(prefix="deepzero-ranks-"))
@@ -263,9 +248,9 @@ class _SubPool:
             if not ready:
                 break
             for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                rank = waiting.pop(pipe)
                 try:
-                    kind, *rest = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                    kind, *rest = pickle.loads(pipe.recv_bytes())
                 except (EOFError, OSError):
                     failures.append((rank, self._died(rank, f"in {what}"), "(it left no traceback)"))
                 else:
@@ -275,21 +260,15 @@ class _SubPool:
                         failures.append((rank, _load_exception(kind, rest[0]), rest[1]))
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        stacks = self._stacks(sorted(waiting.values()))
         if failures:
-            raise self._first_failure(failures, sorted(waiting.values()))
+            # A dead rank comes first: what the others report is then "connection closed by peer".
+            failures.sort(key=lambda failure: not isinstance(failure[1], RankDied))
+            texts = [f"--- rank {rank} of {self.world_size} ---\n{trace}" for rank, _, trace in failures]
+            raise failures[0][1] from _Remote("\n".join([*texts, *stacks]))
         if waiting:
-            raise RankTimeout(f"{what}: no answer within {timeout:g} s.\n{self._stacks(sorted(waiting.values()))}")
+            raise RankTimeout("\n".join([f"{what}: no answer within {timeout:g} s.", *stacks]))
         return [answers[rank] for rank in range(self.world_size)]
-
-    def _first_failure(self, failures: list[tuple[int, BaseException, str]], silent: list[int]) -> BaseException:
-        """The error to raise. A dead rank comes first: what the others report is then 'connection closed by peer'."""
-        failures.sort(key=lambda failure: not isinstance(failure[1], RankDied))
-        text = "\n".join(f"--- rank {rank} of {self.world_size} ---\n{trace}" for rank, _, trace in failures)
-        if silent:
-            text += "\n" + self._stacks(silent)
-        error = failures[0][1]
-        error.__cause__ = _Remote(text)
-        return error
 
     def _died(self, rank: int, when: str) -> RankDied:
         process = self.processes[rank]
@@ -298,18 +277,15 @@ class _SubPool:
         cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
         return RankDied(f"rank {rank} of {self.world_size} died {when}: {cause}")
 
-    def _stacks(self, ranks: list[int]) -> str:
+    def _stacks(self, ranks: list[int]) -> list[str]:
         """Ask each rank where it stands; works even while it waits inside a collective."""
         for rank in ranks:
             with contextlib.suppress(OSError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        texts = []
-        for rank in ranks:
-            path = self._stack_file(rank)
-            stack = path.read_text() if path.exists() else ""
-            texts.append(f"--- rank {rank} of {self.world_size} has not answered and is here ---\n{stack}")
-        return "\n".join(texts)
+        time.sleep(0.3 if ranks else 0)
+        files = [(rank, self._stack_file(rank)) for rank in ranks]
+        said = [(rank, file.read_text() if file.exists() else "") for rank, file in files]
+        return [f"--- rank {rank} of {self.world_size} has not answered and is here ---\n{text}" for rank, text in said]
 
 
 def _load_exception(kind: str, data: Any) -> BaseException:
@@ -319,34 +295,24 @@ def _load_exception(kind: str, data: Any) -> BaseException:
     return error if isinstance(error, BaseException) else RankError(str(error))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The rank's side
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- the rank's side -------------------------------------------------------------------------------------------------
 
 
 def _rank_main(
-    pipe: multiprocessing.connection.Connection,
-    rank: int,
-    world_size: int,
-    meeting: str,
-    process_group: bool,
-    filters: list[WarningFilter],
-    stack_file: str,
-) -> None:
+    pipe: multiprocessing.connection.Connection, rank: int, world_size: int, meeting: str, process_group: bool,
+    filters: list[WarningFilter], stack_file: str,
+) -> None:  # fmt: skip
     """Life of a rank: set up, then one call after another until the test session closes the pipe."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS="1",
-        TORCHELASTIC_RESTART_COUNT="0",
-    )
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    more = {"OMP_NUM_THREADS": 1, "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ.update({name: str(value) for name, value in {**places, **more}.items()})
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the whole terminal; the parent decides
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler keeps it as long as the process lives)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, stacks)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    parent = multiprocessing.parent_process()
+    # However the test session ends, no rank outlives it.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     answer = _attempt(lambda: _prepare(process_group, meeting), [])
     while True:
         with contextlib.suppress(BrokenPipeError):
@@ -355,15 +321,7 @@ def _rank_main(
             job = pipe.recv_bytes()
         except EOFError:
             return
-        answer = _attempt(lambda job=job: _run(job, rank, world_size), filters)  # type: ignore[misc]
-
-
-def _end_with_parent() -> None:
-    """However the test session ends, no rank outlives it."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+        answer = _attempt(lambda job=job: _run(job, rank, world_size), filters)
 
 
 def _prepare(process_group: bool, meeting: str) -> None:
@@ -435,18 +393,17 @@ def _background_errors() -> Iterator[None]:
     """Errors that Python would only print (in ``__del__``, in a thread) fail the call."""
     caught: list[str] = []
     old = sys.unraisablehook, threading.excepthook
-    sys.unraisablehook = lambda info: caught.append(_background_text(info))
-    threading.excepthook = lambda info: caught.append(_background_text(info))
+
+    def note(info: Any) -> None:
+        caught.append("".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback)))
+
+    sys.unraisablehook = threading.excepthook = note
     try:
         yield
     finally:
         sys.unraisablehook, threading.excepthook = old
     if caught:
         raise LeakedState("an error in the background (a thread or a destructor):\n" + "\n".join(caught))
-
-
-def _background_text(info: Any) -> str:
-    return "".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback))
 
 
 @contextlib.contextmanager

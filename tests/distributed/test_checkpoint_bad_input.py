@@ -3,22 +3,24 @@
 import hashlib
 import json
 import shutil
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import deepzero
 from deepzero.checkpoint import reader
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.comm import process_group
 from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import SGD, TinyModel, start
+from tests.distributed.training import SGD, TinyModel, config, make_model, start
 
 
-def save_one(rank, world, folder, stage):
-    engine = engine_for(world, stage)
+def save_two(rank, world, folder):
+    engine = engine_for(world, 2)
     steps(engine, rank, world, 2)
     engine.save_checkpoint(folder, tag="first")
     engine.save_checkpoint(folder, tag="second")
@@ -29,58 +31,51 @@ def save_one(rank, world, folder, stage):
 def saved(ranks, tmp_path_factory):
     """A folder with two checkpoints."""
     folder = tmp_path_factory.mktemp("saved")
-    ranks.run(save_one, folder, 2)
+    ranks.run(save_two, folder)
     return folder
 
 
-def load_from(rank, world, places):
+def refused(rank, world, expected):
     engine = engine_for(world, 2)
     before = engine.params_sha256()
-    messages = [said(engine.load_checkpoint, folder, tag) for folder, tag in places]
+    for (folder, tag), part in expected.items():
+        message = said(engine.load_checkpoint, folder, tag)
+        assert message is not None and part in message, (folder, tag, message)
     assert engine.params_sha256() == before
     steps(engine, rank, world, 1)
     engine.destroy()
-    return messages
 
 
 def test_folders_that_hold_no_such_checkpoint(ranks, saved, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "deepspeed" / "global_step5", tmp_path / "deepspeed3" / "global_step5"):
-        place.mkdir(parents=True)
-        (place.parent / "latest").write_text("global_step5")
-    (tmp_path / "deepspeed" / "global_step5" / "mp_rank_00_model_states.pt").touch()
-    (tmp_path / "deepspeed3" / "global_step5" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "unfinished" / ".saving-0123456789ab-x").mkdir(parents=True)
+    for number, name in enumerate(("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")):
+        place = tmp_path / f"deepspeed{number}"
+        (place / "global_step5").mkdir(parents=True)
+        (place / "latest").write_text("global_step5")
+        (place / "global_step5" / name).touch()
     shutil.copytree(saved, tmp_path / "unnamed")
     (tmp_path / "unnamed" / "latest").unlink()
-    expected = {
-        (tmp_path / "nowhere", None): f"{tmp_path}/nowhere is not a folder; give the folder",
-        (tmp_path / "file", None): "is not a folder",
-        (tmp_path / "empty", None): f"{tmp_path}/empty holds no checkpoint (latest is missing)",
-        (tmp_path / "empty", "x"): "x does not exist; there is no complete checkpoint in this folder",
-        (saved, "third"): f"{saved}/third does not exist; there are: first, second",
-        (tmp_path / "unnamed", None): "latest is missing; name the checkpoint with tag=: there are first, second",
-        (saved, ""): "cannot name a checkpoint",
-        (saved, "../first"): "cannot name a checkpoint",
-        (saved, "x" * 300): "cannot name a checkpoint",
-        (tmp_path / "deepspeed", None): "is a checkpoint of DeepSpeed's own format",
-        (tmp_path / "deepspeed3", None): "is a checkpoint of DeepSpeed's own format",
-    }
-    for messages in ranks.run(load_from, list(expected)):
-        for message, part in zip(messages, expected.values(), strict=True):
-            assert message is not None and part in message
-
-
-def test_a_manifest_of_a_newer_version(ranks, saved, tmp_path):
     shutil.copytree(saved, tmp_path / "newer")
     file = tmp_path / "newer" / "second" / "manifest.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "version": 2, "versions": {"deepzero": "9.1"}}))
     file.with_name("COMMIT").write_text(hashlib.sha256(file.read_bytes()).hexdigest())
-    for (message,) in ranks.run(load_from, [(tmp_path / "newer", None)]):
-        assert f"{file} has version 2, and this deepzero reads version 1; load it with the one that wrote it (9.1)" in (
-            message
-        )
+    version = "has version 2, and this deepzero reads version 1; load it with the one that wrote it (9.1)"
+    ranks.run(refused, {
+        (tmp_path / "nowhere", None): f"{tmp_path}/nowhere is not a folder; give the folder",
+        (tmp_path / "file", None): "is not a folder",
+        (tmp_path / "empty", None): f"{tmp_path}/empty holds no checkpoint (latest is missing)",
+        (tmp_path / "empty", "x"): "x does not exist; there is no complete checkpoint in this folder",
+        (tmp_path / "unfinished", None): "its only save was interrupted",
+        (saved, "third"): f"{saved}/third does not exist; there are: first, second",
+        (tmp_path / "unnamed", None): "latest is missing; name the checkpoint with tag=: there are first, second",
+        **dict.fromkeys(((saved, tag) for tag in ("", "../first", "x" * 300)), "cannot name a checkpoint"),
+        (tmp_path / "deepspeed0", None): "is a checkpoint of DeepSpeed's own format",
+        (tmp_path / "deepspeed1", None): "is a checkpoint of DeepSpeed's own format",
+        (tmp_path / "newer", None): f"{file} {version}",
+    })  # fmt: skip
 
 
 class Larger(TinyModel):
@@ -101,81 +96,58 @@ class Renamed(TinyModel):
         return super().forward(ids, labels)
 
 
-def other_models(rank, world, folder, stage):
-    """What is said, strictly or not, of models that are not the saved one."""
-    found = {}
-    torch.manual_seed(1)
-    models = {"larger": Larger(), "renamed": Renamed(), "wider": TinyModel(hidden=39)}
-    for name, model in models.items():
-        engine = engine_for(world, stage, model=model)
-        before = engine.params_sha256()
-        strictly = said(engine.load_checkpoint, folder)
-        assert engine.params_sha256() == before
-        loosely = said(engine.load_checkpoint, folder, load_module_strict=False)
-        found[name] = strictly, loosely
-        steps(engine, rank, world, 3)
-        if name == "larger":
-            engine.save_checkpoint(folder / "of-larger")
-        engine.destroy()
-    engine = engine_for(world, stage)
-    found["fewer"] = (
-        said(engine.load_checkpoint, folder / "of-larger"),
-        said(engine.load_checkpoint, folder / "of-larger", load_module_strict=False),
-    )
-    steps(engine, rank, world, 4)
-    engine.destroy()
-    return found
+MODELS = {
+    "larger": (Larger, "3 missing there (extra.bias, extra.weight, seen); load_module_strict=False loads what both"),
+    "renamed": (
+        Renamed,
+        "(last_norm.bias, last_norm.weight); 2 not known here (norm.bias, norm.weight)",
+    ),
+    "wider": (lambda: TinyModel(hidden=39), "parameter 'blocks.0.1.weight' has shape (37, 24) there and (39, 24) here"),
+    "fewer": (make_model, "3 not known here (extra.bias, extra.weight, seen)"),
+}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_another_model(ranks, saved, tmp_path, stage):
-    shutil.copytree(saved, tmp_path / "copy")
-    for found in ranks.run(other_models, tmp_path / "copy", stage):
-        strictly, loosely = found["larger"]
-        assert "3 missing there (extra.bias, extra.weight, seen); load_module_strict=False loads what both" in strictly
-        assert loosely is None
-        strictly, loosely = found["renamed"]
-        assert "2 missing there (last_norm.bias, last_norm.weight)" in strictly
-        assert "2 not known here (norm.bias, norm.weight)" in strictly
-        assert loosely is None
-        strictly, loosely = found["wider"]
-        assert "parameter 'blocks.0.1.weight' has shape (37, 24) there and (39, 24) here" in strictly
-        assert strictly == loosely
-        strictly, loosely = found["fewer"]
-        assert "3 not known here (extra.bias, extra.weight, seen)" in strictly
-        assert loosely is None
+@on_ranks()
+def test_another_model(rank, world, saved, tmp_path, stage):
+    """Strictly none loads, and nothing changes; else all but the one of another shape."""
+    for name, (kind, text) in MODELS.items():
+        torch.manual_seed(1)
+        engine = engine_for(world, stage, model=kind())
+        before = engine.params_sha256()
+        folder = tmp_path if name == "fewer" else saved
+        strictly = said(engine.load_checkpoint, folder)
+        assert text in strictly and engine.params_sha256() == before
+        assert said(engine.load_checkpoint, folder, load_module_strict=False) == (strictly if name == "wider" else None)
+        steps(engine, rank, world, 3)
+        if name == "larger":
+            engine.save_checkpoint(tmp_path)
+        engine.destroy()
 
 
 def two_groups(model):
     """Biases in a group of their own."""
     params = dict(model.named_parameters())
-    weights = [p for n, p in params.items() if not n.endswith("bias")]
-    biases = [p for n, p in params.items() if n.endswith("bias")]
+    weights, biases = ([p for n, p in params.items() if n.endswith("bias") == bias] for bias in (False, True))
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 3e-3}]
 
 
 @on_ranks()
 def test_another_optimizer(rank, world, saved):
-    import deepzero
-    from tests.distributed.training import config, make_model
-
-    found = []
     engine = engine_for(world, 2, optimizer=SGD)
-    found.append(said(engine.load_checkpoint, saved, load_lr_scheduler_states=False))
-    found.append(said(engine.load_checkpoint, saved, load_optimizer_states=False))
+    other = said(engine.load_checkpoint, saved, load_lr_scheduler_states=False)
+    assert "has the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step), and this run's optimizer is" in other
+    assert "torch.optim.sgd.SGD; load_optimizer_states=False loads the rest" in other
+    assert said(engine.load_checkpoint, saved, load_optimizer_states=False) is None
     sha = engine.params_sha256()
     engine.destroy()
     model = make_model()
     engine, *_ = deepzero.initialize(model=model, model_parameters=two_groups(model), config=config(stage=2))
-    found.append(said(engine.load_checkpoint, saved))
-    found.append(said(engine.load_checkpoint, saved, load_optimizer_states=False))
+    groups = said(engine.load_checkpoint, saved)
+    assert "has 1 optimizer groups, and this run has 2; load_optimizer_states=False" in groups
+    assert said(engine.load_checkpoint, saved, load_optimizer_states=False) is None
     assert engine.params_sha256() == sha, "the same values"
     engine.destroy()
-    other, rest, groups, groups_rest = found
-    assert "has the state of torch.optim.adamw.AdamW (exp_avg, exp_avg_sq, step), and this run's optimizer is" in other
-    assert "torch.optim.sgd.SGD; load_optimizer_states=False loads the rest" in other
-    assert "has 1 optimizer groups, and this run has 2; load_optimizer_states=False" in groups
-    assert rest is None and groups_rest is None
 
 
 class OneNumber(nn.Module):
@@ -196,12 +168,12 @@ def test_a_rank_that_holds_nothing(rank, world, tmp_path, stage):
     engine = start(OneNumber(), stage=stage, optimizer={"type": "Adam", "params": {"lr": 0.1}})
     steps(engine, rank, world, 2)
     engine.save_checkpoint(tmp_path)
-    records, sha = steps(engine, rank, world, 4), engine.params_sha256()
+    expected = steps(engine, rank, world, 4), engine.params_sha256()
     engine.destroy()
     for kind in ("Adam", "AdamW"):
         engine = start(OneNumber(), stage=stage, optimizer={"type": kind, "params": {"lr": 0.1, "weight_decay": 0.0}})
         engine.load_checkpoint(tmp_path)
-        assert (steps(engine, rank, world, 4), engine.params_sha256()) == (records, sha), kind
+        assert (steps(engine, rank, world, 4), engine.params_sha256()) == expected, kind
         engine.destroy()
     engine = start(OneNumber(), stage=stage, optimizer=SGD)
     assert "has the state of torch.optim.adam" in said(engine.load_checkpoint, tmp_path)
@@ -221,20 +193,16 @@ def endless():
 @on_ranks()
 def test_client_state(rank, world, tmp_path):
     engine = engine_for(world, 1)
-    bad = {
-        "object": {"a": [1, {"b": Sullen()}]},
-        "function": {"f": len},
-        "complex": {"z": 1j},
-        "sparse": {"s": torch.eye(3).to_sparse()},
-        "meta": {"m": torch.empty(2, device="meta")},
-        "objects": {"o": np.array([Sullen()], dtype=object)},
-        "texts": {"o": np.array(["a"])},
-        "endless": {"e": endless()},
-        "no mapping": [1, 2],
-    }
-    messages = {name: said(engine.save_checkpoint, tmp_path, client_state=state) for name, state in bad.items()}
+    bad = [
+        {"a": [1, {"b": Sullen()}]}, {"f": len}, {"z": 1j}, {"s": torch.eye(3).to_sparse()},
+        {"m": torch.empty(2, device="meta")}, {"o": np.array([Sullen()], dtype=object)}, {"o": np.array(["a"])},
+        {"e": endless()}, [1, 2],
+    ]  # fmt: skip
+    messages = [said(engine.save_checkpoint, tmp_path, client_state=state) for state in bad]
+    assert all(message is not None and message.startswith("nothing was saved. ") for message in messages)
+    assert "client_state['a'][1]['b'] is a tests.distributed.test_checkpoint_bad_input.Sullen" in messages[0]
     process_group.barrier()
-    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     process_group.barrier()
     good = {
         "pair": (1, (2.5, "x")), 3: "int", "nan": float("nan"), "inf": [float("inf"), -float("inf")], "none": None,
@@ -246,59 +214,54 @@ def test_client_state(rank, world, tmp_path):
     engine.save_checkpoint(tmp_path, tag="good", client_state=good if rank == 0 else {"only": "rank 0's counts"})
     _, back = engine.load_checkpoint(tmp_path)
     engine.destroy()
-    assert all(message is not None and message.startswith("nothing was saved. ") for message in messages.values())
-    assert "client_state['a'][1]['b'] is a tests.distributed.test_checkpoint_bad_input.Sullen" in messages["object"]
-    assert left == [".lock"]
     assert list(back) == list(good), rank
-    for key in ("pair", 3, "inf", "none", "flag", "numpy flag", "numpy", "bytes", "set", "$odd", "big", "nothing"):
-        assert back[key] == good[key] and type(back[key]) is not np.float32, key
-    assert back["numpy flag"] is True
-    assert back["ü\ud800"] == "\n" and back["dtype"] is torch.float16
-    assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0"
-    for key in ("tensor", "scalar", "empty", "turned"):
-        assert torch.equal(back[key], good[key]) and back[key].dtype == good[key].dtype, key
-    assert np.array_equal(back["array"], good["array"]) and back["array"].dtype == np.int16
+    assert back["nan"] != back["nan"] and str(back[1, "a"]) == "-0.0" and back["numpy flag"] is True
+    for key, value in good.items():
+        if torch.is_tensor(value):
+            assert torch.equal(back[key], value) and back[key].dtype == value.dtype, key
+        elif isinstance(value, np.ndarray):
+            assert np.array_equal(back[key], value) and back[key].dtype == value.dtype
+        elif key != "nan":
+            assert back[key] == value and not isinstance(back[key], np.generic), key
 
 
 @on_ranks()
 def test_ranks_that_disagree(rank, world, tmp_path):
-    engine = engine_for(world, 1)
-    found = [
-        said(engine.save_checkpoint, tmp_path, tag=f"tag{rank}"),
-        said(engine.save_checkpoint, tmp_path / str(rank), tag="tag"),
-        said(engine.save_checkpoint, tmp_path, tag="a/b" if rank else "ab"),
-        said(engine.save_checkpoint, tmp_path, tag="ends "),
-        said(engine.save_checkpoint, tmp_path, tag="latest"),
-        said(engine.save_checkpoint, tmp_path, keep_last=0),
-        said(engine.load_checkpoint, tmp_path),
-    ]
+    engine, here = engine_for(world, 1), tmp_path / "here"
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+    other = "tag 'a/b' cannot"
+    for call, folder, arguments, part in (
+        (save, here, {"tag": f"tag{rank}"}, "save_checkpoint: this rank passes tag='tag1', but rank 0 'tag0'; pass"),
+        (save, tmp_path / str(rank), {"tag": "tag"}, "this rank passes save_dir="),
+        (save, here, {"tag": "a/b" if rank else "ab"}, other if rank else f"rank 1: {other}"),
+        (save, here, {"tag": "ends "}, "no white space at its ends"),
+        (save, here, {"tag": "latest"}, "'latest' is taken"),
+        (save, here, {"keep_last": 0}, "keep_last=0 must be at least 1"),
+        (load, tmp_path, {}, "holds no checkpoint"),
+        (save, here, {"exclude_frozen_parameters": rank == 1},
+         "save_checkpoint: this rank passes exclude_frozen_parameters=True, but rank 0 False"),
+        (load, here, {"load_optimizer_states": rank == 0},
+         "load_checkpoint: this rank passes load_optimizer_states=False, but rank 0 True"),
+        (load, tmp_path / str(rank), {}, "load_checkpoint: this rank passes load_dir="),
+    ):  # fmt: skip
+        assert part in said(call, folder, **arguments)
     process_group.barrier()
     assert list(tmp_path.iterdir()) == []
     process_group.barrier()
-    engine.save_checkpoint(tmp_path, tag="tag")
+    engine.save_checkpoint(here, tag="tag")
     engine.destroy()
-    assert "save_checkpoint: this rank passes tag='tag1', but rank 0 'tag0'; pass the same" in found[0]
-    assert "this rank passes save_dir=" in found[1]
-    assert found[2].startswith("tag 'a/b' cannot" if rank else "rank 1: tag 'a/b' cannot")
-    assert "no white space at its ends" in found[3] and "'latest' is taken" in found[4]
-    assert "keep_last=0 must be at least 1" in found[5]
-    assert "holds no checkpoint" in found[6]
 
 
 @on_ranks()
 def test_a_disk_that_fails_while_it_is_read(rank, world, saved):
     """A disk fails on rank 1 in the middle of a load."""
     engine = engine_for(world, 2)
-    real = reader.os.preadv
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(reader.os, "preadv", lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    failing = {"side_effect": OSError(5, "Input/output error")} if rank == 1 else {"wraps": reader.os.preadv}
+    with patch.object(reader.os, "preadv", **failing):
         message = said(engine.load_checkpoint, saved)
-    assert reader.os.preadv is real
     with pytest.raises(CheckpointError, match="mixture of two states"):
         steps(engine, rank, world, 1)
     engine.load_checkpoint(saved)
-    found = fingerprints(engine)
+    assert fingerprints(engine)
     engine.destroy()
     assert "Input/output error; the disk cannot read it" in message and ".safetensors" in message
-    assert found

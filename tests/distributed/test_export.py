@@ -5,6 +5,8 @@ import json
 import re
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from deepzero.checkpoint.checkpoint_dir import read_manifest
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.export import export
 from deepzero.checkpoint.reader import read_header
+from tests.distributed.checkpoints import said
+from tests.distributed.pool import on_ranks
 from tests.distributed.training import TinyModel, config, make_model, one_step, start
 from tools.export import main
 
@@ -46,20 +50,46 @@ def buffered():
     return Buffered()
 
 
+class Wide(nn.Module):
+    """One parameter of 32 MiB in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 1 << 17)
+        self.head = nn.Linear(1 << 17, 1)
+
+    def forward(self, ids, labels):
+        return self.head(self.embed(ids)).mean()
+
+
+class Wrapper(nn.Module):
+    """What puts a prefix before every name."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = make_model()
+
+    def forward(self, ids, labels):
+        return self.model(ids, labels)
+
+
+def state_and_masters(engine):
+    """The whole state dict, and the masters by name."""
+    masters = {
+        n: deepzero.utils.safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters() if p.requires_grad
+    }
+    return {k: v.clone() for k, v in engine.module_state_dict().items()}, masters
+
+
 def saved(rank, world, folder, stage, precision, kind=buffered):
-    """Two steps, a checkpoint, ``save_16bit_model``; the whole state dict and masters."""
+    """Two steps, a checkpoint, ``save_16bit_model``."""
     engine = start(kind(), stage=stage, precision=precision, bucket=800)
     for step in range(2):
         one_step(engine, rank, world, step)
     engine.save_checkpoint(folder / "checkpoints")
     assert engine.save_16bit_model(folder / "16bit") is True
     assert engine.save_fp16_model(folder / "parts", "pytorch.safetensors", max_shard_size="4KB")
-    masters = {
-        name: deepzero.utils.safe_get_full_fp32_param(param)
-        for name, param in engine.module.named_parameters()
-        if param.requires_grad
-    }
-    return {k: v.clone() for k, v in engine.module_state_dict().items()}, masters, engine.params_sha256()
+    return state_and_masters(engine)
 
 
 def same(a, b):
@@ -84,14 +114,15 @@ def load_parts(folder, index):
     ("stage", "world", "precision"), [(0, 2, "fp32"), (1, 2, "bf16"), (2, 1, "bf16"), (3, 2, "bf16"), (3, 2, "fp16")]
 )
 def test_every_stage(ranks, tmp_path, stage, world, precision):
-    state, masters, _ = ranks.run(saved, tmp_path, stage, precision, world_size=world)[0]
+    state, masters = ranks.run(saved, tmp_path, stage, precision, world_size=world)[0]
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     expected = {name: t.to(compute) if t.is_floating_point() else t for name, t in state.items()}
     alias = expected.pop("tiny.head.weight")
     for name, dtype in (("same", precision), ("full", "fp32")):
         done = export(tmp_path / "checkpoints", tmp_path / name, dtype)
         assert done.files == ("model.safetensors",) and done.left_out == ()
-    got = safetensors_torch.load_file(tmp_path / "same" / "model.safetensors")
+    file = tmp_path / "same" / "model.safetensors"
+    got = safetensors_torch.load_file(file)
     assert set(got) == set(expected) and "scratch" not in got
     assert all(same(got[name], expected[name]) for name in expected)
     full = safetensors_torch.load_file(tmp_path / "full" / "model.safetensors")
@@ -99,22 +130,20 @@ def test_every_stage(ranks, tmp_path, stage, world, precision):
     assert same(full["count"], torch.tensor(2**40 + 1)) and full["mask"].dtype == torch.bool
 
     # The engine writes the very same file.
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("same", "16bit")]
-    assert files[0] == files[1]
-    assert sorted(path.name for path in (tmp_path / "16bit").iterdir()) == ["model.safetensors"]
+    assert file.read_bytes() == (tmp_path / "16bit" / "model.safetensors").read_bytes()
+    assert [path.name for path in (tmp_path / "16bit").iterdir()] == ["model.safetensors"]
     parts, sizes = load_parts(tmp_path / "parts", "pytorch.safetensors.index.json")
     assert all(same(parts[name], expected[name]) for name in expected) and len(sizes) > 1
 
     # Both names of the tied weight come back.
-    metadata, _ = read_header(tmp_path / "same" / "model.safetensors")
-    assert metadata == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
+    assert read_header(file)[0] == {"format": "pt", "tiny.head.weight": "tiny.embed.weight"}
     model = buffered().to(compute)
-    missing, unexpected = safetensors_torch.load_model(model, tmp_path / "same" / "model.safetensors")
+    missing, unexpected = safetensors_torch.load_model(model, file)
     assert not missing and not unexpected and same(model.tiny.head.weight.data, alias)
 
 
 def test_several_files(ranks, tmp_path):
-    state, _, _ = ranks.run(saved, tmp_path, 3, "bf16", make_model, world_size=2)[0]
+    state, _ = ranks.run(saved, tmp_path, 3, "bf16", make_model, world_size=2)[0]
     export(tmp_path / "checkpoints", tmp_path / "out", "bf16", max_shard_size="3KB", tag="global_step2")
     whole, sizes = load_parts(tmp_path / "out", "model.safetensors.index.json")
     del state["head.weight"]
@@ -128,33 +157,29 @@ def test_several_files(ranks, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "model.safetensors"]
 
 
-def test_pieces_and_memory(ranks, tmp_path, monkeypatch):
-    """A parameter larger than a piece goes through in pieces, from whichever shards hold it."""
-    state, _, _ = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
+def test_pieces_and_the_reader_of_the_book(ranks, tmp_path, monkeypatch):
+    """A parameter larger than a piece goes through in pieces, from whichever shards hold it.
+
+    docs/export.md shows how to read masters with numpy alone.
+    """
+    state, masters = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
     monkeypatch.setattr(exporting, "PIECE_BYTES", 100)
     monkeypatch.setattr(reader, "READ_BYTES", 512)
-    sizes = []
-    put = shard_file.put
+    sizes, put = [], shard_file.put
     monkeypatch.setattr(shard_file, "put", lambda file, view: (sizes.append(len(view)), put(file, view)))
     export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
     header, *pieces = sizes
     assert header > 1000 and max(pieces) == 50  # 25 elements: 100 bytes in fp32, 50 in bf16
-    got = safetensors_torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert all(
-        same(got[name], t.bfloat16() if t.is_floating_point() else t) for name, t in state.items() if name in got
-    )
+    for name, value in safetensors_torch.load_file(tmp_path / "out" / "model.safetensors").items():
+        assert same(value, state[name].bfloat16() if state[name].is_floating_point() else state[name])
 
-
-class Wide(nn.Module):
-    """One parameter of 32 MiB in fp32."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(40, 1 << 17)
-        self.head = nn.Linear(1 << 17, 1)
-
-    def forward(self, ids, labels):
-        return self.head(self.embed(ids)).mean()
+    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "read_masters" in block]
+    names = {}
+    exec(code, names)
+    found = names["read_masters"](tmp_path / "checkpoints" / "global_step2")
+    masters.pop("nothing")
+    assert masters and all(same(torch.from_numpy(found[name]), value) for name, value in masters.items())
 
 
 @pytest.mark.slow
@@ -162,8 +187,7 @@ def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
     """The largest tensors alive at once are a piece and its conversion, whatever the parameter's size."""
     ranks.run(saved, tmp_path, 0, "bf16", Wide, world_size=1)
     monkeypatch.setattr(exporting, "PIECE_BYTES", 1 << 20)
-    allocated = []
-    empty = torch.empty
+    allocated, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: allocated.append(empty(*a, **k).nbytes) or empty(*a, **k))
     tracemalloc.start()
     export(tmp_path / "checkpoints", tmp_path / "out", "bf16")
@@ -171,31 +195,6 @@ def test_memory_is_bounded(ranks, tmp_path, monkeypatch):
     tracemalloc.stop()
     assert max(allocated) <= 1 << 20
     assert peak < reader.READ_BYTES + (4 << 20)  # Python's own: the read buffer, the manifest
-
-
-def test_the_reader_of_the_book(ranks, tmp_path):
-    """docs/export.md shows how to read masters with numpy alone."""
-    _, masters, _ = ranks.run(saved, tmp_path, 3, "bf16", world_size=2)[0]
-    page = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "read_masters" in block]
-    names = {}
-    exec(code, names)
-    found = names["read_masters"](tmp_path / "checkpoints" / "global_step2")
-    masters.pop("nothing")
-    assert {name: same(torch.from_numpy(found[name]), value) for name, value in masters.items()} == dict.fromkeys(
-        masters, True
-    )
-
-
-class Wrapper(nn.Module):
-    """What puts a prefix before every name."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = make_model()
-
-    def forward(self, ids, labels):
-        return self.model(ids, labels)
 
 
 def test_strip_prefix(ranks, tmp_path):
@@ -224,68 +223,49 @@ def test_without_frozen_parameters(ranks, tmp_path, capsys):
     assert files[0] == files[1]
 
 
-def refused(rank, world, folder):
-    engine = start(make_model(), stage=3)
-    before = engine.params_sha256()
-    engine.save_16bit_model(folder)
-    was = (folder / "model.safetensors").read_bytes() if rank == 0 else b""
-    messages = []
-    for name in ("pytorch_model.bin", "model.pt", "a/b.safetensors", "model"):
-        with pytest.raises(CheckpointError) as error:
-            engine.save_16bit_model(folder, name)
-        messages.append(str(error.value))
-    with pytest.raises(CheckpointError, match="not a size"):
-        engine.save_16bit_model(folder, max_shard_size="many")
-    with pytest.raises(CheckpointError, match="pass the same"):
-        engine.save_16bit_model(folder / str(rank))
-    if rank == 0:
-        shard_file.put, kept = full_disk, shard_file.put
-    with pytest.raises(CheckpointError) as error:
-        engine.save_16bit_model(folder)
-    messages.append(str(error.value))
-    if rank == 0:
-        shard_file.put = kept
-        assert (folder / "model.safetensors").read_bytes() == was
-        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
-    assert engine.params_sha256() == before
-    one_step(engine, rank, world)
-    engine.save_16bit_model(folder)
-    return messages
-
-
 def full_disk(file, view):
     if file.tell() > 2000:
         raise OSError(errno.ENOSPC, "No space left on device")
     file.write(view)
 
 
-def test_save_16bit_model_refuses_and_fails_on_all_ranks(ranks, tmp_path):
-    first, second = ranks.run(refused, tmp_path / "out", world_size=2)
-    assert all("pickle" in message for message in (*first[:2], *second[:2]))
-    assert all("ends in .safetensors" in message for message in first[2:4])
-    assert "No space left" in first[4] and "No space left" in second[4]
+@on_ranks()
+def test_save_16bit_model_refuses_and_fails_on_all_ranks(rank, world, tmp_path):
+    engine, folder = start(make_model(), stage=3), tmp_path / "out"
+    before = engine.params_sha256()
+    engine.save_16bit_model(folder)
+    was = (folder / "model.safetensors").read_bytes() if rank == 0 else b""
+    for name in ("pytorch_model.bin", "model.pt", "a/b.safetensors", "model"):
+        expected = "pickle" if name in ("pytorch_model.bin", "model.pt") else "ends in .safetensors"
+        assert expected in said(engine.save_16bit_model, folder, name)
+    assert "not a size" in said(engine.save_16bit_model, folder, max_shard_size="many")
+    assert "pass the same" in said(engine.save_16bit_model, folder / str(rank))
+    with patch.object(shard_file, "put", full_disk):
+        assert "No space left" in said(engine.save_16bit_model, folder)
+    if rank == 0:
+        assert (folder / "model.safetensors").read_bytes() == was
+        assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
+    assert engine.params_sha256() == before
+    one_step(engine, rank, world)
+    engine.save_16bit_model(folder)
 
 
-def test_failures_leave_nothing(ranks, tmp_path, monkeypatch):
+def test_failures_leave_nothing(ranks, tmp_path):
     ranks.run(saved, tmp_path, 2, "fp32", make_model, world_size=2)
     checkpoints, out = tmp_path / "checkpoints", tmp_path / "a" / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(shard_file, "put", full_disk)
-        with pytest.raises(CheckpointError, match="No space left on device; the model was not written"):
-            export(checkpoints, out, "fp32")
-    with monkeypatch.context() as patch:
-        patch.setattr(exporting.shutil, "disk_usage", lambda _: type("Disk", (), {"free": 1000}))
-        with pytest.raises(CheckpointError, match=r"needs 0\.000 GB and the disk has 0\.000 GB left"):
-            export(checkpoints, out, "fp32")
-    with monkeypatch.context() as patch:
-        patch.setattr(shard_file, "put", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+    for where, name, value, error, text in (
+        (shard_file, "put", full_disk, CheckpointError, "No space left on device; the model was not written"),
+        (exporting.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000), CheckpointError,
+         r"needs 0\.000 GB and the disk has 0\.000 GB left"),
+        (shard_file, "put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt), KeyboardInterrupt, None),
+    ):  # fmt: skip
+        with patch.object(where, name, value), pytest.raises(error, match=text):
             export(checkpoints, out, "fp32")
     for arguments, text in (
         ({"dtype": "int8"}, "not one of bf16"),
-        ({"dtype": "bf16", "tag": "none"}, "does not exist; there are: global_step2"),
-        ({"dtype": "bf16", "hf_config": tmp_path / "no.json"}, "No such file"),
-        ({"dtype": "bf16", "max_shard_size": "0GB"}, "not a size"),
+        ({"tag": "none"}, "does not exist; there are: global_step2"),
+        ({"hf_config": tmp_path / "no.json"}, "No such file"),
+        ({"max_shard_size": "0GB"}, "not a size"),
     ):
         with pytest.raises(CheckpointError, match=text):
             export(checkpoints, out, **arguments)
@@ -302,16 +282,12 @@ def test_failures_leave_nothing(ranks, tmp_path, monkeypatch):
     assert not out.parent.exists()
 
 
-def interrupt(file, view):
-    raise KeyboardInterrupt
-
-
-def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path, monkeypatch):
+def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path):
     ranks.run(saved, tmp_path, 2, "fp32", make_model, world_size=1)
-    out = tmp_path / "out"
+    out, single = tmp_path / "out", tmp_path / "single"
     export(tmp_path / "checkpoints", out, "fp32", max_shard_size="3KB")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    replace, come = Path.replace, []
+    replace, come, moves = Path.replace, [], []
 
     def failing(source, target):
         if target.parent == out:
@@ -320,22 +296,16 @@ def test_a_failure_while_the_old_model_is_replaced_restores_it(ranks, tmp_path, 
                 raise OSError(errno.EIO, "Input/output error")
         replace(source, target)
 
-    monkeypatch.setattr(Path, "replace", failing)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        export(tmp_path / "checkpoints", out, "bf16", max_shard_size="1KB", force=True)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-    moves = []
-
     def watched(source, target):
         moves.append((source.name, target.exists()))
         replace(source, target)
 
-    single = tmp_path / "single"
-    monkeypatch.setattr(Path, "replace", replace)
+    with patch.object(Path, "replace", failing), pytest.raises(CheckpointError, match="Input/output error"):
+        export(tmp_path / "checkpoints", out, "bf16", max_shard_size="1KB", force=True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     export(tmp_path / "checkpoints", single, "fp32")
-    monkeypatch.setattr(Path, "replace", watched)
-    export(tmp_path / "checkpoints", single, "bf16", force=True)
+    with patch.object(Path, "replace", watched):
+        export(tmp_path / "checkpoints", single, "bf16", force=True)
     assert moves == [("model.safetensors", True)]  # one rename: a reader finds one file or the other
 
 
@@ -356,13 +326,10 @@ def test_fp16_that_cannot_hold_a_value(ranks, tmp_path):
 def hf_model(kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
+    few = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101, "hidden_size": 32}
     if kind == "gpt2":
-        settings = transformers.GPT2Config(vocab_size=101, n_embd=32, n_layer=2, n_head=4, n_positions=16)
-    else:
-        settings = transformers.LlamaConfig(
-            vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
-        )
-    return transformers.AutoModelForCausalLM.from_config(settings)
+        return transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**few, n_positions=16))
+    return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**few, intermediate_size=48))
 
 
 class Wrapped(nn.Module):

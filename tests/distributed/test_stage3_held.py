@@ -10,7 +10,7 @@ from torch import nn
 
 import deepzero
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import config
+from tests.distributed.training import config, same_in_stages_2_and_3
 from tests.distributed.weight_uses import CHECKPOINTINGS, OPERATIONS, WIDTH, checkpointed
 
 FROZEN = ("frozen", "trained", "mixed")
@@ -116,22 +116,18 @@ class Lora(nn.Module):
 @on_ranks(timeout=300)
 def test_adapters_with_checkpointed_blocks(rank, world):
     for precision, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        outcomes = []
-        for stage, zero in ((2, {}), (3, {"stage3_param_persistence_threshold": 0})):
-            torch.manual_seed(0)
-            more = {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
-            settings = config(stage=stage, precision=precision, bucket=300, zero=zero, **more)
-            engine, *_ = deepzero.initialize(model=Lora(), config=settings)
-            seen = []
-            for step in range(5):
-                engine.backward(engine(batch(step, rank).to(dtype)))
-                engine.step()
-                assert math.isfinite(engine.last_step.grad_norm) and not engine.last_step.skipped
-                seen.append((engine.last_step.loss, engine.last_step.grad_norm))
-            outcomes.append((seen, engine.params_sha256()))
-            engine.destroy()
-        assert outcomes[0] == outcomes[1], precision
-        assert outcomes[0][0][0] != outcomes[0][0][-1]
+        more = {"fp16": {"initial_scale_power": 8}} if precision == "fp16" else {}
+        seen = []
+
+        def step(engine, number, dtype=dtype, seen=seen):
+            engine.backward(engine(batch(number, rank).to(dtype)))
+            engine.step()
+            assert math.isfinite(engine.last_step.grad_norm) and not engine.last_step.skipped
+            seen.append((engine.last_step.loss, engine.last_step.grad_norm))
+            return seen[-1]
+
+        same_in_stages_2_and_3(lambda stage: Lora(), step, 5, precision=precision, bucket=300, **more)
+        assert seen[0] != seen[-1]
 
 
 @on_ranks(timeout=300)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.comm import process_group
 from deepzero.runtime.zero import partition_parameters
 from deepzero.zero import GatheredParameters, Init, PartitionedUseError, ZeroParamStatus
 from tests.distributed.pool import on_ranks
@@ -149,12 +150,12 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         return [layer for layer in layers if layer.weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE]
 
     layers = []
-    with Init():
+    with Init() as first:
         layers.append(nn.Linear(6, 4))
         before = layers[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="must match the size") as caught:
             layers[0].weight.data.copy_(torch.ones(5))
-        assert not partition_parameters._OPEN and not whole() and caught.tb is not None
+        assert not first._open and not whole() and caught.tb is not None
         assert torch.equal(layers[0].weight, before)
         layers[0].weight.data.fill_(3.0)
     assert all((value == 3.0).all() for name, value in values_of(layers[0]).items() if name == "weight")
@@ -166,12 +167,12 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         held.fill_(2.0)
     assert (values_of(layer)["weight"] == 2.0).sum().item() == 12
 
-    with pytest.raises(KeyError), Init():
+    with pytest.raises(KeyError), Init() as second:
         layers.append(nn.Linear(6, 4))
         kept = layers[1].weight[1:3]
         kept.fill_(2.0)
         raise KeyError
-    assert not partition_parameters._OPEN and not whole()
+    assert not second._open and not whole()
 
     def lost(*_):
         raise RuntimeError("connection lost")
@@ -181,7 +182,7 @@ def test_an_operation_that_raises_leaves_nothing_gathered(rank, world):
         layers += [nn.Linear(6, 4), nn.Linear(6, 4)]
         views = [layer.weight[1:3] for layer in layers[2:]]
         context.comm.broadcast = lost
-    assert len(views) == 2 and not partition_parameters._OPEN and not whole()
+    assert len(views) == 2 and not context._open and not whole()
     with Init():
         layers.append(nn.Linear(6, 4))
     assert values_of(layers[-1])["weight"].shape == (4, 6)
@@ -244,6 +245,11 @@ def test_parameters_that_stay_whole(rank, world):
     assert len({param.ds_id for param in model.parameters()}) == len(list(model.parameters()))
     frozen, cut = model.norm.bias, model.blocks[0][1].weight
     assert frozen.ds_persist and frozen.ds_status is ZeroParamStatus.AVAILABLE and not cut.ds_persist
+    assert cut.ds_status is ZeroParamStatus.NOT_AVAILABLE and isinstance(frozen, nn.Parameter)
+    kept = model.blocks[0][1].bias  # whole and trained: each rank updates its fragment
+    trained = [param.ds_tensor.numel() for param in (kept, cut, model.embed.weight)]
+    numels = [kept.numel(), cut.numel(), model.embed.weight.numel()]
+    assert [sum(sizes) for sizes in zip(*process_group.all_gather_object(trained), strict=True)] == numels
     assert frozen.ds_shape == (24,) and frozen.ds_numel == 24 and torch.equal(frozen.ds_tensor, frozen)
     for some in ([cut, None], (None,), None):  # a layer without bias
         with GatheredParameters(some):
@@ -261,7 +267,7 @@ def test_parameters_that_stay_whole(rank, world):
 def test_settings_that_contradict_or_do_nothing(rank, world):
     with pytest.raises(deepzero.ConfigError, match=r"given twice .config_dict_or_path, config."):
         Init(config={"train_batch_size": 2}, config_dict_or_path={"train_batch_size": 2})
-    partition_parameters._say_not_pinned.cache_clear()
+    partition_parameters._warn_once.cache_clear()
     with log_lines() as lines, mock.patch("torch.cuda.is_available", return_value=False):
         for _ in range(2):
             Init(remote_device="cpu", pin_memory=True)

@@ -141,25 +141,6 @@ def test_memory(ranks, world, precision):
         assert entry["memory"]["gathered"]["largest"] <= limit * size
 
 
-def persistent(rank, world):
-    """DeepSpeed's attributes are there on parameters that stay whole, too."""
-    engine = start(model(), stage=3, zero={"stage3_param_persistence_threshold": LAYER})
-    one_step(engine, rank, world)
-    kept, parted = engine.module.layers[0].weight, engine.module.head.weight
-    assert kept.ds_persist and kept.ds_status.name == "AVAILABLE" and kept.ds_shape == (WIDTH, WIDTH)
-    assert not parted.ds_persist and parted.ds_status.name == "NOT_AVAILABLE"
-    assert kept.ds_id != parted.ds_id and isinstance(kept, nn.Parameter) and float(kept.detach().sum()) != 0
-    sizes = [p.ds_tensor.numel() for p in engine.module.parameters()]
-    engine.destroy()
-    assert all(type(p) is nn.Parameter for p in engine.module.parameters())
-    return sizes
-
-
-def test_attributes_of_persistent_parameters(ranks):
-    sizes = ranks.run(persistent, world_size=2)
-    assert sum(map(sum, sizes)) == PSI
-
-
 @on_ranks()
 def test_a_limit_below_one_bucket(rank, world):
     """A module that needs more than the limit gets it, and the user a line."""

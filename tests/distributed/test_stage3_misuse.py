@@ -17,7 +17,7 @@ from deepzero.runtime.zero.parameter_all_gather import BACKWARD, FORWARD
 from deepzero.zero import GatheredParameters, PartitionedUseError
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_stage3_models import Base, Moe, batch, make
-from tests.distributed.training import WHOLE, config, start
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start
 
 
 def engine_of(**changes):
@@ -181,26 +181,18 @@ def sparse(rank, world):
         def forward(self, x):
             return super().forward(torch.sparse.mm(matrix, x + self.second(self.first(x))))
 
-    outcomes = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        engine = start(Graph(), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
-        outcomes.append([step(engine, rank, number) for number in range(2)])
-    assert outcomes[0] == outcomes[1]
+    same_in_stages_2_and_3(lambda stage: Graph(), lambda engine, number: step(engine, rank, number))
 
 
 def checkpointed_engine(rank, world):
     """The whole engine inside torch's checkpoint."""
-    outcomes = []
-    for stage in (2, 3):
-        engine = start(make("base"), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
-        seen = []
-        for number in range(3):
-            engine.backward(checkpoint(engine, batch(number, rank), use_reentrant=False))
-            engine.step()
-            seen.append(engine.last_step.grad_norm)
-        outcomes.append(seen)
-    assert outcomes[0] == outcomes[1]
+
+    def checkpointed_step(engine, number):
+        engine.backward(checkpoint(engine, batch(number, rank), use_reentrant=False))
+        engine.step()
+        return engine.last_step.grad_norm
+
+    same_in_stages_2_and_3(lambda stage: make("base"), checkpointed_step)
 
 
 def mixed_meta(rank, world):
@@ -208,19 +200,6 @@ def mixed_meta(rank, world):
     layer.bias = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(deepzero.ConfigError, match="'bias' on the meta device and values in 'weight'"):
         zero.Init(module=layer)
-
-
-def registered_late(rank, world):
-    engine = start(make("outside"), stage=3, bucket=100, zero=WHOLE)
-    model = engine.module
-    step(engine, rank)
-    zero.register_external_parameter(model, model.first.weight)
-    engine.ledger.trace = True
-    engine(batch(0, rank))
-    home = model.first.weight._zero.bucket
-    first = next(e for e in engine.ledger.events if e.what == "fetch" and e.where == f"bucket {home.key}")
-    zero.unregister_external_parameter(model, model.first.weight)
-    assert first.kind == "OutsideItsModule"
 
 
 def discarded_on_the_way(rank, world):
@@ -310,12 +289,12 @@ class Twice:
 
 def hooks_without_a_name(rank, world):
     """Somebody's saved-tensor hooks may be any callables."""
-    outcomes = []
-    for stage in (2, 3):
-        engine = start(make("base"), stage=stage, bucket=700, zero=WHOLE if stage == 3 else {})
+
+    def hooked_step(engine, number):
         with torch.autograd.graph.saved_tensors_hooks(partial(torch.clone), Twice()):
-            outcomes.append([step(engine, rank, number) for number in range(2)])
-    assert outcomes[0] == outcomes[1]
+            return step(engine, rank, number)
+
+    same_in_stages_2_and_3(lambda stage: make("base"), hooked_step)
 
 
 def a_shorter_step(rank, world):
@@ -332,7 +311,7 @@ def a_shorter_step(rank, world):
 
 
 CASES = [neighbours, through_data, load_on_the_way, gather_between, inference, two_engines, sparse, checkpointed_engine]
-CASES += [mixed_meta, registered_late, discarded_on_the_way, broken_off]
+CASES += [mixed_meta, discarded_on_the_way, broken_off]
 CASES += [broken_off_when_gathered, gradient_of_the_input, hooks_without_a_name, a_shorter_step]
 
 
@@ -344,44 +323,39 @@ def test_it(ranks, case):
 @on_ranks()
 def test_experts_in_two_forward_passes(rank, world):
     """Two forward passes before one backward pass: each rank's experts get their gradients at other moments."""
-    outcomes = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
+
+    def experts(stage):
         model = Moe()
         if stage == 3:
             zero.set_z3_leaf_modules(model, ["Experts"])
-        engine, *_ = deepzero.initialize(
-            model=model, config=config(stage=stage, bucket=700, overlap=True, zero=WHOLE if stage == 3 else {})
-        )
-        seen = []
-        for number in range(4):
-            choice = (torch.arange(6) % 2 + rank + number) % 3
-            loss = engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3)
-            engine.backward(loss)
-            engine.step()
-            seen.append(engine.last_step.grad_norm)
-        outcomes.append(seen)
-    assert outcomes[0] == outcomes[1]
+        return model
+
+    def two_forwards(engine, number):
+        choice = (torch.arange(6) % 2 + rank + number) % 3
+        loss = engine(batch(number, rank), choice) + engine(batch(number + 10, rank), (choice + rank) % 3)
+        engine.backward(loss)
+        engine.step()
+        return engine.last_step.grad_norm
+
+    same_in_stages_2_and_3(experts, two_forwards, 4, overlap=True)
 
 
 @on_ranks()
 def test_everything_in_a_leaf(rank, world):
     """A leaf whose input needs no gradient: complete at the end of each backward pass."""
-    outcomes = []
-    for stage in (2, 3):
+
+    def leaf(stage):
         model = make("base")
         if stage == 3:
             zero.set_z3_leaf_modules(model, [Base])
-        settings = config(
-            stage=stage, precision="bf16", gradient_accumulation_steps=3, zero=WHOLE if stage == 3 else {}
-        )
-        engine, *_ = deepzero.initialize(model=model, config=settings)
-        for number in range(6):
-            engine.backward(engine(batch(number, rank).bfloat16()))
-            engine.step()
-            assert stage == 2 or not any(p.grad is not None for p in model.parameters())
-        outcomes.append(engine.params_sha256())
-    assert outcomes[0] == outcomes[1]
+        return model
+
+    def micro_batch(engine, number):
+        engine.backward(engine(batch(number, rank).bfloat16()))
+        engine.step()
+        assert engine.config.zero.stage == 2 or not any(p.grad is not None for p in engine.module.parameters())
+
+    same_in_stages_2_and_3(leaf, micro_batch, 6, precision="bf16", bucket=None, gradient_accumulation_steps=3)
 
 
 @on_ranks(1)

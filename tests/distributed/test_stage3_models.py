@@ -14,7 +14,7 @@ import deepzero
 from deepzero import zero
 from deepzero.runtime.zero.module_hooks import is_compiled
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import WHOLE, config
+from tests.distributed.training import WHOLE, config, same_in_stages_2_and_3, start
 
 WIDTH = 24
 
@@ -280,42 +280,43 @@ class Moe(Base):
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks(None)
 def test_leaf_modules_for_experts_without_tokens(rank, world):
-    outcomes = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
+    def experts(stage):
         model = Moe()
         if stage == 3:
             assert zero.set_z3_leaf_modules(model, [Experts]) == list(model.moe)
             assert zero.z3_leaf_module(model.moe[0]) and not zero.z3_leaf_module(model.first)
-        settings = config(stage=stage, bucket=700, overlap=True, zero=WHOLE if stage == 3 else {})
-        engine, *_ = deepzero.initialize(model=model, config=settings)
-        seen = []
-        for step in range(5):
-            # Rank r never uses expert r in even steps; in odd ones all tokens go to one expert.
-            rows = torch.arange(6)
-            choice = (rows % 2 + rank + 1) % 3 if step % 2 == 0 else torch.full((6,), (step + rank) % 3)
-            engine.backward(engine(batch(step, rank), choice))
-            engine.step()
-            seen.append((engine.last_step.loss, engine.last_step.grad_norm))
-        outcomes.append((seen, engine.params_sha256()))
-    two, three = outcomes
-    assert two == three
+        return model
+
+    def step(engine, number):
+        # Rank r never uses expert r in even steps; in odd ones all tokens go to one expert.
+        rows = torch.arange(6)
+        choice = (rows % 2 + rank + 1) % 3 if number % 2 == 0 else torch.full((6,), (number + rank) % 3)
+        engine.backward(engine(batch(number, rank), choice))
+        engine.step()
+        return engine.last_step.loss, engine.last_step.grad_norm
+
+    same_in_stages_2_and_3(experts, step, 5, overlap=True)
 
 
+@pytest.mark.parametrize("late", [False, True])
 @on_ranks(1)
-def test_registered_external_parameter(rank, world):
-    """Registered parameters are fetched with the module that uses them; and not afterwards, when unregistered."""
+def test_registered_external_parameter(rank, world, late):
+    """A parameter that is registered, before or after a first step, is fetched with the module that uses it."""
     torch.manual_seed(0)
     model = OutsideItsModule()
-    zero.register_external_parameter(model, model.first.weight)
-    with pytest.raises(TypeError):
-        zero.register_external_parameter(model, 3)
-    engine, *_ = deepzero.initialize(model=model, config=config(stage=3, bucket=100, zero=WHOLE))
+    if not late:
+        zero.register_external_parameter(model, model.first.weight)
+        with pytest.raises(TypeError):
+            zero.register_external_parameter(model, 3)
+    engine = start(model, stage=3, bucket=100, zero=WHOLE)
+    if late:
+        engine.backward(engine(batch(0, rank)))
+        engine.step()
+        zero.register_external_parameter(model, model.first.weight)
     engine.ledger.trace = True
     engine(batch(0, rank))
     fetched = [e for e in engine.ledger.events if e.what == "fetch"]
-    home = model.first.weight._zero.bucket
-    first = next(e for e in fetched if e.where == f"bucket {home.key}")
+    first = next(e for e in fetched if e.where == f"bucket {model.first.weight._zero.bucket.key}")
     zero.unregister_external_parameter(model, model.first.weight)
     with pytest.raises(ValueError, match="not registered"):
         zero.unregister_external_parameter(model, model.first.weight)

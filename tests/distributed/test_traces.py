@@ -16,8 +16,8 @@ from deepzero.comm import profiler_ranges
 from deepzero.comm.profiler_ranges import Label
 from deepzero.config.run import ProfilerConfig
 from deepzero.profiling.trace import trace
-from deepzero.profiling.trace_events import load_trace
-from deepzero.profiling.trace_summary import summarize
+from deepzero.profiling.trace_events import Trace
+from deepzero.profiling.trace_summary import TraceSummary
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import WHOLE, log_lines, one_step, start
 
@@ -107,7 +107,7 @@ def raw_exposed_milliseconds(path):
 def test_exposed_communication_agrees_with_the_raw_events(run):
     _, paths, _ = run
     for path in paths:
-        ours = [step.exposed for step in summarize(load_trace(path)).steps]
+        ours = [step.exposed for step in TraceSummary(Trace(path)).steps]
         assert len(ours) == ACTIVE
         assert all(value > 0 for value in ours)
         assert ours == pytest.approx(raw_exposed_milliseconds(path), rel=0.05)
@@ -121,7 +121,7 @@ def test_exposed_communication_agrees_with_the_clock_of_the_run(run):
     _, paths, metrics = run
     ratios = []
     for path, entries in zip(paths, metrics, strict=True):
-        summary = summarize(load_trace(path))
+        summary = TraceSummary(Trace(path))
         for times, entry in zip(summary.steps, entries, strict=True):
             stood = sum(gap.length for gap in summary.gaps if gap.step == times.step and not gap.cause.copy)
             exposed, in_flight = entry["comm/exposed_seconds"], entry["comm/in_flight_seconds"]
@@ -231,7 +231,7 @@ def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     updates = [event for event in events_of(path) if event.get("cat") == "delayed update"]
     found = [Label.parse(event["name"]) for event in updates]
     assert set(found) == {Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")}
-    summary = summarize(load_trace(path))
+    summary = TraceSummary(Trace(path))
     assert len(summary.steps) == 2
     assert len(found) >= 3  # the last one may begin after the recorded steps
     assert summary.mean.host_steps == 0
@@ -293,7 +293,7 @@ def test_a_profiler_that_fails_stops_nothing(rank, world, tmp_path):
 def test_several_cycles_give_a_trace_each(ranks, tmp_path):
     ranks.run(cycles, str(tmp_path), world_size=2)
     paths = sorted((tmp_path / "traces").glob("rank1.*.pt.trace.json"))
-    assert [[step.number for step in load_trace(path).steps] for path in paths] == [[1], [3]]
+    assert [[step.number for step in Trace(path).steps] for path in paths] == [[1], [3]]
     assert all(label.verb != "in_flight" or label.note for path in paths for label in labels_of(path))
 
 

@@ -22,9 +22,8 @@ def save(rank, world, folder, exclude=False):
     engine = start(buffered(), stage=3, bucket=800)
     one_step(engine, rank, world)
     engine.module.mean.add_(rank)  # another on each rank
-    engine.save_checkpoint(
-        folder, client_state={"seen": torch.arange(5), "epoch": 3}, exclude_frozen_parameters=exclude
-    )
+    client_state = {"seen": torch.arange(5), "epoch": 3}
+    engine.save_checkpoint(folder, client_state=client_state, exclude_frozen_parameters=exclude)
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +39,6 @@ def path(original, tmp_path):
     return shutil.copytree(original, tmp_path / "copy") / "global_step1"
 
 
-def row_of(path, key, name):
-    """A row, by file."""
-    manifest = read_manifest(path)
-    return next((f, i, r) for f, i in manifest.files.items() for r in i.rows if (r.key, r.name) == (key, name))
-
-
 def flip(file, offset):
     """One bit of one byte."""
     raw = bytearray(file.read_bytes())
@@ -53,14 +46,10 @@ def flip(file, offset):
     file.write_bytes(raw)
 
 
-def rewrite(path, change, commit=True):
-    """Change the manifest; with ``commit`` its hash, too, as a bug of ours would."""
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    raw = json.dumps(content).encode()
+def write(path, raw):
+    """A manifest with its hash, as a bug of ours would."""
     (path / "manifest.json").write_bytes(raw)
-    if commit:
-        (path / "COMMIT").write_text(hashlib.sha256(raw).hexdigest() + "\n")
+    (path / "COMMIT").write_text(hashlib.sha256(raw).hexdigest() + "\n")
 
 
 def lines(path, count=None):
@@ -74,8 +63,14 @@ def lines(path, count=None):
 def test_whole(original, capsys):
     assert main([str(original)]) == 0
     out = capsys.readouterr().out
-    assert "global_step1 is whole" in out
-    for text in ("ranks +2", "stage +3", "step +1", "precision +fp32", r"bytes +\d+ in 2 files"):
+    for text in (
+        "global_step1 is whole",
+        "ranks +2",
+        "stage +3",
+        "step +1",
+        "precision +fp32",
+        r"bytes +\d+ in 2 files",
+    ):
         assert re.search(text, out), text
     assert main([str(original), "--tag", "global_step1"]) == 0 and main([str(original / "global_step1")]) == 0
     assert verify(original).bytes == sum(file.stat().st_size for file in original.glob("*/*.safetensors"))
@@ -93,7 +88,9 @@ def test_nothing_there(tmp_path, original, capsys):
 
 
 def test_flipped_bits_are_named_by_tensor_and_elements(path, capsys):
-    file, info, row = row_of(path, "exp_avg", "tiny.blocks.0.1.weight")
+    key, name = "exp_avg", "tiny.blocks.0.1.weight"
+    files = read_manifest(path).files.items()
+    file, info, row = next((f, i, r) for f, i in files for r in i.rows if (r.key, r.name) == (key, name))
     flip(path / file, row.offset + 4 * 17)
     flip(path / file, 9)
     header, *problems = lines(path)
@@ -102,7 +99,7 @@ def test_flipped_bits_are_named_by_tensor_and_elements(path, capsys):
     pattern = rf"{file}: bytes (\d+) to (\d+) are not what was written: (\w+) of '(.*)', elements (\d+) to (\d+)"
     found = [re.fullmatch(pattern, problem) for problem in problems]
     assert all(found) and len({(match[1], match[2]) for match in found}) == 1  # one block, a few small tensors
-    (match,) = [match for match in found if (match[3], match[4]) == (row.key, row.name)]
+    (match,) = [match for match in found if (match[3], match[4]) == (key, name)]
     assert row.start <= int(match[5]) <= row.start + 17 < int(match[6]) <= row.start + row.numel
     assert int(match[6]) - int(match[5]) <= info.block_bytes // 4
     assert main([str(path)]) == 1 and "problems" in capsys.readouterr().err
@@ -120,30 +117,26 @@ def test_every_damaged_byte_is_found(path):
 
 
 def test_several_at_once(path):
-    (path / "rank-00000-of-00002.safetensors").unlink()
     raw = (path / WHERE).read_bytes()
-    (path / WHERE).write_bytes(raw[: len(raw) // 2])
+    half = len(raw) // 2
+    (path / WHERE).write_bytes(raw[:half])
     (path / "notes.txt").write_text("")
-    (path / "COMMIT").unlink()
+    for gone in ("rank-00000-of-00002.safetensors", "COMMIT"):
+        (path / gone).unlink()
     problems = lines(path.parent)
     assert problems[0] == "COMMIT: is missing"
     assert problems[1].startswith("rank-00000-of-00002.safetensors: is missing, with ")
-    assert problems[2] == f"{WHERE}: has {len(raw) // 2} bytes and should have {len(raw)}"
+    assert problems[2] == f"{WHERE}: has {half} bytes and should have {len(raw)}"
     assert re.match(rf"{WHERE}: bytes \d+ to {len(raw)} are not what was written: \w+ of '", problems[3])
-    assert any(
-        p.startswith(f"{WHERE}: is damaged, truncated or") and f"has {len(raw) // 2} bytes" in p for p in problems
-    )
+    assert any(p.startswith(f"{WHERE}: is damaged, truncated or") and f"has {half} bytes" in p for p in problems)
     assert problems[-1] == "notes.txt: is no file of this checkpoint"
 
 
-def test_longer(path):
+def test_longer_or_of_another_save(ranks, path, tmp_path):
     with open(path / WHERE, "ab") as file:
         file.write(b"more")
     text = " ".join(lines(path, 3))
     assert "bytes and should have" in text and "SHA-256 is not" in text and "not fully covered" in text
-
-
-def test_a_shard_of_another_save(ranks, path, tmp_path):
     ranks.run(save, tmp_path / "other", world_size=2)
     shutil.copy(tmp_path / "other" / "global_step1" / WHERE, path / WHERE)
     assert any(re.match(rf"{WHERE}: is of save '\w+', and the manifest of save '\w+'", line) for line in lines(path))
@@ -167,23 +160,25 @@ def test_no_manifest(path, raw, capsys):
     assert lines(path, 1) == ["manifest.json: is missing"]
 
 
-def first_rows(content):
+def rows(content):
     """The rows of the first shard."""
     return content["files"]["rank-00000-of-00002.safetensors"]["rows"]
 
 
+def bias(content):
+    return content["parameters"]["tiny.norm.bias"]
+
+
 CHANGES = {
-    "row lost": (lambda c: first_rows(c).pop(0), "its header has '", "no shard has elements"),
-    "row twice": (lambda c: first_rows(c).append(first_rows(c)[0]), "are stored twice", "its header has no"),
-    "offset": (lambda c: first_rows(c)[1].update(offset=64), "in its header, and"),
+    "row lost": (lambda c: rows(c).pop(0), "its header has '", "no shard has elements"),
+    "row twice": (lambda c: rows(c).append(rows(c)[0]), "are stored twice", "its header has no"),
+    "offset": (lambda c: rows(c)[1].update(offset=64), "in its header, and"),
     "unknown": (lambda c: c["parameters"].pop("tiny.norm.bias"),
      "holds master of 'tiny.norm.bias', which the manifest does not know"),
-    "shape": (lambda c: c["parameters"]["tiny.norm.bias"].update(shape=[25]),
-     "no shard has elements 24 to 25 of master of 'tiny.norm.bias'"),
-    "dtype": (lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].update(exp_avg="BF16"),
+    "shape": (lambda c: bias(c).update(shape=[25]), "no shard has elements 24 to 25 of master of 'tiny.norm.bias'"),
+    "dtype": (lambda c: bias(c)["tensors"].update(exp_avg="BF16"),
      "exp_avg of 'tiny.norm.bias' is F32, and should be BF16"),
-    "no values": (lambda c: c["parameters"]["tiny.norm.bias"]["tensors"].pop("master"),
-     "parameter 'tiny.norm.bias' has no values"),
+    "no values": (lambda c: bias(c)["tensors"].pop("master"), "parameter 'tiny.norm.bias' has no values"),
     "buffer": (lambda c: c["buffers"]["mean"].update(shape=[12]), "buffer of 'mean' has elements up to 13"),
     "client": (lambda c: c["client_state"]["seen"].update(shape=[6]), "no shard has elements 5 to 6 of client of"),
     "ranks": (lambda c: c.update(world_size=3), "of 3 ranks"),
@@ -192,14 +187,16 @@ CHANGES = {
     "crc": (lambda c: c["files"][WHERE].update(crc32="0" * 8), "8 digits of CRC-32 for"),
     "block": (lambda c: c["files"][WHERE].update(block_bytes=0), "cannot be followed"),
     "huge block": (lambda c: c["files"][WHERE].update(block_bytes=1 << 60), "digits of CRC-32 for 1 blocks"),
-    "words": (lambda c: first_rows(c)[0].update(numel="many"), "cannot be followed"),
+    "words": (lambda c: rows(c)[0].update(numel="many"), "cannot be followed"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_manifests_that_do_not_fit(path, kind):
     change, *texts = CHANGES[kind]
-    rewrite(path, change)
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    write(path, json.dumps(content).encode())
     problems = lines(path)
     for text in texts:
         assert any(text in problem for problem in problems), problems
@@ -213,8 +210,7 @@ def test_any_garbage_without_a_traceback(path):
         changed = bytearray(raw)
         for _ in range(chance.choice((1, 3, 50))):
             changed[chance.randrange(len(raw))] = chance.choice(b'0123456789"{}[],:aFx\xff')
-        (path / "manifest.json").write_bytes(changed)
-        (path / "COMMIT").write_text(hashlib.sha256(changed).hexdigest())
+        write(path, changed)
         verify(path)
         (path / "COMMIT").write_text(hashlib.sha256(raw).hexdigest())
         assert changed == raw or lines(path)

@@ -154,6 +154,21 @@ def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> A
     return engine.last_step
 
 
+def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any) -> None:
+    """Check that ``step(engine, number)`` shows the same in stage 2 and in stage 3, and leaves the same bits.
+
+    ``make(stage)`` makes the model; in stage 3 every parameter is partitioned.
+    """
+    outcomes = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        engine = start(make(stage), **{"stage": stage, "bucket": 700, "zero": WHOLE if stage == 3 else {}, **changes})
+        outcomes.append(([step(engine, number) for number in range(steps)], engine.params_sha256()))
+        assert stage == 2 or engine.stage.coordinator.training.dropped == 0
+        engine.destroy()
+    assert outcomes[0] == outcomes[1]
+
+
 def as_predicted(communication: dict[str, Any]) -> None:
     """Every kind of communication was counted as it was predicted."""
     for kind, counts in communication.items():

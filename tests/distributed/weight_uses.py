@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,80 +18,31 @@ WIDTH = 12
 
 
 class Use(nn.Module):
-    """``forward(x)`` returns as many rows of WIDTH, made with ``weight``, ``other`` and ``bias``."""
+    """``forward(x)`` is ``run(self, x)``, which makes as many rows of WIDTH with ``weight``, ``other`` and ``bias``."""
 
-    weight_shape: tuple[int, ...] = (WIDTH, WIDTH)
-    other_shape: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
+    def __init__(
+        self, run: Callable[[Any, Any], Any], shape: tuple[int, ...] = (WIDTH, WIDTH), other: tuple[int, ...] = ()
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(self.weight_shape) * 0.2)
-        if self.other_shape:
-            self.other = nn.Parameter(torch.randn(self.other_shape) * 0.2)
+        self.run = run
+        self.weight = nn.Parameter(torch.randn(shape) * 0.2)
+        if other:
+            self.other = nn.Parameter(torch.randn(other) * 0.2)
         self.bias = nn.Parameter(torch.randn(WIDTH) * 0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return self.run(self, x)
 
 
-class Addmm(Use):
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
+class Inner(nn.Module):
+    """``forward(x)`` is ``run(inner, x)``."""
 
+    def __init__(self, make: Callable[[], nn.Module], run: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.inner, self.run = make(), run
 
-class Matmul(Use):
-    def forward(self, x):
-        return torch.matmul(x, self.weight) + self.bias
-
-
-class At(Use):
-    other_shape = (WIDTH, WIDTH)
-
-    def forward(self, x):
-        return torch.tanh(x @ self.weight) @ self.other + self.bias
-
-
-class Linear(Use):
-    def forward(self, x):
-        return F.linear(x, self.weight, self.bias)
-
-
-class Einsum(Use):
-    def forward(self, x):
-        return torch.einsum("nc,cd->nd", x, self.weight) + self.bias
-
-
-class Conv(Use):
-    weight_shape = (WIDTH, WIDTH, 3)
-
-    def forward(self, x):
-        return F.conv1d(x.t()[None], self.weight, self.bias, padding=1)[0].t()
-
-
-class Embedding(Use):
-    weight_shape = (5, WIDTH)
-
-    def forward(self, x):
-        rows = torch.arange(len(x)) % self.weight_shape[0]
-        return x * F.embedding(rows, self.weight) + self.bias
-
-
-class LayerNorm(Use):
-    weight_shape = (WIDTH,)
-
-    def forward(self, x):
-        return F.layer_norm(x, (WIDTH,), self.weight, self.bias)
-
-
-class Attention(Use):
-    """Over rows that are parameters."""
-
-    weight_shape = (7, WIDTH)
-    other_shape = (7, WIDTH)
-
-    def forward(self, x):
-        keys, values = self.weight[None, None], self.other[None, None]
-        return F.scaled_dot_product_attention(x[None, None], keys, values)[0, 0] + self.bias
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self.inner, x)
 
 
 class Keeps(torch.autograd.Function):
@@ -109,98 +61,24 @@ class Keeps(torch.autograd.Function):
         return (inner @ weight.t() + inner @ ctx.view) / 2, x.t() @ inner, hidden.t() @ grad
 
 
-class Custom(Use):
-    other_shape = (WIDTH, WIDTH)
-
-    def forward(self, x):
-        return Keeps.apply(x, self.weight, self.other) + self.bias
-
-
-OPERATIONS: dict[str, type[Use]] = {
-    "addmm": Addmm,
-    "matmul": Matmul,
-    "at": At,
-    "linear": Linear,
-    "einsum": Einsum,
-    "conv": Conv,
-    "embedding": Embedding,
-    "layer_norm": LayerNorm,
-    "attention": Attention,
-    "custom": Custom,
-}
+def attention(m, x):
+    """Over rows that are parameters."""
+    keys, values = m.weight[None, None], m.other[None, None]
+    return F.scaled_dot_product_attention(x[None, None], keys, values)[0, 0] + m.bias
 
 
-class Bmm(Use):
-    def forward(self, x):
-        pairs = x[:4].reshape(2, 2, WIDTH)
-        return x + torch.bmm(pairs, self.weight.expand(2, WIDTH, WIDTH)).sum((0, 1)) + self.bias
-
-
-class TwiceTransposed(Use):
-    def forward(self, x):
-        return torch.tanh(x @ self.weight) @ self.weight.t() + self.bias
-
-
-class Elementwise(Use):
-    weight_shape = (WIDTH,)
-
-    def forward(self, x):
-        return x * self.weight.exp() + self.bias
-
-
-class Sliced(Use):
-    """A part of a weight, by an index and by a narrow view."""
-
-    weight_shape = (2 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x @ self.weight[:WIDTH] + x @ self.weight.narrow(0, WIDTH, WIDTH) + self.bias
-
-
-class Normed(nn.Module):
-    """torch's parametrization: the weight is made anew in each forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.inner(x[:, None])[0][:, 0]
-
-
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0)
-
-    def forward(self, x):
-        return self.inner(x[:, None])[:, 0]
-
-
-class Detached(Use):
-    """Views without a graph, ``detach()`` and ``.data``, beside the weight itself."""
-
-    def forward(self, x):
-        return x @ (self.weight - self.weight.detach() / 2) + x @ self.weight.data / 4 + self.bias
+def bmm(m, x):
+    return x + torch.bmm(x[:4].reshape(2, 2, WIDTH), m.weight.expand(2, WIDTH, WIDTH)).sum((0, 1)) + m.bias
 
 
 class Local(Use):
     """A view made before other modules run, and used after them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Local.around)
         self.between = nn.Sequential(nn.Linear(WIDTH, 31), nn.GELU(), nn.Linear(31, WIDTH))
 
-    def forward(self, x):
+    def around(self, x):
         kept, itself = self.weight.t(), self.weight
         return x + self.between(torch.tanh(x)) @ kept + self.between(x @ itself) + self.bias
 
@@ -228,16 +106,38 @@ class Lora(nn.Module):
         return self.base(x) + self.down(x) @ self.up
 
 
+OPERATIONS: dict[str, Callable[[], nn.Module]] = {
+    "addmm": partial(Use, lambda m, x: torch.addmm(m.bias, x, m.weight)),
+    "matmul": partial(Use, lambda m, x: torch.matmul(x, m.weight) + m.bias),
+    "at": partial(Use, lambda m, x: torch.tanh(x @ m.weight) @ m.other + m.bias, other=(WIDTH, WIDTH)),
+    "linear": partial(Use, lambda m, x: F.linear(x, m.weight, m.bias)),
+    "einsum": partial(Use, lambda m, x: torch.einsum("nc,cd->nd", x, m.weight) + m.bias),
+    "conv": partial(Use, lambda m, x: F.conv1d(x.t()[None], m.weight, m.bias, padding=1)[0].t(), (WIDTH, WIDTH, 3)),
+    "embedding": partial(Use, lambda m, x: x * F.embedding(torch.arange(len(x)) % 5, m.weight) + m.bias, (5, WIDTH)),
+    "layer_norm": partial(Use, lambda m, x: F.layer_norm(x, (WIDTH,), m.weight, m.bias), (WIDTH,)),
+    "attention": partial(Use, attention, (7, WIDTH), (7, WIDTH)),
+    "custom": partial(Use, lambda m, x: Keeps.apply(x, m.weight, m.other) + m.bias, other=(WIDTH, WIDTH)),
+}
+
 USES: dict[str, Callable[[], nn.Module]] = {
     **OPERATIONS,
-    "bmm": Bmm,
-    "twice": TwiceTransposed,
-    "elementwise": Elementwise,
-    "sliced": Sliced,
-    "weight_norm": Normed,
-    "lstm": Lstm,
-    "encoder": Encoder,
-    "detached": Detached,
+    "bmm": partial(Use, bmm),
+    "twice": partial(Use, lambda m, x: torch.tanh(x @ m.weight) @ m.weight.t() + m.bias),
+    "elementwise": partial(Use, lambda m, x: x * m.weight.exp() + m.bias, (WIDTH,)),
+    # Parts of a weight, by an index and by a narrow view.
+    "sliced": partial(
+        Use, lambda m, x: x @ m.weight[:WIDTH] + x @ m.weight.narrow(0, WIDTH, WIDTH) + m.bias, (2 * WIDTH, WIDTH)
+    ),
+    # torch's parametrization: the weight is made anew in each forward pass.
+    "weight_norm": partial(Inner, lambda: weight_norm(nn.Linear(WIDTH, WIDTH)), lambda inner, x: inner(x)),
+    "lstm": partial(Inner, lambda: nn.LSTM(WIDTH, WIDTH), lambda inner, x: inner(x[:, None])[0][:, 0]),
+    "encoder": partial(
+        Inner,
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0),
+        lambda inner, x: inner(x[:, None])[:, 0],
+    ),
+    # Views without a graph, ``detach()`` and ``.data``, beside the weight itself.
+    "detached": partial(Use, lambda m, x: x @ (m.weight - m.weight.detach() / 2) + x @ m.weight.data / 4 + m.bias),
     "local": Local,
     "neighbour": Neighbour,
     "lora": Lora,

@@ -57,8 +57,8 @@ def summary(**changes: Any) -> dict[str, Any]:
     return {**known, **account(STAGE_2), **changes}
 
 
-def timeline(ranks: int = 2, peak: int = 9300, **changes: Any) -> dict[str, Any]:
-    """Three events on every rank."""
+def timeline(ranks: int = 2, peak: int = 9300, entries: list[Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Three events on every rank, unless the ranks' entries are given."""
     base = {"parameters": 2000, "masters": 2000, "moments": 4000}
     points = [
         {"number": 0, "what": "begin", "kind": "", "where": "", "seconds": 0.0, "held": base},
@@ -67,8 +67,9 @@ def timeline(ranks: int = 2, peak: int = 9300, **changes: Any) -> dict[str, Any]
         {"number": 9, "what": "end", "kind": "", "where": "", "seconds": 0.1, "held": {**base, "gradients": 1000}},
     ]  # fmt: skip
     rank = {"seconds": 0.1, "weighing_seconds": 0.001, "events": 10, "problem": None, "points": points}
-    known = {"step": 3, "seconds": 0.1, "world_size": ranks, "model_numel": NUMEL, **account(STAGE_2)}
-    return {**known, "ranks": [rank] * ranks, "predicted": None, **changes}
+    entries = entries if entries is not None else [rank] * ranks
+    known = {"step": 3, "seconds": 0.1, "world_size": len(entries), "model_numel": NUMEL, **account(STAGE_2)}
+    return {**known, "ranks": entries, "predicted": None, **changes}
 
 
 def folder(

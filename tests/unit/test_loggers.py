@@ -58,31 +58,23 @@ def leave():
 def hang():
     """Waits until the test is over."""
     over = threading.Event()
-
-    def wait():
-        over.wait(PATIENCE)
-
-    yield wait
+    yield lambda: over.wait(PATIENCE) and None
     over.set()
 
 
 DONE = {"status": "finished"}
+SEEN = ["train", "train", "train", "validation", "finish"]
 
 
-def run_past(make, told, start=PATIENCE, **options):
-    """Three steps, a validation, the end; ``start``: seconds."""
+def ended(make, start=PATIENCE, **options):
+    """What is told of a run past a logger, which ends soon: three steps, a validation, the end; ``start``: seconds."""
+    told, started = [], time.monotonic()
     background = Background("x", make, told.append, **options)
     background.start(start)
     for number in (1, 2, 3):
         background.write("train", {"step": number})
     background.write("validation", {"step": 3})
     background.finish(DONE)
-
-
-def ended(make, **options):
-    """What is told of a run past a logger, which ends soon."""
-    told, started = [], time.monotonic()
-    run_past(make, told, **options)
     assert time.monotonic() - started < PATIENCE / 2
     return told
 
@@ -92,7 +84,7 @@ def test_a_good_logger_sees_everything_in_order(bad):
     """What waits when the run ends is still written."""
     sink = Failing(bad, 1)
     assert ended(lambda _: sink) == []
-    assert sink.seen == ["train", "train", "train", "validation", "finish"]
+    assert sink.seen == SEEN
 
 
 @pytest.mark.parametrize(("at", "seen"), [(2, 2), (4, 4), ("finish", 5)])
@@ -105,12 +97,15 @@ def test_a_logger_that_fails_says_so_once(bad, words, at, seen):
     assert line.endswith("training goes on without x")
 
 
-def test_a_logger_that_hangs_while_it_starts_or_at_the_end(hang):
-    assert ended(lambda _: Failing(hang, "finish"), finish_seconds=0.2) == [
-        "x: not done after 0.2 s; the run ends without it"
-    ]
+def test_a_logger_that_hangs_while_it_starts_or_at_the_end(hang, monkeypatch):
+    late = "x: not done after 0.2 s; the run ends without it"
+    assert ended(lambda _: Failing(hang, "finish"), finish_seconds=0.2) == [late]
     told = ended(lambda _: hang() or Failing(), start=0.1, finish_seconds=0.2)
     assert [line.partition(" after ")[0] for line in told] == ["x: not ready", "x: not done"]
+    monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.2)  # a run that is asked to stop
+    told = []
+    Background("x", lambda _: Failing(hang, "finish"), told.append).finish({"status": "stopped"})
+    assert told == [late]
 
 
 def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
@@ -134,26 +129,18 @@ def test_a_logger_that_hangs_at_a_step_costs_no_time_and_no_memory(hang):
     ]
 
 
-def test_a_run_that_is_asked_to_stop_does_not_wait_long(monkeypatch, hang):
-    monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.2)
-    told = []
-    background = Background("x", lambda _: Failing(hang, "finish"), told.append)
-    background.finish({"status": "stopped"})
-    assert told == ["x: not done after 0.2 s; the run ends without it"]
-
-
 def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
-    told = []
-    good, full = Failing(), Failing(hang, 1)
-    background = Background("full", lambda _: full, told.append, room=1, finish_seconds=0.5)
+    told, good = [], Failing()
+    full, *others = [
+        Background(name, lambda _, sink=sink: sink, told.append, room=1, finish_seconds=0.5)
+        for name, sink in (
+            ("full", Failing(hang, 1)), *((name, Failing(hang, "finish")) for name in "bcd"), ("good", good)
+        )
+    ]  # fmt: skip
     for number in (1, 2, 3):  # the end of the run finds room where entries do not
-        background.write("train", {"step": number})
-    hung = [
-        Background(name, lambda _: Failing(hang, "finish"), told.append, finish_seconds=0.5) for name in ("b", "c", "d")
-    ]
-    last = Background("good", lambda _: good, told.append, finish_seconds=0.5)
+        full.write("train", {"step": number})
     started = time.monotonic()
-    finish_all([background, *hung, last], DONE)
+    finish_all([full, *others], DONE)
     assert time.monotonic() - started < 1.5
     assert good.seen == ["finish"]
     assert [line for line in told if "not done" in line] == [
@@ -161,12 +148,17 @@ def test_loggers_that_hang_share_their_time_and_a_good_one_is_closed(hang):
     ]
 
 
+def watched(run_dir, monkeypatch, wandb, tensorboard):
+    """A monitor with two loggers in place of the real ones, and what it prints."""
+    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: wandb)
+    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: tensorboard)
+    stream = io.StringIO()
+    return make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), run_dir, {}, stream=stream), stream
+
+
 def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, monkeypatch, hang):
     monkeypatch.setattr("deepzero.monitor.async_logger.STOP_SECONDS", 0.8)
-    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(hang, "finish"))
-    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: Failing(hang, "finish"))
-    stream = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
+    monitor, stream = watched(tmp_path, monkeypatch, Failing(hang, "finish"), Failing(hang, "finish"))
     started = time.monotonic()
     monitor.broken_off()
     assert 0.7 < time.monotonic() - started < 1.5
@@ -177,10 +169,7 @@ def test_a_monitor_with_two_loggers_that_hang_ends_in_the_time_of_one(tmp_path, 
 @pytest.mark.parametrize("bad", [disk_full, leave])
 def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypatch, bad, at):
     good = Failing()
-    monkeypatch.setattr("deepzero.monitor.monitor.WandB", lambda *_: Failing(bad, at))
-    monkeypatch.setattr("deepzero.monitor.monitor.TensorBoard", lambda *_: good)
-    stream = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(names=("wandb", "tensorboard")), tmp_path, {}, stream=stream)
+    monitor, stream = watched(tmp_path, monkeypatch, Failing(bad, at), good)
     for number in (1, 2, 3):
         monitor.step(step(number), 0.5)
     monitor.validation(3, 2.0)
@@ -188,7 +177,7 @@ def test_metrics_and_summary_are_whole_whatever_a_logger_does(tmp_path, monkeypa
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
     assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["status"] == "finished"
     assert stream.getvalue().count("training goes on without wandb") == 1
-    assert good.seen == ["train", "train", "train", "validation", "finish"]
+    assert good.seen == SEEN
 
 
 def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
@@ -199,13 +188,10 @@ def test_a_run_that_is_stopped_closes_its_loggers(tmp_path):
     assert sink.seen == ["train", "finish"]
 
 
-def test_names_with_a_section_keep_it():
+def test_what_loggers_make_of_an_entry_and_of_the_ledger():
     entry = {"step": 7, "loss": 1.0, "skipped": True, "mfu": None, "comm/exposed_seconds": 0.5, "note": "no number"}
     assert scalars("train", entry) == {"train/loss": 1.0, "train/skipped": 1.0, "comm/exposed_seconds": 0.5}
     assert scalars("validation", {"step": 0, "val_loss": 2.0}) == {"validation/val_loss": 2.0}
-
-
-def test_rows_of_the_ledger():
     assert memory_rows(FACTS) == [["parameters", 40, 40, 1.0]]
     assert communication_rows(FACTS) == [["gradients.reduce_scatter", 24, 24, 1.0, 1, 10, 2]]
     nothing = {"memory": None, "communication": None}
@@ -214,24 +200,22 @@ def test_rows_of_the_ledger():
 
 def test_two_points_of_a_sweep_never_share_a_name():
     long = [f"model.some_rather_long_key_{i}=1" for i in range(20)]
-    one, other = name_of([*long, "zero.stage=1"]), name_of([*long, "zero.stage=2"])
-    assert one is not None and other is not None
+    one, other = (name_of([*long, f"zero.stage={stage}"]) or "" for stage in (1, 2))
     assert one != other
     assert len(one) == len(other) == LIMIT
 
 
-def test_what_the_user_says_of_names_counts(monkeypatch):
-    for name in ("WANDB_NAME", "WANDB_RUN_GROUP"):
-        monkeypatch.delenv(name, raising=False)
-    derived = named(LoggerConfig(), ["zero.stage=1", "+logger.tags=[a]"], "multirun/today/noon")
-    assert (derived.run_name, derived.group) == ("zero.stage=1", "multirun/today/noon")
-    typed = named(LoggerConfig(run_name="mine", group="ours"), ["zero.stage=1"], "multirun/today/noon")
-    assert (typed.run_name, typed.group) == ("mine", "ours")
+def test_what_the_user_says_of_names_counts(nobody, monkeypatch):
+    def both(cfg, overrides=("zero.stage=1", "+logger.tags=[a]"), sweep="multirun/today/noon"):
+        found = named(cfg, overrides, sweep)
+        return found.run_name, found.group
+
+    assert both(LoggerConfig()) == ("zero.stage=1", "multirun/today/noon")
+    assert both(LoggerConfig(run_name="mine", group="ours")) == ("mine", "ours")
+    assert both(LoggerConfig(), (), None) == (None, None)
     monkeypatch.setenv("WANDB_NAME", "theirs")
     monkeypatch.setenv("WANDB_RUN_GROUP", "theirs")
-    assert named(LoggerConfig(), ["zero.stage=1"], "multirun/today/noon") == LoggerConfig()
-    monkeypatch.delenv("WANDB_RUN_GROUP")
-    assert named(LoggerConfig(), [], None).group is None
+    assert both(LoggerConfig()) == (None, None)
 
 
 @pytest.mark.parametrize(("settings", "key"), [
@@ -245,24 +229,22 @@ def test_what_wandb_would_refuse_is_refused_before_the_run(settings, key):
         LoggerConfig(**settings)
 
 
-def test_only_a_run_that_goes_on_takes_up_its_id(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+@pytest.fixture
+def nobody(monkeypatch, tmp_path):
+    """No word of W&B in the environment, and no login of any kind; returns the place of the netrc file."""
+    for name in ("MODE", "API_KEY", "BASE_URL", "RUN_ID", "NAME", "RUN_GROUP"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return tmp_path / "netrc"
+
+
+def test_only_a_run_that_goes_on_takes_up_its_id(nobody, tmp_path, monkeypatch):
     assert earlier_id(tmp_path, 5) is None
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / RUN_ID).write_text("abc\n", encoding="utf-8")
-    assert earlier_id(tmp_path, 5) == "abc"
-    assert earlier_id(tmp_path, 0) is None
+    assert (earlier_id(tmp_path, 5), earlier_id(tmp_path, 0)) == ("abc", None)
     monkeypatch.setenv("WANDB_RUN_ID", "of-the-agent")
     assert earlier_id(tmp_path, 5) is None
-
-
-@pytest.fixture
-def nobody(monkeypatch, tmp_path):
-    """No W&B login of any kind; returns the place of the netrc file."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    return tmp_path / "netrc"
 
 
 def test_wandb_is_offline_unless_somebody_is_logged_in(nobody, monkeypatch):
@@ -295,8 +277,6 @@ def test_a_run_that_goes_on_is_one_run_of_wandb(nobody, tmp_path, monkeypatch):
     W&B's variable has a word that W&B itself would not start with.
     """
     monkeypatch.setenv("WANDB_MODE", "off")
-    for name in ("WANDB_RUN_ID", "WANDB_NAME"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     run_dir = tmp_path / "run"
     more = {"quantization/weights_snr_db/h.0.attn.weight+2": 41.5, "comm/hidden_fraction": 0.25, "grad_norm": math.inf}

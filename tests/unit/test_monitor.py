@@ -54,11 +54,20 @@ class Terminus(io.StringIO):
         return True
 
 
+def written(run_dir, *entries, **options):
+    """A metrics file with these steps and validations."""
+    file = MetricsFile(run_dir, **options)
+    for entry in entries:
+        file.write("validation" if "val_loss" in entry else "train", entry)
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
 def test_floats_come_back_with_the_same_bits(tmp_path):
     values = [struct.unpack("<d", (0x3FB999999999999A + 7919 * i).to_bytes(8, "little"))[0] for i in range(500)]
-    file = MetricsFile(tmp_path)
-    for i, value in enumerate(values):
-        file.write("train", step(i, loss=value))
+    written(tmp_path, *(step(i, loss=value) for i, value in enumerate(values)))
     assert [entry["loss"] for entry in read_metrics(tmp_path)] == values
 
 
@@ -70,31 +79,25 @@ def test_not_a_number_is_null_and_what_json_cannot_say_is_refused():
 
 
 def test_metrics_are_on_disk_at_once_and_a_torn_line_is_left_out(tmp_path):
-    file = MetricsFile(tmp_path)
-    file.write("train", step(1))
+    assert read_metrics(tmp_path) == []
+    written(tmp_path, step(1))
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 2, "lo')
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1]
 
 
-def summary_of(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
-
-
 def test_a_failed_run_says_how_far_it_came(tmp_path):
-    assert read_metrics(tmp_path) == []
-    file = MetricsFile(tmp_path)
-    file.write("validation", {"step": 0, "val_loss": 5.0})
-    file.write("train", step(1, loss=4.0))
-    file.write("train", step(2, loss=3.0))
-    write_failed_summary(tmp_path, "rank 1 failed", {"x": 1}, 12.0)
-    summary = summary_of(tmp_path)
-    assert (summary["status"], summary["error"]) == ("failed", "rank 1 failed")
-    assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
-    for reason in ("stopped by SIGINT", "stopped by SIGTERM; it had not left 20 s later"):  # which is no failure
-        write_failed_summary(tmp_path, reason, {}, 1.0)
-        assert (summary_of(tmp_path)["status"], summary_of(tmp_path)["error"]) == ("stopped", reason)
+    written(tmp_path, {"step": 0, "val_loss": 5.0}, step(1, loss=4.0), step(2, loss=3.0))
+    for status, reason in (
+        ("failed", "rank 1 failed"),
+        ("stopped", "stopped by SIGINT"),
+        ("stopped", "stopped by SIGTERM; it had not left 20 s later"),
+    ):
+        write_failed_summary(tmp_path, reason, {"x": 1}, 12.0)
+        summary = summary_of(tmp_path)
+        assert (summary["status"], summary["error"]) == (status, reason)
+        assert (summary["steps"], summary["loss"], summary["val_loss"]) == (2, 3.0, 5.0)
     write_summary(tmp_path, {"status": "finished"})
     write_failed_summary(tmp_path, "late", {}, 1.0)
     assert summary_of(tmp_path) == {"status": "finished"}
@@ -107,18 +110,18 @@ def test_a_failed_run_says_how_far_it_came(tmp_path):
 def test_a_damaged_summary_does_not_hide_why_a_run_failed(left, tmp_path):
     (tmp_path / "summary.json").write_bytes(left)
     write_failed_summary(tmp_path, "rank 1 failed", {}, 1.0)
-    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "rank 1 failed"
+    assert summary_of(tmp_path)["error"] == "rank 1 failed"
 
 
 def test_an_earlier_run_in_the_same_folder_is_forgotten(tmp_path):
     write_summary(tmp_path, {"status": "finished"})
-    MetricsFile(tmp_path).write("train", step(1))
+    written(tmp_path, step(1))
     os.utime(tmp_path / "summary.json", (1e9, 1e9))
     os.utime(tmp_path / "metrics.jsonl", (2e9, 2e9))
     assert clear(tmp_path) == datetime.fromtimestamp(2e9), "the last sign of the earlier run"
     assert clear(tmp_path) is None
     write_failed_summary(tmp_path, "at once", {}, 1.0)
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 0
+    assert summary_of(tmp_path)["steps"] == 0
 
 
 def test_an_encoding_that_lacks_characters():
@@ -132,30 +135,24 @@ def test_plain_lines_where_there_is_no_terminal():
     stream = io.StringIO()
     terminal = Terminal(total_steps=5, log_every=2, stream=stream)
     for number in range(1, 6):
-        speed = rates(100, 0.5, 1e6, 2, peak=None)
-        terminal.write("train", {**step(number, skipped=number == 3, grad_norm=2.0), "step_seconds": 0.5, **speed})
+        speed = {"step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=None)}
+        terminal.write("train", {**step(number, skipped=number == 3, grad_norm=2.0), **speed})
     lines = stream.getvalue().splitlines()
     assert [line[:8] for line in lines] == ["step 2/5", "step 3/5", "step 4/5", "step 5/5"]
     assert "overflow: step skipped" in lines[1]
-    assert "grad norm 2.000 -> 0.500" in lines[0]
-    assert "200 tokens/s" in lines[0]
-    assert "MFU" not in lines[0]
+    assert "grad norm 2.000 -> 0.500" in lines[0] and "200 tokens/s" in lines[0] and "MFU" not in lines[0]
 
 
 def test_a_bar_on_a_terminal():
     stream = Terminus()
     terminal = Terminal(total_steps=2, stream=stream)
     for number in (1, 2):
-        terminal.write(
-            "train", {**step(number, skipped=number == 2), "step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=1e9)}
-        )
+        speed = {"step_seconds": 0.5, **rates(100, 0.5, 1e6, 2, peak=1e9)}
+        terminal.write("train", {**step(number, skipped=number == 2), **speed})
     terminal.write("validation", {"step": 2, "val_loss": 2.0, "val_bits_per_byte": None})
     terminal.finish({})
-    text = stream.getvalue()
-    assert "2/2 [" in text
-    assert "MFU 10.0%" in text
-    assert "step 2: overflow, skipped" in text
-    assert "validation loss 2.0000\n" in text
+    for words in ("2/2 [", "MFU 10.0%", "step 2: overflow, skipped", "validation loss 2.0000\n"):
+        assert words in stream.getvalue()
 
 
 def test_the_table_shows_both_numbers_and_the_padding():
@@ -176,9 +173,14 @@ def test_peaks():
     assert peak_flops("cpu", "fp32") is None
 
 
-def test_a_run_from_first_step_to_summary(tmp_path):
+def watched(run_dir, **options):
+    """A monitor, and what it prints."""
     stream = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=stream)
+    return make_monitor(WORK, LoggerConfig(), run_dir, {}, stream=stream, **options), stream
+
+
+def test_a_run_from_first_step_to_summary(tmp_path):
+    monitor, stream = watched(tmp_path)
     monitor.validation(0, 5.0)
     monitor.step(step(1), 0.5)
     monitor.step(step(2, loss=2.0), 0.25)
@@ -196,10 +198,9 @@ def test_a_run_from_first_step_to_summary(tmp_path):
 
 
 def test_the_last_line_counts_the_steps_of_this_start(tmp_path):
-    said = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, first_step=40, stream=said)
-    monitor.step(step(41), 0.5)
-    monitor.step(step(42), 0.5)
+    monitor, said = watched(tmp_path, first_step=40)
+    for number in (41, 42):
+        monitor.step(step(number), 0.5)
     monitor.finish(FACTS)
     assert re.search(r"^2 steps in \d+\.\d s, 42 in all; ", said.getvalue(), re.M)
 
@@ -222,8 +223,7 @@ def test_peak_memory_is_at_least_what_was_touched():
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, monkeypatch):
-    said = io.StringIO()
-    monitor = make_monitor(WORK, LoggerConfig(), tmp_path, {}, stream=said)
+    monitor, said = watched(tmp_path)
     write, room = os.write, {"bytes": 10**9}
 
     def short(file, data):

@@ -1,6 +1,5 @@
 """The report of runs made by hand: whole, broken, failed, short, hostile; and the page of several."""
 
-import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,7 +11,7 @@ import pytest
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.compare import text_table
-from deepzero.monitor.report.run_data import read_run
+from deepzero.monitor.report.run_data import Run
 from deepzero.monitor.report.savings import headline, savings_of, textbook
 from deepzero.monitor.report.sections import report, write_report, write_report_or_tell
 from tests.unit import report_runs as made
@@ -21,32 +20,20 @@ from tools.report import main
 
 def page(path):
     """The report of a folder, checked to be one well-formed file that asks nobody for anything."""
-    html = report(read_run(path))
+    html = report(Run(path))
     check_self_contained(html)
     return html
 
 
-class Tags(HTMLParser):
-    """Which elements and attributes a page has."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-        self.attributes = set()
-
-    def handle_starttag(self, tag, attrs):
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-
 def check_self_contained(html):
     """No address in it that a browser would fetch, no script, and drawings that are XML with titles of their own."""
-    tags = Tags()
+    names, attributes = set(), set()
+    tags = HTMLParser()
+    tags.handle_starttag = lambda tag, attrs: (names.add(tag), attributes.update(name for name, _ in attrs))
     tags.feed(html)
-    assert tags.names.isdisjoint({"script", "link", "iframe", "img", "object", "embed", "base", "form", "a"})
-    assert tags.attributes.isdisjoint({"src", "href", "srcset", "data", "action", "background", "poster", "xlink:href"})
-    style = html.partition("<style>")[2].partition("</style>")[0]
-    assert not re.search(r"url\(|@import|:\s*//", style)
+    assert names.isdisjoint({"script", "link", "iframe", "img", "object", "embed", "base", "form", "a"})
+    assert attributes.isdisjoint({"src", "href", "srcset", "data", "action", "background", "poster", "xlink:href"})
+    assert not re.search(r"url\(|@import|:\s*//", html.partition("<style>")[2].partition("</style>")[0])
     identities = re.findall(r' id="([^"]+)"', html)
     assert len(identities) == len(set(identities))
     for drawing in re.findall(r"<svg.*?</svg>", html, re.S):
@@ -70,23 +57,29 @@ def drawings(html):
 
 def about(path):
     """What is said to limit a run, by what it is about."""
-    return {limit.about: limit.finding for limit in limits_of(read_run(path))}
+    return {limit.about: limit.finding for limit in limits_of(Run(path))}
 
 
-def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path):
-    steps = [made.line(step, loss=99.0 if step == 1234 else 3.0 + step % 7) for step in range(1, 3001)]
-    run = read_run(made.folder(tmp_path / "run", steps))
-    points = svg.thin(run.series("loss"))
-    assert len(points) <= 400
-    assert (1234.0, 99.0) in points
-    assert "training from 4 to 7, largest 99" in report(run)
+PLAN = [{"parameters": 2000}, {"parameters": 2000, "gradients": 9000}, {"parameters": 2000, "gradients": 1000}]
+PLANNED = [{"number": n, "seconds": 0.0, "held": held} for n, held in zip((0, 5, 9), PLAN, strict=True)]
+ON_GPU = made.timeline(1)
+for place, point in enumerate(ON_GPU["ranks"][0]["points"]):
+    point["device_bytes"] = 20_000 + place
+MEASURED = {
+    "comm/exposed_seconds": 0.02, "comm/in_flight_seconds": 0.05, "comm/hidden_fraction": 0.6,
+    "offload/optimizer_step/seconds": 0.08, "offload/optimizer_step/hidden": 0.25,
+    "offload/gradients_to_host/seconds": 0.01, "offload/gradients_to_host/hidden": 1.0,
+    "quantization/weights_snr_db_min": 41.5, "quantization/unquantized": 2.0,
+}  # fmt: skip
+COPIES = {"gradients.reduce_scatter": 1000.0, "offload.gradients_to_host": 9000.0}
+RANK = made.timeline(1)["ranks"][0]
+HIGH, LOW = (made.timeline(1, peak=peak)["ranks"][0] for peak in (13000, 8500))
+BARE = {**RANK, "points": [], "events": 1_000_000}
+MEMORY = ["memory-0-device", "memory-1-device"]
+ALL = ["loss", "speed", "norm", "rate", *MEMORY, "sent"]
 
-
-def test_a_whole_run(tmp_path):
-    html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline()))
-    assert drawings(html) == ["loss", "speed", "norm", "rate", "memory-0-device", "memory-1-device", "sent"]
-    words = plain(html)
-    for expected in (
+SITUATIONS = {
+    "a whole run": ({"recorded": made.timeline()}, ALL, (
         "ZeRO stage 2 on 2 ranks, model nano (1k parameters)",
         "finished , 10 of 10 steps, 1.1 s run",
         "Each of the 2 ranks holds 9 kB of model state (9.00 bytes per parameter) where plain data parallelism holds "
@@ -98,62 +91,105 @@ def test_a_whole_run(tmp_path):
         "6 of 20 events are shown",
         "def f():",
         "commit 0123456789ab",
-    ):
-        assert expected in words
+    )),
+    "copies to the host are not sent to other ranks": (
+        {"end": made.summary(**made.account(made.STAGE_2, COPIES))}, [*ALL[:4], "sent", "copied"],
+        ("1 kB sent by one rank in one step",),
+    ),
+    "a failed run has the recorded step's account": (
+        {"steps": [made.line(step) for step in range(1, 6)], "recorded": made.timeline(), "end": {
+            "status": "failed", "error": "rank 1: <b>ValueError</b>", "wall_seconds": 3.0, "config": made.config(),
+        }}, ALL, ("The run did not finish: rank 1: <b>ValueError</b>.", "5 of 10 steps", "44% less"),
+    ),
+    "one step": (
+        {"steps": [made.line(1)], "end": made.summary(steps=1), "recorded": made.timeline(1, step=1)},
+        [*ALL[:4], "memory-0-device", "sent"], ("Median 1k",),  # there is no other step to speak of
+    ),
+    "nothing left to train": (
+        {"end": made.summary(memory=None, communication=None, resumed_from_step=10)}, ALL[:4],
+        ("How much memory that saves is not known", "Nothing is known of what this run sent"),
+    ),
+    "no finite loss": (
+        {"steps": [made.line(k, loss=None, grad_norm=None) for k in (1, 2)]},
+        ["loss", "speed", "rate", "sent"], (),
+    ),
+    "what is measured of overlap, offload, quantisation": (
+        {"steps": [made.line(k, **MEASURED) for k in range(1, 11)]}, [*ALL[:4], "sent", "overlap", "offload", "snr"], (
+            "A step waited 20 ms for communication (median); 60% of the time in which some was under way was hidden.",
+            "optimizer step 80 ms, 25% hidden", "lowest 41.5 dB", "waits longest for optimizer step: 60 ms of 100 ms",
+            "Quantisation. 2 buckets fell below",
+        ),
+    ),
+    "a plan": (
+        {"recorded": made.timeline(predicted=[{"points": PLANNED}] * 2)}, ALL,
+        ("predicted 11 kB", "what was predicted for each event"),
+    ),
+    "a GPU's allocator": (
+        {"recorded": ON_GPU, "end": made.summary(world_size=1)}, [*ALL[:4], "memory-0-device", "sent"],
+        ("allocated on the GPU 20 kB",),
+    ),
+    "a peak above the forms": ({"recorded": made.timeline(peak=12000)}, ALL, ("The peak is 2.7 kB above it",)),
+    "of many ranks three": (
+        {"recorded": made.timeline(entries=[*[RANK] * 11, HIGH, *[RANK] * 4]), "end": made.summary(world_size=16)},
+        [*ALL[:4], "memory-0-device", "memory-11-device", "sent"],
+        ("Of 16 ranks: the first, and those with the highest and the lowest peak.",),
+    ),
+    "ranks without points": (  # of many ranks the points of eight are written down
+        {"recorded": made.timeline(entries=[RANK, RANK, *[BARE] * 13, LOW], predicted=[{"points": []}] * 16)},
+        [*ALL[:4], "memory-0-device", "memory-15-device", "sent"], ("6 of 20 events are shown",),
+    ),
+    "no rank with points": (
+        {"recorded": made.timeline(entries=[BARE] * 2)}, [*ALL[:4], "sent"], ("No step was recorded",)
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stage", "held", "part", "form"),
-    [
-        (0, {"parameters": 2000, "gradients": 2000, "masters": 4000, "moments": 8000}, 0.0, "16Ψ = 16Ψ = 16 kB"),
-        (1, {"parameters": 2000, "gradients": 2000, "masters": 2000, "moments": 4000}, 6 / 16, "4Ψ + 12Ψ/W = 10Ψ"),
-        (2, made.STAGE_2, 7 / 16, "2Ψ + 14Ψ/W = 9Ψ"),
-        (3, {"parameters": 1000, "gradients": 1000, "masters": 2000, "moments": 4000}, 8 / 16, "16Ψ/W = 8Ψ"),
-    ],
-)  # fmt: skip
-def test_the_sources_forms(tmp_path, stage, held, part, form):
-    end = made.summary(config=made.config(stage), **made.account(held))
-    run = read_run(made.folder(tmp_path / "run", end=end))
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_what_a_report_says(tmp_path, name):
+    files, charts, words = SITUATIONS[name]
+    html = page(made.folder(tmp_path / "run", **{"end": made.summary(), **files}))
+    assert drawings(html) == charts
+    assert [expected for expected in words if expected not in plain(html)] == []
+
+
+ADAM = {"parameters": 2000, "gradients": 2000, "masters": 4000, "moments": 8000}
+SAVINGS = [
+    # Stage, dtype, sums of gradients, held; plain data parallelism, on the device, on the host; form, headline.
+    (0, "bf16", "bf16", ADAM, 16000, 16000, 0, "16Ψ = 16Ψ = 16 kB", "nothing is saved"),
+    (1, "bf16", "bf16", {**ADAM, "masters": 2000, "moments": 4000}, 16000, 10000, 0, "4Ψ + 12Ψ/W = 10Ψ", "38% less"),
+    (2, "bf16", "bf16", made.STAGE_2, 16000, 9000, 0, "2Ψ + 14Ψ/W = 9Ψ", "44% less"),
+    (3, "bf16", "bf16", {"parameters": 1000, "gradients": 1000, "masters": 2000, "moments": 4000}, 16000, 8000, 0,
+     "16Ψ/W = 8Ψ", "50% less"),
+    # 4 bytes of parameter, 4 of gradient, no state: the sources' form is Adam's.
+    (2, "fp32", "fp32", {"parameters": 4000, "gradients": 2000, "masters": 0, "moments": 0}, 8000, 6000, 0, "", ""),
+    (2, "bf16", "bf16", {"parameters": 2000, "host_gradients": 1000, "host_masters": 2000, "host_moments": 4000},
+     16000, 2000, 7000, "", "Another 7 kB of it lie in host memory"),
+    (0, "bf16", "fp32", {**ADAM, "gradients": 6000}, 16000, 20000, 0, "16Ψ", "25% more. Gradients are summed in fp32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "dtype", "accum", "held", "plainly", "here", "host", "form", "words"), SAVINGS)
+def test_what_a_stage_saves(tmp_path, stage, dtype, accum, held, plainly, here, host, form, words):
+    end = made.summary(config=made.config(stage, dtype, accum), **made.account(held))
+    run = Run(made.folder(tmp_path / "run", end=end))
     saved = savings_of(run)
     assert saved is not None
-    assert saved.plain_bytes == 16 * made.NUMEL
-    assert saved.part == pytest.approx(part)
-    assert (textbook(run) or "").startswith(form)
-    assert ("nothing is saved" in headline(run)) == (stage == 0)
+    assert (saved.plain_bytes, saved.here_bytes, saved.host) == (plainly, here, host)
+    assert saved.part == pytest.approx(1 - here / plainly)
+    assert (textbook(run) or "").startswith(form) and (form != "") == (textbook(run) is not None)
+    assert words in headline(run)
+    assert ("Of the model state in host memory" in report(run)) == (host > 0)
 
 
-def test_fp32_without_momentum_is_compared_with_its_own_like(tmp_path):
-    held = {"parameters": 4000, "gradients": 2000, "masters": 0, "moments": 0}
-    end = made.summary(config=made.config(2, "fp32", "fp32"), **made.account(held))
-    run = read_run(made.folder(tmp_path / "run", end=end))
-    saved = savings_of(run)
-    assert saved is not None
-    assert saved.plain_bytes == 8 * made.NUMEL, "4 bytes of parameter, 4 of gradient, no state"
-    assert textbook(run) is None, "the sources' form is Adam's"
-
-
-def test_offloaded_states_count_for_the_comparison_but_not_for_the_device(tmp_path):
-    held = {"parameters": 2000, "gradients": 0, "host_gradients": 1000, "host_masters": 2000, "host_moments": 4000}
-    run = read_run(made.folder(tmp_path / "run", end=made.summary(**made.account(held))))
-    saved = savings_of(run)
-    assert saved is not None
-    assert (saved.plain_bytes, saved.here_bytes, saved.host) == (16000, 2000, 7000)
-    assert "Another 7 kB of it lie in host memory" in headline(run)
-    assert "Of the model state in host memory" in report(run)
-
-
-def test_copies_to_the_host_are_not_sent_to_other_ranks(tmp_path):
-    sent = {"gradients.reduce_scatter": 1000.0, "offload.gradients_to_host": 9000.0}
-    html = page(made.folder(tmp_path / "run", end=made.summary(**made.account(made.STAGE_2, sent))))
-    assert [name for name in drawings(html) if name in ("sent", "copied")] == ["sent", "copied"]
-    assert "1 kB sent by one rank in one step" in plain(html)
-
-
-def test_wider_gradients_are_more_than_the_textbook_and_said_to_be(tmp_path):
-    held = {"parameters": 2000, "gradients": 6000, "masters": 4000, "moments": 8000}
-    end = made.summary(config=made.config(0, accum="fp32"), **made.account(held))
-    said = headline(read_run(made.folder(tmp_path / "run", end=end)))
-    assert "25% more. Gradients are summed in fp32 here" in said
+def test_a_long_run_is_drawn_with_few_points_and_every_spike(tmp_path):
+    steps = [made.line(k, loss=99.0 if k == 1234 else 3.0 + k % 7) for k in range(1, 20_001)]
+    run = Run(made.folder(tmp_path / "run", steps, made.summary()))
+    points = svg.thin(run.series("loss"))
+    assert len(points) <= 400
+    assert (1234.0, 99.0) in points
+    html = report(run)
+    assert "training from 4 to 4, largest 99" in html
+    assert len(html) < 150_000
 
 
 @pytest.mark.parametrize("missing", ["summary.json", "timeline.json", "metrics.jsonl", "all"])
@@ -181,56 +217,23 @@ def test_broken_files_are_named(tmp_path):
     assert "Not read: metrics.jsonl: 2 lines are no JSON objects" in words
 
 
-def test_a_failed_run_has_the_recorded_steps_account(tmp_path):
-    end = {
-        "status": "failed",
-        "error": "rank 1 failed: <b>ValueError</b>",
-        "wall_seconds": 3.0,
-        "config": made.config(),
-    }
-    html = page(made.folder(tmp_path / "run", [made.line(step) for step in range(1, 6)], end, made.timeline()))
-    assert "The run did not finish: rank 1 failed: &lt;b&gt;ValueError&lt;/b&gt;." in html
-    words = plain(html)
-    assert "5 of 10 steps" in words
-    assert "44% less" in words
-    assert "sent" in drawings(html)
-
-
 def test_losses_that_are_no_numbers(tmp_path):
     steps = [made.line(1), made.line(2, loss=None, grad_norm=None), made.line(3, loss=float("nan")), made.line(4)]
     run_dir = made.folder(tmp_path / "run", steps, made.summary())
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": NaN, "step_seconds": Infinity}\n')
-    html = page(run_dir)
-    loss = next(svg for svg in re.findall(r"<svg.*?</svg>", html, re.S) if 'id="loss-t"' in svg)
+    loss = next(svg for svg in re.findall(r"<svg.*?</svg>", page(run_dir), re.S) if 'id="loss-t"' in svg)
     path = re.search(r'<path class="line" d="([^"]+)"', loss)
     assert path is not None
     assert path[1].count("M") == 2, "a gap where there is no number"
-    nothing = made.folder(
-        tmp_path / "nothing", [made.line(k, loss=None, grad_norm=None) for k in (1, 2)], made.summary()
-    )
-    assert "norm" not in drawings(page(nothing))
-
-
-def test_a_run_of_one_step(tmp_path):
-    html = page(made.folder(tmp_path / "run", [made.line(1)], made.summary(steps=1), made.timeline(1, step=1)))
-    assert "Median 1k" in html, "there is no other step to speak of"
-    assert drawings(html)[:2] == ["loss", "speed"]
 
 
 def test_a_run_that_went_on(tmp_path):
     steps = [made.line(k, step_seconds=9.0 if k <= 5 else 0.1) for k in range(1, 11)]
     run_dir = made.folder(tmp_path / "run", steps, made.summary(resumed_from_step=5, wall_seconds=0.55))
     assert "going on after step 5" in plain(page(run_dir))
-    assert read_run(run_dir).typical("step_seconds") == 0.1, "of this start alone"
+    assert Run(run_dir).typical("step_seconds") == 0.1, "of this start alone"
     assert "Between steps" not in about(run_dir)
-
-
-def test_a_run_with_nothing_left_to_train(tmp_path):
-    end = made.summary(memory=None, communication=None, resumed_from_step=10)
-    words = plain(page(made.folder(tmp_path / "run", end=end)))
-    assert "How much memory that saves is not known" in words
-    assert "Nothing is known of what this run sent" in words
 
 
 def test_what_a_run_writes_stays_text(tmp_path):
@@ -241,7 +244,7 @@ def test_what_a_run_writes_stays_text(tmp_path):
     run_dir = made.folder(tmp_path / "run<b>", [made.line(1, **{f"offload/{'<b>'}/seconds": 1.0})], end)
     (run_dir / ".hydra").mkdir()
     (run_dir / ".hydra" / "overrides.yaml").write_text(f"- {evil.replace(chr(27), '')}\n")
-    html = report(read_run(run_dir))
+    html = report(Run(run_dir))
     body = html.partition("<body>")[2]
     assert "<script" not in html
     assert "<img" not in html
@@ -266,80 +269,6 @@ def test_limits_rest_on_figures(tmp_path):
     assert said["Between steps"].startswith("65% of the 4.0 s")
     quiet = [made.line(k, mfu=0.31, **{"comm/exposed_seconds": 0.01}) for k in range(1, 11)]
     assert about(made.folder(tmp_path / "c", quiet, made.summary()))["Speed"].startswith("Computing limits this run")
-
-
-def test_overlap_offload_and_quantisation_where_there_are_such(tmp_path):
-    more = {
-        "comm/exposed_seconds": 0.02, "comm/in_flight_seconds": 0.05, "comm/hidden_fraction": 0.6,
-        "offload/optimizer_step/seconds": 0.08, "offload/optimizer_step/hidden": 0.25,
-        "offload/gradients_to_host/seconds": 0.01, "offload/gradients_to_host/hidden": 1.0,
-        "quantization/weights_snr_db_min": 41.5, "quantization/unquantized": 2.0,
-    }  # fmt: skip
-    run_dir = made.folder(tmp_path / "run", [made.line(k, **more) for k in range(1, 11)], made.summary())
-    html = page(run_dir)
-    assert {"overlap", "offload", "snr"} <= set(drawings(html))
-    words = plain(html)
-    assert (
-        "A step waited 20 ms for communication (median); 60% of the time in which some was under way was hidden."
-        in words
-    )
-    assert "optimizer step 80 ms, 25% hidden" in words
-    assert "lowest 41.5 dB" in words
-    assert "waits longest for optimizer step: 60 ms of 100 ms" in about(run_dir)["Offload"]
-    assert about(run_dir)["Quantisation"].startswith("2 buckets fell below")
-
-
-def test_a_plan_is_drawn_over_the_measured_step(tmp_path):
-    held = [{"parameters": 2000}, {"parameters": 2000, "gradients": 9000}, {"parameters": 2000, "gradients": 1000}]
-    plan = [{"points": [{"number": n, "seconds": 0.0, "held": h} for n, h in zip((0, 5, 9), held, strict=True)]}] * 2
-    html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline(predicted=plan)))
-    assert "predicted 11 kB" in plain(html)
-    assert "what was predicted for each event" in plain(html)
-
-
-def test_what_a_gpus_allocator_gave_out_is_a_line(tmp_path):
-    recorded = made.timeline(1)
-    for place, point in enumerate(recorded["ranks"][0]["points"]):
-        point["device_bytes"] = 20_000 + place
-    html = page(made.folder(tmp_path / "run", end=made.summary(world_size=1), recorded=recorded))
-    assert html.count("<title>allocated on the GPU</title>") == 1
-    assert "allocated on the GPU 20 kB" in plain(html)
-
-
-def test_a_peak_above_the_forms_is_explained(tmp_path):
-    html = page(made.folder(tmp_path / "run", end=made.summary(), recorded=made.timeline(peak=12000)))
-    assert "The peak is 2.7 kB above it" in plain(html)
-
-
-def test_of_many_ranks_three_are_drawn(tmp_path):
-    recorded = made.timeline(16)
-    high = json.loads(json.dumps(recorded["ranks"][0]))
-    high["points"][1]["held"]["gradients"] = 5000
-    recorded["ranks"][11] = high
-    html = page(made.folder(tmp_path / "run", end=made.summary(world_size=16), recorded=recorded))
-    assert [name for name in drawings(html) if "memory" in name] == ["memory-0-device", "memory-11-device"]
-    assert "Of 16 ranks: the first, and those with the highest and the lowest peak." in plain(html)
-
-
-def test_ranks_without_points_are_not_drawn(tmp_path):
-    """Of many ranks the points of eight are written down."""
-    recorded = made.timeline(16)
-    bare = {**recorded["ranks"][0], "points": [], "events": 1_000_000}
-    recorded["ranks"] = [entry if rank in (0, 1, 15) else bare for rank, entry in enumerate(recorded["ranks"])]
-    recorded["ranks"][15] = made.timeline(1, peak=8500)["ranks"][0]
-    recorded["predicted"] = [{"points": rank["points"]} for rank in recorded["ranks"]]
-    html = page(made.folder(tmp_path / "run", end=made.summary(world_size=16), recorded=recorded))
-    assert [name for name in drawings(html) if "memory" in name] == ["memory-0-device", "memory-15-device"]
-    assert "6 of 20 events are shown" in plain(html)
-
-    recorded["ranks"] = recorded["ranks"][2:4]
-    html = page(made.folder(tmp_path / "other", end=made.summary(), recorded=recorded))
-    assert "No step was recorded" in plain(html)
-
-
-def test_a_long_run_stays_a_small_file(tmp_path):
-    run_dir = made.folder(tmp_path / "run", [made.line(k, loss=float(k % 7)) for k in range(1, 20_001)], made.summary())
-    assert len(page(run_dir)) < 150_000
 
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_marks_that_touch_share_their_words():
 
 
 def test_bars_end_where_they_are_measured_and_are_marked_where_expected():
-    drawn = svg.bar_chart("b", "T", [svg.Bar("one", 50, 100, ""), svg.Bar("two", 25, None, "")])
+    drawn = svg.bar_chart("b", "T", [("one", 50, 100, ""), ("two", 25, None, "")])
     ElementTree.fromstring(drawn)
     assert re.findall(r'width="([\d.]+)" height="11"', drawn) == ["190", "95"]
     assert re.findall(r'class="expected" x1="([\d.]+)"', drawn) == ["384"]

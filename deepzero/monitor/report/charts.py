@@ -27,7 +27,8 @@ STEP = "optimizer step"
 def curves(run: Run) -> str:
     """Loss, throughput, gradient norm, learning rate, loss scale: the figures of every step."""
     skipped = [float(entry["step"]) for entry in run.steps if entry.get("skipped") is True]
-    loss = [svg.Line("training", run.series("loss"), "c1"), svg.Line("validation", run.losses(), "c6", "dots")]
+    validation = svg.Line("validation", run.series("val_loss"), "c6", "dots")
+    loss = [svg.Line("training", run.series("loss"), "c1"), validation]
     words = legend((line.name, line.colour, "") for line in loss)
     words += "<p>A cross is a step that was skipped.</p>" * bool(skipped)
     pictures = [svg.chart("loss", "Loss", loss, STEP, "{:.4g}".format, note=words, crosses=skipped)]
@@ -92,14 +93,14 @@ def communication(run: Run) -> str:
         ("sent", "Sent by one rank in one step", False),
         ("copied", "Copied by one rank between device and host in one step", True),
     ):
-        bars = []
+        bars: list[svg.Bar] = []
         for kind, entry in run.sent(copies).items():
             measured, predicted = entry.get("measured") or {}, entry.get("predicted")
             if value := number(measured.get("bytes")):
                 expected = number(predicted.get("bytes")) if isinstance(predicted, dict) else None
                 note = f"{short_bytes(value)}, {number(measured.get('calls')) or 0:g} calls"
-                bars.append(svg.Bar(kind, value, expected, note))
-        bars.sort(key=lambda bar: -bar.value)
+                bars.append((kind, value, expected, note))
+        bars.sort(key=lambda bar: -bar[1])
         pictures.append(svg.bar_chart(ident, title, bars, "<p>Bar: measured. Upright mark: predicted.</p>"))
     return figures(pictures)
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from deepzero.monitor.metrics_file import METRICS, SUMMARY
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.charts import STEP
 from deepzero.monitor.report.html import document, figures, paragraph, section, table, text
-from deepzero.monitor.report.run_data import EXPOSED, Run, is_run, number, read_run
+from deepzero.monitor.report.run_data import EXPOSED, Run, number
 from deepzero.monitor.report.savings import ALIKE, MOMENT, like_stage_2, savings_of
 from deepzero.monitor.report.sections import title
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds, text_columns
@@ -23,15 +24,15 @@ SHOWN = 20
 
 def runs_in(folder: Path) -> list[Path]:
     """The folder itself, or the runs right below it: those of a sweep, in the order of their numbers."""
-    if is_run(folder):
+    runs = {path.parent for name in (METRICS, SUMMARY) for place in (name, f"*/{name}") for path in folder.glob(place)}
+    if folder in runs:
         return [folder]
-    below = [path for path in folder.iterdir() if path.is_dir() and is_run(path)] if folder.is_dir() else []
-    return sorted(below, key=lambda path: (int(path.name) if path.name.isdigit() else sys.maxsize, path.name))
+    return sorted(runs, key=lambda path: (int(path.name) if path.name.isdigit() else sys.maxsize, path.name))
 
 
 def text_table(folders: Sequence[Path]) -> str:
     """The runs in numbers, for the terminal; empty when there are none."""
-    runs = [read_run(folder) for folder in folders]
+    runs = [Run(folder) for folder in folders]
     if not runs:
         return ""
     here = Path.cwd()
@@ -155,7 +156,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
         lines = [
             svg.Line(
                 name,
-                run.losses() if key == "val_loss" else run.series(key),
+                run.series(key),
                 f"c{1 + k % 8}",
                 ("solid", "dashed")[k // 8 % 2],
             )

@@ -122,11 +122,6 @@ def cards(entries: Iterable[tuple[str, str]]) -> str:
     return f'<div class="cards">{"".join(boxes)}</div>'
 
 
-def figure(title: str, drawing: str, note: str = "") -> str:
-    """A chart (SVG) with its title and a note (HTML)."""
-    return f"<figure><b>{text(title)}</b>{drawing}<figcaption>{note}</figcaption></figure>"
-
-
 def figures(pictures: Iterable[str], large: bool = False) -> str:
     """Charts beside each other where there is room, three or, ``large``, two; nothing without any."""
     joined = "".join(pictures)

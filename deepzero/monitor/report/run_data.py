@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,55 +39,73 @@ def number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-@dataclass
 class Run:
-    """The contents of one run folder."""
+    """The contents of one run folder. What is not known is None, or empty.
 
-    folder: Path
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of ``metrics.jsonl``: one for each optimizer step."""
-    validations: list[dict[str, Any]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    """Empty when there is none: the run is under way, or its end was sudden."""
-    timeline: dict[str, Any] = field(default_factory=dict)
-    """Empty when no step was recorded."""
-    overrides: list[str] = field(default_factory=list)
-    """What was typed on the command line."""
-    problems: list[str] = field(default_factory=list)
-    """Files that could not be read, and why."""
-    _medians: dict[str, float | None] = field(default_factory=dict, repr=False)
+    Nothing in a run folder can make reading fail; what could not be read is in :attr:`problems`.
+    """
 
-    @cached_property
-    def settings(self) -> dict[str, Any]:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+        """Files that could not be read, and why."""
+        self.summary, self.timeline = self._read(SUMMARY), self._read(TIMELINE)
+        """Empty: the run is under way, or its end was sudden; no step was recorded."""
+        entries, broken = list[dict[str, Any]](), 0
+        try:
+            entries, broken = read_lines(folder)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.problems.append(f"{METRICS}: {error}")
+        if broken:
+            self.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
+        entries = [entry for entry in entries if number(entry.get("step")) is not None]
+        self.steps = [entry for entry in entries if "loss" in entry]
+        self.validations = [entry for entry in entries if "val_loss" in entry and "loss" not in entry]
+        self.overrides: list[str] = []
+        """What was typed on the command line; only what Hydra started has it."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            lines = (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8").splitlines()
+            self.overrides = [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
+        self.settings = flat(_mapping(self.summary.get("config")))
         """Dotted key, as in ``docs/config.md``, to value."""
-        return flat(_mapping(self.summary.get("config")))
+        self.stage = _whole(self.settings.get("zero.stage"), 0)
+        self.world_size, self.model_numel = (
+            _whole(self.summary.get(name), 1) or _whole(self.timeline.get(name), 1)
+            for name in ("world_size", "model_numel")
+        )
+        self.recorded_step = _whole(self.timeline.get("step"), 0)
+        """Number of the step that was recorded, and is slower for it."""
+        first = (_whole(self.summary.get("resumed_from_step"), 0) or 0) + 1
+        mine = [entry for entry in self.steps if entry["step"] >= first]
+        self.steady = [entry for entry in mine if entry["step"] not in (first, self.recorded_step)] or mine
+        """Steps of this start that speak of speed: neither the first, which builds, nor the recorded one, where there
+        are others."""
+        self.keys = {key for names in {tuple(entry) for entry in self.steps} for key in names}
+        """Names of all figures that any step has."""
+        parts = (key.split("/") for key in self.keys if key.startswith("offload/"))
+        self.offload_parts = sorted({part[1] for part in parts if len(part) == 3})
+        self._medians: dict[str, float | None] = {}
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            value = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{name}: {error}")
+            return {}
+        if not isinstance(value, dict):
+            self.problems.append(f"{name}: not a JSON object")
+        return _mapping(value)
 
     def setting(self, key: str, default: Any = None) -> Any:
         """One of :attr:`settings`."""
         return self.settings.get(key, default)
 
-    @property
-    def stage(self) -> int | None:
-        """The ZeRO stage; None if it is not known."""
-        value = number(self.setting("zero.stage"))
-        return None if value is None else int(value)
-
-    def _noted(self, name: str) -> int | None:
-        found = (number(place.get(name)) for place in (self.summary, self.timeline))
-        return next((int(value) for value in found if value is not None and value >= 1), None)
-
-    @property
-    def world_size(self) -> int | None:
-        """Ranks; None: not known."""
-        return self._noted("world_size")
-
-    @property
-    def model_numel(self) -> int | None:
-        """Ψ, in elements; None: not known."""
-        return self._noted("model_numel")
-
     def account(self, name: str) -> dict[str, dict[str, Any]]:
-        """``memory`` or ``communication``: of the summary, else of the recorded step; empty when neither has it."""
+        """``memory`` or ``communication``: of the summary, else of the recorded step."""
         found = _mapping(self.summary.get(name)) or _mapping(self.timeline.get(name))
         return {key: value for key, value in found.items() if isinstance(value, dict)}
 
@@ -106,21 +123,6 @@ class Run:
         """Bytes of one memory category, mean over ranks; 0 where there are none."""
         return number(self.account("memory").get(category, {}).get(column)) or 0.0
 
-    @property
-    def recorded_step(self) -> int | None:
-        """Number of the step that was recorded, and is slower for it."""
-        value = number(self.timeline.get("step"))
-        return None if value is None else int(value)
-
-    @cached_property
-    def steady(self) -> list[dict[str, Any]]:
-        """Steps of this start that speak of speed: neither the first, which builds, nor the recorded one, where there
-        are others.
-        """
-        first = int(number(self.summary.get("resumed_from_step")) or 0) + 1
-        mine = [entry for entry in self.steps if entry["step"] >= first]
-        return [entry for entry in mine if entry["step"] not in (first, self.recorded_step)] or mine
-
     def typical(self, key: str) -> float | None:
         """The median of a step's figure over :attr:`steady`; None where no step has it."""
         if key not in self._medians:
@@ -129,68 +131,18 @@ class Run:
         return self._medians[key]
 
     def series(self, key: str) -> list[tuple[float, float | None]]:
-        """One figure over the steps; what is missing or not finite is None."""
-        return [(float(entry["step"]), number(entry.get(key))) for entry in self.steps]
-
-    def losses(self) -> list[tuple[float, float | None]]:
-        """The loss of validations over the steps before them."""
-        return [(float(entry["step"]), number(entry.get("val_loss"))) for entry in self.validations]
-
-    @cached_property
-    def keys(self) -> set[str]:
-        """Names of all figures that any step has."""
-        return {key for names in {tuple(entry) for entry in self.steps} for key in names}
-
-    @cached_property
-    def offload_parts(self) -> list[str]:
-        """Names of the parts of the offload pipeline that steps were timed in."""
-        return sorted({key.split("/")[1] for key in self.keys if key.startswith("offload/") and key.count("/") == 2})
-
-
-def read_run(folder: Path) -> Run:
-    """Read what there is. Nothing in a run folder can make this fail; what could not be read is in ``problems``."""
-    run = Run(folder)
-    run.summary, run.timeline = _read_json(run, SUMMARY), _read_json(run, TIMELINE)
-    entries, broken = list[dict[str, Any]](), 0
-    try:
-        entries, broken = read_lines(folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        run.problems.append(f"{METRICS}: {error}")
-    if broken:
-        run.problems.append(f"{METRICS}: {broken} lines are no JSON objects")
-    for entry in entries:
-        if number(entry.get("step")) is not None and ("loss" in entry or "val_loss" in entry):
-            (run.steps if "loss" in entry else run.validations).append(entry)
-    try:
-        lines = (folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8").splitlines()
-        run.overrides = [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
-    except (OSError, UnicodeDecodeError):
-        pass  # only what Hydra started has it
-    return run
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a run has written to this folder."""
-    return (folder / METRICS).exists() or (folder / SUMMARY).exists()
-
-
-def _read_json(run: Run, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads((run.folder / name).read_text(encoding="utf-8"))
-        if isinstance(value, dict):
-            return value
-        run.problems.append(f"{name}: not a JSON object")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        run.problems.append(f"{name}: {error}")
-    return {}
+        """One figure over the steps, or ``val_loss`` over those before validations; what is not finite is None."""
+        entries = self.validations if key == "val_loss" else self.steps
+        return [(float(entry["step"]), number(entry.get(key))) for entry in entries]
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _whole(value: Any, least: int) -> int | None:
+    known = number(value)
+    return int(known) if known is not None and known >= least else None
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from deepzero.monitor.metrics_file import REPORT, put
 from deepzero.monitor.report import charts
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.html import cards, document, folded, paragraph, section, table, text
-from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, defaults, number, read_run
+from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, defaults, number
 from deepzero.monitor.report.savings import ALIKE, MOMENT, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
@@ -72,11 +72,11 @@ def _first_figures(run: Run) -> Iterable[tuple[str, str]]:
         yield short_number(usual), "tokens per second (median)"
     if (took := run.typical("step_seconds")) is not None:
         yield short_seconds(took), "a step (median)"
-    of_training, of_validation = ([y for _, y in line if y is not None] for line in (run.series("loss"), run.losses()))
-    if len(of_validation) > 1:
-        yield f"{of_validation[0]:.3f} → {of_validation[-1]:.3f}", "validation loss"
-    elif of_training:
-        yield f"{of_training[0]:.3f} → {of_training[-1]:.3f}", "training loss"
+    for key, name, least in (("val_loss", "validation loss", 2), ("loss", "training loss", 1)):
+        losses = [y for _, y in run.series(key) if y is not None]
+        if len(losses) >= least:
+            yield f"{losses[0]:.3f} → {losses[-1]:.3f}", name
+            break
 
 
 def _limits(run: Run) -> str:
@@ -218,7 +218,7 @@ def _environment(run: Run) -> str:
 
 def write_report(run_dir: Path) -> Path:
     """Read the folder and write its ``report.html``; returns the file's path."""
-    put(run_dir / REPORT, report(read_run(run_dir)))
+    put(run_dir / REPORT, report(Run(run_dir)))
     return run_dir / REPORT
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from deepzero.monitor.report.html import figure, legend, text
+from deepzero.monitor.report.html import legend, text
 
 WIDTH, HEIGHT = 400.0, 220.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 16.0, 34.0
@@ -40,13 +40,8 @@ class Line(NamedTuple):
     instants; a value holds until the next one."""
 
 
-class Bar(NamedTuple):
-    """One bar, and what was expected of it."""
-
-    name: str
-    value: float
-    expected: float | None
-    note: str
+Bar = tuple[str, float, "float | None", str]
+"""Name, value, what was expected of it, and a note."""
 
 
 class Frame(NamedTuple):
@@ -129,12 +124,15 @@ def tag(name: str, body: str = "", **attributes: str | float) -> str:
     return f"<{name}{''.join(words)}>{body}</{name}>" if body else f"<{name}{''.join(words)}/>"
 
 
-def picture(ident: str, title: str, desc: str, body: str, height: float = HEIGHT, width: float = WIDTH) -> str:
-    """The ``svg`` element around a drawing; ``ident`` is unique on the page."""
+def figure(
+    ident: str, title: str, desc: str, parts: Iterable[str], note: str, height: float = HEIGHT, width: float = WIDTH
+) -> str:
+    """A drawing with its title above, and a note (HTML) under it; ``ident`` is unique on the page."""
     style = "chart" if width == WIDTH else "chart full"
     return (
-        f'<svg class="{style}" role="img" viewBox="0 0 {width:g} {height:g}" aria-labelledby="{ident}-t {ident}-d">'
-        f'<title id="{ident}-t">{text(title)}</title><desc id="{ident}-d">{text(desc)}</desc>{body}</svg>'
+        f'<figure><b>{text(title)}</b><svg class="{style}" role="img" viewBox="0 0 {width:g} {height:g}" '
+        f'aria-labelledby="{ident}-t {ident}-d"><title id="{ident}-t">{text(title)}</title>'
+        f'<desc id="{ident}-d">{text(desc)}</desc>{"".join(parts)}</svg><figcaption>{note}</figcaption></figure>'
     )
 
 
@@ -248,26 +246,26 @@ def chart(
         parts.append(tag("path", class_="cross", d=f"M{at} {BASE - 7:g}l6 6m0 -6l-6 6"))
     if note is None:
         note = legend((line.name, line.colour, "") for line in lines) if len(lines) > 1 else ""
-    return figure(title, picture(ident, title, desc, "".join(parts)), note)
+    return figure(ident, title, desc, parts, note)
 
 
 def bar_chart(ident: str, title: str, bars: Sequence[Bar], note: str = "") -> str:
     """A figure of bars, each under its name, with a mark where it was expected to end; empty without bars."""
     if not bars:
         return ""
-    most = max(max(bar.value, bar.expected or 0.0) for bar in bars) or 1.0
-    parts, row, wide = [], 34.0, WIDTH - 20
-    for place, bar in enumerate(bars):
-        top, width = 4 + place * row, max(1.0, wide * bar.value / most)
-        parts.append(tag("text", text(bar.name), x=4, y=top + 11))
-        parts.append(tag("text", text(bar.note), x=WIDTH - 4, y=top + 11, text_anchor="end"))
-        tip = tag("title", text(f"{bar.name}: {bar.note}"))
+    scale = (WIDTH - 20) / (max(max(value, expected or 0.0) for _, value, expected, _ in bars) or 1.0)
+    parts, row = [], 34.0
+    for place, (name, value, expected, words) in enumerate(bars):
+        top = 4 + place * row
+        parts.append(tag("text", text(name), x=4, y=top + 11))
+        parts.append(tag("text", text(words), x=WIDTH - 4, y=top + 11, text_anchor="end"))
+        tip, width = tag("title", text(f"{name}: {words}")), max(1.0, scale * value)
         parts.append(tag("rect", tip, x=4, y=top + 16, width=width, height=11, rx=2, fill="var(--c1)"))
-        if bar.expected is not None:
-            x = 4 + wide * bar.expected / most
+        if expected is not None:
+            x = 4 + scale * expected
             parts.append(tag("line", class_="expected", x1=x, x2=x, y1=top + 13, y2=top + 30))
-    desc = "; ".join(f"{bar.name}: {bar.note}" for bar in bars)
-    return figure(title, picture(ident, title, desc, "".join(parts), 8 + row * len(bars)), note)
+    desc = "; ".join(f"{name}: {words}" for name, _, _, words in bars)
+    return figure(ident, title, desc, parts, note, 8 + row * len(bars))
 
 
 def lane_chart(
@@ -287,4 +285,4 @@ def lane_chart(
     parts += _x_axis(lambda value: left + value * scale, ticks(0.0, end, about=8), base, "{:g}".format, wide)
     parts.append(tag("text", text(x_name), x=left - 6, y=base + 15, text_anchor="end"))
     desc = f"{', '.join(name for name, _ in lanes)}; point at a piece to see what it is"
-    return figure(title, picture(ident, title, desc, "".join(parts), base + 20, wide), note)
+    return figure(ident, title, desc, parts, note, base + 20, wide)

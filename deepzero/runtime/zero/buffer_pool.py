@@ -22,9 +22,6 @@
     is (``saved_tensors_hooks(lambda t: t, ...)`` around ``x @ self.weight``; ``save_on_cpu`` on a CPU), when no module
     and no parameter from elsewhere is used before it: then the gradient is NaN, with which no step is taken.
 
-    Once the order of a step is known, every pass begins with exactly the buffers that the plans need
-    (:meth:`BufferPool.settle`), whatever was gathered in between: so what is held is known, too.
-
 [Note: which buffers a pass takes]
     A buffer that is kept for the next bucket is at least as large as it, and often larger; and one that a view still
     shows cannot be taken again. So memory is more than the sum of what is gathered, and depends on the order of
@@ -55,11 +52,8 @@ ROUNDS = 8
 class BufferPool:
     """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
 
-    Args:
-        dtype: of the elements, on ``device``.
-        limit_numel: free buffers go before all together exceed so many elements.
-        chaos: poisons what is given back.
-        keeps: by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
+    Free buffers go before all together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back.
+    ``keeps`` is by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
     """
 
     def __init__(
@@ -197,18 +191,12 @@ def moments_of(plan: FetchPlan) -> list[Moment]:
 def simulate(
     moments: Sequence[Moment], sizes: Sequence[int], numel: Mapping[int, int], keeps: bool, limit: int
 ) -> tuple[list[int], int, int]:
-    """One pass of a pool without memory.
+    """One pass of a pool without memory, which begins with buffers of ``sizes`` elements.
 
-    Args:
-        moments: what is released and taken, in order.
-        sizes: elements of the buffers that the pool begins with.
-        numel: elements of each bucket that takes a buffer.
-        keeps: buffers that it did not begin with are kept as well when they are given back.
-        limit: free buffers go, the smallest first, before all together exceed so many elements.
-
-    Returns:
-        The buffers at the end, when all are free; the most elements of all buffers at any time; and the most of those
-        that are taken, or still shown by a view.
+    ``numel`` has the elements of each bucket that takes a buffer. With ``keeps`` buffers that the pool did not begin
+    with are kept as well when they are given back. Free buffers go, the smallest first, before all together exceed
+    ``limit`` elements. Returns the buffers at the end, when all are free; the most elements of all buffers at any time;
+    and the most of those that are taken, or still shown by a view.
     """
     free, most, most_live = list(sizes), 0, 0
     # Size of each buffer, and whether the pool did not begin with it: those taken, by bucket; those given back of which
@@ -272,10 +260,8 @@ def stable_sizes(passes: Sequence[Sequence[Moment]], numel: Mapping[int, int]) -
 class BufferForecast:
     """What the pool of one coordinator will hold, from its plans, and from the passes in which they were recorded.
 
-    Args:
-        numel: elements of each bucket that takes a buffer.
-        limit: ``stage3_max_live_parameters``.
-        keeps: as in :class:`BufferPool`; else views are the caching allocator's matter.
+    ``numel`` has the elements of each bucket that takes a buffer; ``limit`` is ``stage3_max_live_parameters``. Without
+    ``keeps`` views are the caching allocator's matter.
     """
 
     def __init__(self, numel: Mapping[int, int], limit: int, keeps: bool) -> None:

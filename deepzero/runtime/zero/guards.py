@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.overrides import get_default_nowrap_functions
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepzero.comm.streams import data_ptr_of
 from deepzero.config.strict import ConfigError
@@ -28,11 +28,9 @@ log = logging.getLogger(__name__)
 
 # ---- ownership -------------------------------------------------------------------------------------------------------
 
-_OWNED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters of engines, by id."""
-
-_LOST: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-"""Parameters, by id, of models that were being moved when an exception came: which of them have values is unknown."""
+# Parameters of engines (True), and of models that were being moved to one when an exception came (False): nobody can
+# tell which of these have values.
+_CLAIMED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 STAY = (
     "Device and dtype of a model's parameters are settled by deepzero.initialize (precision, the rank's device): move "
@@ -49,10 +47,10 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     that would move or cast any raises a RuntimeError before anything is changed.
     """
     staying: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
-    for prefix, part in module.named_modules() if recurse else [("", module)]:
-        for key, param in part._parameters.items():
-            if param is not None and id(param) in _OWNED:
-                staying.append((part._parameters, key, param))
+    for prefix, inside in module.named_modules() if recurse else [("", module)]:
+        for key, param in inside._parameters.items():
+            if param is not None and _CLAIMED.get(param):
+                staying.append((inside._parameters, key, param))
                 # An empty tensor shows what ``fn`` does: it returns the same object only if nothing would change.
                 probe = torch.empty([0] * param.dim(), dtype=param.dtype, device=param.device)
                 shared = probe.is_shared()
@@ -76,9 +74,9 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
 def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
     """Raise a :class:`ConfigError` if any of these parameters belongs to an engine, or was lost on the way to one."""
     for param, name in names.items():
-        if id(param) in _OWNED:
+        if _CLAIMED.get(param):
             raise ConfigError(f"parameter {name!r} belongs to another engine; call engine.destroy() on that one first")
-        if id(param) in _LOST:
+        if param in _CLAIMED:
             raise ConfigError(
                 f"parameter {name!r} is of a model that an earlier deepzero.initialize left in pieces, as it broke off "
                 f"while it moved the parameters. {ANEW}"
@@ -88,13 +86,13 @@ def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
 def register_owner(param: nn.Parameter, name: str) -> None:
     """``param`` belongs to an engine from now on. Raises a :class:`ConfigError` if it belongs to one already."""
     check_unclaimed({param: name})
-    _OWNED[id(param)] = param
+    _CLAIMED[param] = True
     nn.Module._apply = _apply  # type: ignore[method-assign]
 
 
 def unregister_owner(param: nn.Parameter) -> None:
     """``param`` belongs to no engine any more."""
-    _OWNED.pop(id(param), None)
+    _CLAIMED.pop(param, None)
 
 
 @contextlib.contextmanager
@@ -104,8 +102,7 @@ def lost_on_error(model: nn.Module) -> Iterator[None]:
         yield
     except BaseException as error:
         for param in model.parameters():
-            unregister_owner(param)
-            _LOST[id(param)] = param
+            _CLAIMED[param] = False
         text = f"deepzero.initialize broke off while it moved the model's parameters, which it leaves in pieces. {ANEW}"
         getattr(error, "add_note", log.error)(text)  # Python 3.10 has no notes
         raise

@@ -61,12 +61,9 @@ class SavedWeight:
 
 
 class ModuleHooks:
-    """The hooks of one model, from their installation until :meth:`remove`.
+    """The hooks of one model, whose partitioned parameters lie in the coordinator's buckets, until :meth:`remove`.
 
-    Args:
-        model: its partitioned parameters lie in the coordinator's buckets.
-        coordinator: fetches and releases.
-        leaf_done: called with the parameters of a leaf module when its backward pass is over.
+    ``leaf_done`` is called with the parameters of a leaf module when its backward pass is over.
     """
 
     def __init__(

@@ -32,15 +32,13 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.
 def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
     """The inverse of :func:`set_z3_leaf_modules`, before ``initialize``."""
     found = [module for module in _modules_of(model, list(leaf_module_classes)) if module in _LEAVES]
-    for module in found:
-        _LEAVES.discard(module)
+    _LEAVES.difference_update(found)
     return found
 
 
 def _modules_of(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
     kinds = tuple(c for c in classes if isinstance(c, type))
-    names = {c for c in classes if isinstance(c, str)}
-    return [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in names]
+    return [module for module in model.modules() if isinstance(module, kinds) or type(module).__name__ in classes]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:

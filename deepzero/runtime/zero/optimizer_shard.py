@@ -260,10 +260,9 @@ class OptimizerShard:
     # ---- 3, 4: reduced gradients arrive ------------------------------------------------------------------------------
 
     def grad_output(self, group: int, bucket: Bucket, accumulate: bool, measure: Measure | None) -> GradOutput:
-        """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``.
-
-        ``accumulate``: it is added to what this step has brought already. ``measure`` sees the result.
-        """
+        """Where the reducer writes the sum of a bucket's gradients: bucket ``bucket`` of ``groups[group]``."""
+        # ``accumulate``: it is added to what this step has brought already; here that happens in place, in ``grad_S``.
+        # ``measure`` sees the result while it is in the core's cache.
         if self.whole_sums:
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
             return GradOutput(bucket.of(self.grad_S[group]), measure)
@@ -321,13 +320,8 @@ class OptimizerShard:
     def _optimizer_step(
         self, sub_group: SubGroup, divisor: float, outs: list[torch.Tensor | None] | None = None
     ) -> None:
-        """Step on one sub-group.
-
-        Args:
-            sub_group: its masters are written.
-            divisor: as for :meth:`step`.
-            outs: a tensor for each fragment, into which its new values are cast; None: nowhere.
-        """
+        """Step on one sub-group, and cast the new value of each fragment into its tensor of ``outs``, if it has one."""
+        # CPUAdam casts in its one pass over memory; behind any other optimizer each fragment is copied.
         try:
             self._allowed = True
             if self._one_pass is not None:
@@ -374,8 +368,8 @@ class OptimizerShard:
 
     # ---- updates that are not applied in their own step (``offload/delayed_update.py``) ------------------------------
 
+    # An update is being made, or is made and not sent. Never so without a delay.
     update_pending = False
-    """An update is being made, or is made and not sent."""
 
     def wait_pending_update(self) -> None:
         """Wait until masters and moments may be read: no thread steps on them."""

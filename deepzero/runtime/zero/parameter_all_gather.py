@@ -68,10 +68,8 @@ class DeviceShard:
     def fetch(self, kind: str, shard: torch.Tensor, place: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """A context in which the shard's values are on the device, for the stream that is current inside it.
 
-        Args:
-            kind: the ledger's name for the gather that needs them.
-            shard: 1-D, ``[shard_numel]``.
-            place: as large, on the device: where values may be copied to.
+        ``kind`` is the ledger's name for the gather that needs them, ``shard`` 1-D, ``[shard_numel]``, and ``place`` as
+        large, on the device: where values may be copied to.
         """
         return nullcontext(shard)
 
@@ -85,23 +83,18 @@ class DeviceShard:
 class PlainAllGather:
     """One all-gather over all ranks, again and again, of each rank's shard of one bucket as it is.
 
-    Args:
-        bucket: which.
-        dtype: of its elements.
-        comm: the ranks.
-        source: where this rank's shard is.
-        where: the bucket's name, for traces.
+    ``source`` is where this rank's shard is, ``where`` the bucket's name for traces.
     """
 
+    # qwZ: where buffers for quantised messages come from, and how many bytes one takes, beside the bucket's own, while
+    # they are on their way.
     quantizer: Quantizer | None = None
     buffers: BufferPool | None = None
-    """Where those for quantised messages come from."""
     scratch_bytes = 0
-    """Bytes of a buffer for quantised messages, beside the bucket's own, while they are on their way."""
+    # hpZ and MiCS: the ranks that keep a secondary partition among them; whether that is never stale, so that every
+    # gather stays in the group (MiCS, frozen parameters); whether each step renews it (MiCS).
     group: RankGroup | None = None
-    """hpZ and MiCS: the ranks that keep a secondary partition among them."""
     always_inside = False
-    """The secondary partition is never stale, so that every gather stays in the group (MiCS, frozen parameters)."""
     mics = False
     secondary_shard: torch.Tensor | None = None
 
@@ -190,13 +183,9 @@ class PlainAllGather:
 
 
 class QuantizedAllGather(PlainAllGather):
-    """qwZ: values for computing travel quantised.
+    """qwZ: values for computing travel quantised; exact ones as ``plain``, and all once quantised ones are too far off.
 
-    Args:
-        plain: how exact values travel, and all do once quantised ones have been found too far off.
-        quantizer: encodes and decodes a message.
-        buffers: where buffers for the W messages come from, uint8.
-        scratch_bytes: of each of them, which any bucket's messages fit into, so that all serve all.
+    ``buffers`` (uint8) has room for W messages of any bucket in ``scratch_bytes``, so that all buffers serve all.
     """
 
     def __init__(self, plain: PlainAllGather, quantizer: Quantizer, buffers: BufferPool, scratch_bytes: int) -> None:
@@ -264,13 +253,10 @@ class QuantizedAllGather(PlainAllGather):
 
 
 class SecondaryAllGather(PlainAllGather):
-    """hpZ and MiCS: gathers inside a group of ranks while the group's secondary partition holds the present values.
+    """hpZ and MiCS: gathers inside ``group`` while its secondary partition holds the present values, else by ``inner``.
 
-    Args:
-        inner: how the bucket travels over all ranks.
-        group: the ranks that keep the secondary partition among them.
-        mics: it is renewed at the end of each step.
-        frozen: the parameters never change, so that it is made once.
+    With ``mics`` the secondary partition is renewed at the end of each step; with ``frozen`` it is made once, as the
+    parameters never change.
     """
 
     def __init__(self, inner: PlainAllGather, group: RankGroup, mics: bool, frozen: bool) -> None:
@@ -385,12 +371,8 @@ def build_all_gather(
 ) -> PlainAllGather:
     """The strategy of a bucket. With one rank nothing travels: nothing is quantised, or kept a second time.
 
-    Args:
-        plain: the bucket's all-gather of shards as they are.
-        group: hpZ and MiCS: the ranks that keep a secondary partition among them.
-        mics: it is renewed at the end of each step.
-        frozen: the parameters do not change from step to step.
-        quantization: qwZ: the quantizer, where buffers for messages come from, and how many bytes each has.
+    ``group``, ``mics`` and ``frozen`` are those of :class:`SecondaryAllGather`; None: there is none. ``quantization``
+    has the quantizer, the buffers for messages and their bytes; None: messages are shards as they are.
     """
     if plain.comm.world_size == 1:
         return plain

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 
 log = logging.getLogger(__name__)
+_warn_once = functools.cache(log.warning)
 
 _IDS = itertools.count()
 
@@ -104,8 +105,8 @@ class ZeroParameter(nn.Parameter):
     # As in nn.Parameter: nothing is intercepted.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero: ParamRecord
+    # Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole.
     ds_persist = False
-    """Whether the parameter is below ``stage3_param_persistence_threshold`` and stays whole."""
 
     @property
     def ds_id(self) -> int:
@@ -140,6 +141,8 @@ class ZeroParameter(nn.Parameter):
 
     def hide(self, dtype: torch.dtype, device: torch.device) -> None:
         """Leave the shape without the values; NaN, should anything read it in spite of all."""
+        # The view of the buffer goes with this assignment: a reference that stayed would keep the pool from using the
+        # buffer again.
         placeholder = self._zero.placeholder
         if placeholder is None or placeholder.dtype != dtype or placeholder.device != device:
             with torch.inference_mode(False):  # kept beyond the pass that may be under way
@@ -152,6 +155,7 @@ class ZeroParameter(nn.Parameter):
 class PersistentParameter(nn.Parameter):
     """A parameter of stage 3 that stays whole on every rank: always AVAILABLE."""
 
+    # A class beside ZeroParameter, not below it: to the hooks and the coordinator only that one means "partitioned".
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _zero: ParamRecord
     ds_persist, ds_status = True, ZeroParamStatus.AVAILABLE
@@ -183,7 +187,7 @@ class PartitionedParameter(ZeroParameter):
         name = getattr(func, "__name__", str(func))
         # A constructor inside zero.Init may do anything.
         if _ACTIVE:
-            return _write_through(func, args, kwargs)
+            return _ACTIVE[0]._write_through(func, args, kwargs)
         if func is Tensor.copy_ and isinstance(args[0], PartitionedParameter):
             return _copy_into_shard(*args, **kwargs)
         # A result written into a parameter would be this rank's alone.
@@ -215,11 +219,7 @@ class PartitionedParameter(ZeroParameter):
 
 
 def as_zero_parameter(param: nn.Parameter, name: str) -> ZeroParameter:
-    """The same object, with a record.
-
-    Raises:
-        ConfigError: a subclass of Parameter whose behaviour would be lost.
-    """
+    """The same object, with a record. A subclass of Parameter, whose behaviour would be lost, raises a ConfigError."""
     if isinstance(param, ZeroParameter):
         param.__class__ = ZeroParameter
         param._zero.name = name
@@ -253,7 +253,7 @@ def unpartition(param: ZeroParameter) -> None:
     gathered = bucket.status is ZeroParamStatus.AVAILABLE
     if not gathered:
         _all_gather_params([bucket], SETUP)
-    # A copy: the buffer goes back to the pool.
+    # A copy, as the buffer goes back to the pool, or to the next parameter of the bucket.
     values = bucket.value(param).clone()
     if not gathered:
         bucket.release()
@@ -267,17 +267,7 @@ def unpartition(param: ZeroParameter) -> None:
 
 def parameters_in(value: Any) -> list[ZeroParameter]:
     """All of stage 3's parameters inside nested arguments, whole ones too, each once."""
-    found: dict[int, ZeroParameter] = {}
-    stack = [value]
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ZeroParameter):
-            found[id(item)] = item
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-    return list(found.values())
+    return list({id(item): item for item in pytree.tree_leaves(value) if isinstance(item, ZeroParameter)}.values())
 
 
 def partitioned_in(value: Any) -> list[PartitionedParameter]:
@@ -286,15 +276,10 @@ def partitioned_in(value: Any) -> list[PartitionedParameter]:
 
 
 def gather_on_use(params: Sequence[ZeroParameter], name: str, first: Any) -> ExitStack:
-    """For a use of values by torch's function ``name``: gather all of them together, or raise.
+    """A context in which the values of ``params`` are there, for a use of them by torch's function ``name``.
 
-    Args:
-        params: those that the function is given; what is whole already must stay while the rest is fetched.
-        name: the function.
-        first: its first argument, which operations in place write to.
-
-    Returns:
-        A context: the values are there until it ends.
+    ``first`` is the function's first argument, which operations in place write to. All are gathered together: what is
+    whole already must stay while the rest is fetched.
 
     Raises:
         PartitionedUseError: a write, or a use outside a pass.
@@ -362,11 +347,8 @@ TRIM_BYTES = 64 << 20
 
 _TO_EMPTY = nn.Module.to_empty
 
+# The contexts entered and not left, the innermost last.
 _ACTIVE: list[Init] = []
-"""The contexts entered and not left, the innermost last."""
-
-_OPEN: dict[PartitionedBucket, int] = {}
-"""Buckets that a write inside the context made whole, and how many references to each are our own."""
 
 
 class Init:
@@ -378,7 +360,7 @@ class Init:
         data_parallel_group: None: all ranks, the only group there is.
         mem_efficient_linear: accepted for DeepSpeed's sake: no linear layer saves a view of its weight here anyway.
         remote_device: ``"cpu"`` keeps the shards in host memory until ``initialize``; None on the rank's device.
-        pin_memory: with ``remote_device="cpu"``, in page-locked memory; without CUDA in ordinary memory, with a line.
+        pin_memory: with ``remote_device="cpu"``, in page-locked memory, where there is CUDA.
         config_dict_or_path: a DeepSpeed config; it must ask for stage 3.
         config: the older name of that; one of the two.
         enabled: False does nothing.
@@ -410,20 +392,23 @@ class Init:
         self.enabled, self.dtype = enabled, dtype
         if not enabled:
             return
+        given = [one for one in (config_dict_or_path, config) if one is not None]
+        problem = ""
         if data_parallel_group is not None:
-            raise ConfigError("zero.Init: data_parallel_group is not implemented; parameters are cut over all ranks")
-        if remote_device not in (None, "none", "cpu"):
-            raise ConfigError(f'zero.Init: remote_device={remote_device!r} is not implemented; "cpu" and None are')
-        if dtype is not None and not dtype.is_floating_point:
-            raise ConfigError(f"zero.Init: dtype={dtype} is not a floating-point dtype")
-        if config is not None and config_dict_or_path is not None:
-            raise ConfigError("zero.Init: the configuration is given twice (config_dict_or_path, config); give it once")
-        given = config_dict_or_path if config_dict_or_path is not None else config
-        if given is not None and (stage := load_engine_config(given).zero.stage) != 3:
-            raise ConfigError(
-                f"zero.Init partitions parameters, which is stage 3, and the config says "
-                f"zero_optimization.stage={stage}; set it to 3, or pass enabled=False"
+            problem = ": data_parallel_group is not implemented; parameters are cut over all ranks"
+        elif remote_device not in (None, "none", "cpu"):
+            problem = f': remote_device={remote_device!r} is not implemented; "cpu" and None are'
+        elif dtype is not None and not dtype.is_floating_point:
+            problem = f": dtype={dtype} is not a floating-point dtype"
+        elif len(given) > 1:
+            problem = ": the configuration is given twice (config_dict_or_path, config); give it once"
+        elif given and (stage := load_engine_config(given[0]).zero.stage) != 3:
+            problem = (
+                f" partitions parameters, which is stage 3, and the config says zero_optimization.stage={stage}; set "
+                "it to 3, or pass enabled=False"
             )
+        if problem:
+            raise ConfigError(f"zero.Init{problem}")
         # Ranks exist before an engine does, and what is sent here is in no engine's account.
         process_group.init_distributed()
         device = process_group.default_device()
@@ -431,15 +416,20 @@ class Init:
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
-            _say_not_pinned()
+            _warn_once(
+                "zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)"
+            )
         self._pools: dict[torch.dtype, BufferPool] = {}
         self._freed_bytes = 0
         # Constructors as they were, and the ids of modules that are inside of one.
         self._wrapped: list[tuple[type[nn.Module], Callable[..., None]]] = []
         self._under_construction: set[int] = set()
+        # In the outermost context: buckets that a write made whole, and how many references to each are our own.
+        self._open: dict[PartitionedBucket, int] = {}
         if module is not None:
             materialize(module, self)
-            self._partition_all(module)
+            for inside in module.modules():
+                self._partition_own(inside)
 
     def __enter__(self) -> Init:
         if not self.enabled:
@@ -474,9 +464,9 @@ class Init:
             try:
                 # The others may not have had this rank's exception, and would not take part in a broadcast.
                 if kind is None:
-                    _partition_again(only_unseen=False)
+                    self._partition_again(only_unseen=False)
             finally:
-                _discard(list(_OPEN))
+                self._discard(list(self._open))
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         """Let the class's constructor end with a partitioning, if it has one of its own."""
@@ -495,15 +485,11 @@ class Init:
                 if outermost:
                     self._under_construction.discard(id(module))
             if outermost and _ACTIVE:
-                _partition_again(only_unseen=True)
+                _ACTIVE[0]._partition_again(only_unseen=True)
                 _ACTIVE[-1]._partition_own(module)
 
         self._wrapped.append((cls, original))
         cls.__init__ = construct  # type: ignore[assignment, method-assign]
-
-    def _partition_all(self, model: nn.Module) -> None:
-        for module in model.modules():
-            self._partition_own(module)
 
     def _partition_own(self, module: nn.Module) -> None:
         for name, param in module._parameters.items():
@@ -534,10 +520,68 @@ class Init:
             self._freed_bytes = 0
             return_freed_memory()
 
+    # ---- writes inside the context -----------------------------------------------------------------------------------
 
-@functools.cache
-def _say_not_pinned() -> None:
-    log.warning("zero.Init: pin_memory=True has no effect without CUDA: shards stay in ordinary memory (said once)")
+    @torch.no_grad()
+    def _write_through(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Read and write partitioned parameters: gather, run, take rank 0's values, cut again.
+
+        When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then
+        the parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
+        """
+        # First what earlier writes have left whole, so that at most one operation's parameters are.
+        self._partition_again(only_unseen=True)
+        params = partitioned_in((args, kwargs))
+        buckets = _buckets_of(params)
+        try:
+            _all_gather_params(buckets, SETUP)
+            self._open.update((bucket, references(bucket.whole)) for bucket in buckets)
+            result = _with_views(func, args, kwargs, params)
+        except BaseException:
+            # Now, as the traceback holds views: they would pass for views through which the program may write.
+            self._discard(buckets)
+            raise
+        self._partition_again(only_unseen=True)
+        return result
+
+    @torch.no_grad()
+    def _partition_again(self, only_unseen: bool) -> None:
+        """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
+        for bucket, alone in list(self._open.items()):
+            # A view is held, through which a later line of the constructor may write.
+            if only_unseen and references(bucket.whole) > alone:
+                continue
+            del self._open[bucket]
+            try:
+                values = bucket.value(bucket.params[0]).reshape(-1)
+                bucket.gather.comm.broadcast("setup.broadcast", values)
+                bucket.write(bucket.params[0], values)
+                bucket.writes.snapshot()
+                del values
+                bucket.release()
+            except BaseException:
+                self._discard([bucket])
+                raise
+
+    @torch.no_grad()
+    def _discard(self, buckets: list[PartitionedBucket]) -> None:
+        """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
+        for bucket in buckets:
+            self._open.pop(bucket, None)
+            if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
+                bucket.release(discard=True)
+
+
+def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
+    """Call ``func`` with views of gathered parameters in their places."""
+    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
+    views = {id(param): param._zero.placed()[0].value(param) for param in params}
+    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
+    result = func(*new_args, **new_kwargs)
+    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
+    views.clear()
+    del new_args, new_kwargs
+    return returned[0] if returned else result  # an operation in place returns what it was given
 
 
 def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
@@ -554,7 +598,8 @@ def _subclasses(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
 def _to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module from ``meta`` gets memory (``torch.nn.utils.skip_init``): it is cut like one that was constructed."""
     made = _TO_EMPTY(module, *args, **kwargs)
-    _ACTIVE[-1]._partition_all(made)
+    for inside in made.modules():
+        _ACTIVE[-1]._partition_own(inside)
     return made
 
 
@@ -564,79 +609,13 @@ def _new_subclass(context: Init, cls: type[nn.Module], **kwargs: Any) -> None:
 
 
 @torch.no_grad()
-def _write_through(func: Any, args: Any, kwargs: Any) -> Any:
-    """Inside ``Init`` a partitioned parameter may be read and written: gather, run, take rank 0's values, cut again.
-
-    When the result is a view of the parameter (``init.zeros_(weight[padding_idx])``), it may be written later: then the
-    parameter stays whole until the view is gone. When the operation raises, nothing is taken over.
-    """
-    # First what earlier writes have left whole, so that at most one operation's parameters are.
-    _partition_again(only_unseen=True)
-    params = partitioned_in((args, kwargs))
-    buckets = _buckets_of(params)
-    try:
-        _all_gather_params(buckets, SETUP)
-        _OPEN.update((bucket, references(bucket.whole)) for bucket in buckets)
-        result = _with_views(func, args, kwargs, params)
-    except BaseException:
-        # Now, as the traceback holds views: they would pass for views through which the program may write.
-        _discard(buckets)
-        raise
-    _partition_again(only_unseen=True)
-    return result
-
-
-def _with_views(func: Any, args: Any, kwargs: Any, params: list[PartitionedParameter]) -> Any:
-    """Call ``func`` with views of gathered parameters in their places."""
-    # The parameters themselves are whole now, where they are; it is aliases (detach, data) that have to be replaced.
-    views = {id(param): param._zero.placed()[0].value(param) for param in params}
-    new_args, new_kwargs = pytree.tree_map_only(Tensor, lambda t: views.get(id(t), t), (args, kwargs))
-    result = func(*new_args, **new_kwargs)
-    returned = [given for given in pytree.tree_leaves((args, kwargs)) if views.get(id(given)) is result]
-    views.clear()
-    del new_args, new_kwargs
-    return returned[0] if returned else result  # an operation in place returns what it was given
-
-
-@torch.no_grad()
-def _partition_again(only_unseen: bool) -> None:
-    """Partition what a write made whole; with ``only_unseen``, where no view of it is held any more."""
-    for bucket, alone in list(_OPEN.items()):
-        # A view is held, through which a later line of the constructor may write.
-        if only_unseen and references(bucket.whole) > alone:
-            continue
-        del _OPEN[bucket]
-        try:
-            values = bucket.value(bucket.params[0]).reshape(-1)
-            bucket.gather.comm.broadcast("setup.broadcast", values)
-            bucket.write(bucket.params[0], values)
-            bucket.writes.snapshot()
-            del values
-            bucket.release()
-        except BaseException:
-            _discard([bucket])
-            raise
-
-
-@torch.no_grad()
-def _discard(buckets: list[PartitionedBucket]) -> None:
-    """Forget what a write made whole; the shards stay as they were. Nothing is sent."""
-    for bucket in buckets:
-        _OPEN.pop(bucket, None)
-        if bucket.status is not ZeroParamStatus.NOT_AVAILABLE:
-            bucket.release(discard=True)
-
-
-@torch.no_grad()
 def materialize(model: nn.Module, context: Init) -> None:
     """Give values to parameters on the ``meta`` device, module by module, and cut them at once.
 
-    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``.
-
-    Raises:
-        ConfigError: a module with parameters or buffers on ``meta`` that cannot make them.
+    Values are those that each module's ``reset_parameters`` draws, in the order of ``model.modules()``; a module that
+    cannot make them raises a ConfigError.
     """
-    device, advice = context.comm.device, "; construct the model inside deepzero.zero.Init() instead"
+    device, advice = context.comm.device, "construct the model inside deepzero.zero.Init() instead"
     for name, module in model.named_modules():
         params = {key: param for key, param in module._parameters.items() if param is not None}
         metas = {key: param for key, param in params.items() if param.is_meta}
@@ -644,22 +623,20 @@ def materialize(model: nn.Module, context: Init) -> None:
         empty = {key: b for key, b in module._buffers.items() if b is not None and b.is_meta}
         if not metas and not empty:
             continue
-        reset = getattr(module, "reset_parameters", None)
+        reset: Any = getattr(module, "reset_parameters", None)
+        problem, meta = "", f"module {name!r} ({type(module).__name__}) is on the meta device and"
         if not callable(reset):
-            raise ConfigError(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters() to "
-                f"make its values{advice}"
-            )
-        if empty and not type(module).__module__.startswith("torch.nn"):
-            raise ConfigError(
-                f"buffer {next(iter(empty))!r} of module {name!r} is on the meta device, and reset_parameters() need "
-                f"not fill it{advice}"
-            )
-        if whole and metas:
-            raise ConfigError(
+            problem = f"{meta} has no reset_parameters() to make its values; {advice}"
+        elif empty and not type(module).__module__.startswith("torch.nn"):
+            # Torch's own modules fill their buffers there (BatchNorm's); others usually make them once, in __init__.
+            problem = f"{meta} its reset_parameters() need not fill buffer {next(iter(empty))!r}; {advice}"
+        elif whole and metas:
+            problem = (
                 f"module {name!r} has {next(iter(metas))!r} on the meta device and values in {whole[0]!r}, which "
                 "reset_parameters() would overwrite; load all of its parameters, or none"
             )
+        if problem:
+            raise ConfigError(problem)
         for param in metas.values():
             if param.is_meta:
                 # The object stays the same one: optimizers and tied modules hold it.
@@ -726,15 +703,16 @@ class GatheredParameters:
         # Before anything is launched: a rank that raised in the middle would leave the others waiting.
         for bucket in self.buckets:
             check_on_device(bucket)
-        # Gathered by the coordinator, but no module of theirs is under way: they are hidden again afterwards.
+        # Those that the coordinator has gathered, while no module of theirs is under way, are hidden again afterwards.
         self._hidden = [bucket for bucket in self.buckets if not bucket.shown]
         # From here on the coordinator does not release them.
         for bucket in self.buckets:
             bucket.gather_refs += 1
             bucket.release_when_unreferenced |= bucket.status is ZeroParamStatus.NOT_AVAILABLE
         _all_gather_params(self.buckets, ON_REQUEST)
+        # A bucket that was here may hold what was decoded from quantised messages; the program reads the very values.
         for bucket in self.buckets:
-            bucket.gather_again(ON_REQUEST, bucket.gather.exact)  # it may have been here, quantised
+            bucket.gather_again(ON_REQUEST, bucket.gather.exact)
 
     @torch.no_grad()
     def __exit__(self, kind: Any, *_: object) -> None:
@@ -742,6 +720,7 @@ class GatheredParameters:
             return
         complete = False
         try:
+            # After an exception nothing is taken over: the other ranks may not have had it, and would not broadcast.
             if kind is None:
                 if self.modifier_rank is not None:
                     self._take_over(self.modifier_rank)
@@ -752,14 +731,18 @@ class GatheredParameters:
                 if complete:  # else a write that was not taken over is left for the release to refuse
                     bucket.writes.snapshot()
                 bucket.gather_refs -= 1
-                if bucket.gather_refs == 0 and bucket.release_when_unreferenced:
+                # An outer context still reads the values; its end does what follows.
+                if bucket.gather_refs:
+                    continue
+                if bucket.release_when_unreferenced:
                     bucket.release_when_unreferenced = False
                     bucket.release(discard=not complete)
-                elif bucket.gather_refs == 0:
-                    if complete:
-                        bucket.gather_again(ON_REQUEST, bucket.gather)
-                    if bucket in self._hidden:
-                        bucket.hide()
+                    continue
+                # A module of a pass uses it too, and goes on with the values that it would have had without us.
+                if complete:
+                    bucket.gather_again(ON_REQUEST, bucket.gather)
+                if bucket in self._hidden:
+                    bucket.hide()
 
     def _refuse_other_writes(self) -> None:
         """Refuse a write that was not taken over: without ``modifier_rank``, or to a neighbour in the same bucket."""
@@ -790,7 +773,7 @@ class GatheredParameters:
             if param.numel() and param.data_ptr() != values.data_ptr():
                 values.copy_(param.data)  # ``param.data = …`` has put it elsewhere
                 param.data = values
-            # Every rank has the whole values then, and keeps its fragment of them.
+            # Rank ``source``'s values fill every rank's buffer, in place; then each keeps its fragment of them.
             bucket.gather.comm.broadcast(ON_REQUEST_BROADCAST, values, source)
             bucket.write(param, values.reshape(-1))
             bucket.writes.snapshot_param(param)

@@ -45,14 +45,9 @@ class ZeroParamStatus(Enum):
 class PartitionedBucket:
     """A bucket, this rank's shard of it, its parameters, and while it is gathered the buffer that they are views of.
 
-    Args:
-        key: the coordinator's number for it, or ``INIT_KEY``.
-        bucket: where it lies in the group's layout.
-        params: of the bucket's slots, in order; their records get this bucket.
-        shard: 1-D, ``[bucket.shard_numel]``, in the compute dtype.
-        gather: how it is put together.
-        pool: where buffers come from.
-        owner: the group; None for those of ``zero.Init``, which has no masters.
+    ``key`` is the coordinator's number for it, or ``INIT_KEY``; ``params`` are those of the bucket's slots, in order;
+    ``shard`` is 1-D, ``[bucket.shard_numel]``, in the compute dtype; ``owner`` is the group, None for the buckets of
+    ``zero.Init``, which has no masters.
     """
 
     def __init__(
@@ -127,16 +122,15 @@ class PartitionedBucket:
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self, kind: str, gather: PlainAllGather | None = None) -> None:
-        """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather into it.
+        """NOT_AVAILABLE → INFLIGHT: take a buffer and launch the all-gather, ``kind`` in the ledger, into it.
 
-        Args:
-            kind: the ledger's name for it.
-            gather: :attr:`gather`, for computing; None brings the very values, also where those travel quantised.
+        For computing with the values ``gather`` is :attr:`gather`; None brings the very values, never quantised ones.
         """
         self._expect(ZeroParamStatus.NOT_AVAILABLE, "launched")
         check_on_device(self)
         self.buffer = self.pool.take(self.numel, self._shard if self.in_place else None)
         self._whole = self.buffer[: self.numel]  # buffers are reused: it may be longer
+        # From here on a view of this memory is a view of these values, whoever holds one.
         self.pool.owners[storage_ptr_of(self.buffer)] = (self, self.generation)
         self.gathered_by = gather or self.gather.exact
         self.gathered_by.launch(kind, self)
@@ -147,6 +141,7 @@ class PartitionedBucket:
     def wait(self, show: bool = True) -> None:
         """INFLIGHT → AVAILABLE: the values are here; with ``show`` the parameters become views of them."""
         self._expect(ZeroParamStatus.INFLIGHT, "waited for")
+        # The current stream waits, not the host: what is computed with the values is ordered behind their arrival.
         self.gathered_by.finish()
         self.writes.snapshot()
         self.status = ZeroParamStatus.AVAILABLE
@@ -158,6 +153,7 @@ class PartitionedBucket:
     def show(self) -> None:
         """AVAILABLE: the parameters become views of the buffer, if they are not."""
         if not self.shown:
+            # Views, not copies: a bucket of a thousand parameters costs a thousand small objects and no memory.
             for param in self.params:
                 param.show(self.value(param))
             self.shown = True
@@ -190,6 +186,8 @@ class PartitionedBucket:
         written = None if discard else self.writes.written()
         if discard:  # a view that is kept shows what was written, which is no parameter's value
             self.pool.owners.pop(storage_ptr_of(self.whole), None)
+        # All references of ours go before the pool counts those that are left: only the program's keep a buffer from
+        # being used again.
         self.hide(force=True)
         buffer, self.buffer, self._whole = self.buffer, None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
@@ -210,6 +208,7 @@ class PartitionedBucket:
             return
         if self.gathered_by.quantizes:
             self.writes.check()
+        # Into the same buffer, so that views which modules and autograd hold see the other values, too.
         self.gathered_by = gather
         gather.launch(kind, self)
         gather.finish()
@@ -245,7 +244,8 @@ class PartitionedBucket:
         start, stop, first = self.range_of(param._zero.placed()[1])
         self.shard[first : first + stop - start].copy_(values[start:stop])
         self.generation += 1
-        if self.status is not ZeroParamStatus.NOT_AVAILABLE:  # what is gathered, or on its way, follows
+        # What is gathered, or on its way, follows: in place, after the all-gather, which would overwrite it.
+        if self.status is not ZeroParamStatus.NOT_AVAILABLE:
             self.gathered_by.finish()
             self.pool.owners[storage_ptr_of(self.whole)] = (self, self.generation)
             whole = self.value(param)

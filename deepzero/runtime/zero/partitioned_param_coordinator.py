@@ -73,22 +73,15 @@ class InflightParamRegistry:
 
 
 class ModuleTrace:
-    """The uses of one kind of pass in their order; once complete, the plan for the next time.
-
-    Args:
-        what: training or evaluation, for messages.
-        numel: elements of every bucket.
-        limits: what may be held.
-        is_rank0: this rank logs when a plan is dropped.
-    """
+    """The uses of one kind of pass (``what``) in their order; once complete, the plan for the next time."""
 
     def __init__(self, what: str, numel: dict[int, int], limits: FetchLimits, is_rank0: bool) -> None:
         self.what, self.numel, self.limits, self.is_rank0 = what, numel, limits, is_rank0
         self._recorded: list[ModuleUse] = []
+        # None while the order is recorded.
         self.plan: FetchPlan | None = None
-        """None while the order is recorded."""
+        # Of the use under way; -1 between two passes.
         self.position = -1
-        """Of the use under way; -1 between two passes."""
         self.dropped = 0
 
     def advance(self, keys: tuple[int, ...], backward: bool, where: str, on_demand: bool, run: int) -> ModuleUse | None:
@@ -150,11 +143,8 @@ class ModuleTrace:
 class PartitionedParameterCoordinator:
     """Fetches and releases buckets along the trace.
 
-    Args:
-        buckets: all of them, the position being the key.
-        limits: ``stage3_prefetch_bucket_size``, ``stage3_max_reuse_distance``, ``stage3_max_live_parameters``.
-        recording_numel: elements that are held while nothing is known about the order.
-        comm: the ranks; keeps events in its ledger, and is told where in the model we are.
+    A bucket's position in ``buckets`` is its key. While nothing is known about the order, ``recording_numel`` elements
+    are held.
     """
 
     def __init__(
@@ -324,6 +314,8 @@ class PartitionedParameterCoordinator:
                 messages.most_numel = messages.numel()
 
     def _end_pass(self) -> None:
+        # Between two passes nothing is gathered, so the pools can be made to hold exactly what the plans need: what a
+        # step holds does not depend on what an evaluation before it gathered.
         self._buffers.moments = []
         for pool in self._pools:
             self._buffers.settle(pool)
@@ -385,6 +377,7 @@ class PartitionedParameterCoordinator:
                 self._release(key, discard)
             except PartitionedUseError as error:  # the others are released all the same
                 refused = error
+        # Raised last: a bucket that stayed gathered would show old values in the next step.
         if refused is not None:
             raise refused
 
@@ -432,6 +425,7 @@ class PartitionedParameterCoordinator:
         if self._live.pop(key, False) is False:
             return
         self.live_numel -= bucket.numel
+        # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self.inflight.wait(key)
         if bucket.gather_refs:
             # The program reads it inside GatheredParameters, whose end will release it.

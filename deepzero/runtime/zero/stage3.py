@@ -69,10 +69,9 @@ GatherBuilder = Callable[[PlainAllGather], PlainAllGather]
 def plan_partitioning(
     names: Mapping[nn.Parameter, str], chosen: Sequence[Sequence[nn.Parameter]], config: ZeroConfig, world_size: int
 ) -> tuple[list[GroupLayout], int]:
-    """Which parameters are cut, over which buckets. Pure numbers.
+    """The groups of trained parameters, then of frozen ones, and how many elements a bucket may have. Pure numbers.
 
-    Returns the groups of trained parameters, then of frozen ones, and how many elements a bucket may have. ``names``
-    has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
+    ``names`` has all parameters, ``chosen`` the trainable ones of each optimizer group, as their gradients arrive.
     """
     threshold = config.stage3_param_persistence_threshold
     trained = {param for params in chosen for param in params}
@@ -202,15 +201,8 @@ def partition_model(
 ) -> Partitioning:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
-    Args:
-        names: every parameter's.
-        planned: the groups, from :func:`plan_partitioning`, as is ``limit``.
-        limit: elements that a bucket may have.
-        placements: of the groups.
-        config: thresholds and limits.
-        comm: the ranks.
-        dtype: compute dtype.
-        offload: where host memory is; None: nothing is offloaded.
+    ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
+    compute dtype; without ``offload`` nothing is in host memory.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
     trained = {param for group in planned if group.optimizer_group is not None for param in group.params}
@@ -262,7 +254,7 @@ def is_real(param: nn.Parameter) -> bool:
 @torch.no_grad()
 def place_whole(param: nn.Parameter, comm: Communicator, dtype: torch.dtype) -> None:
     """What is in no group goes to the device as a whole, with rank 0's values, in ``dtype``."""
-    shape = param.shape
+    shape = param.shape  # taking the values leaves the parameter without elements
     param.data = take_values(param, comm).to(dtype).view(shape)
 
 
@@ -303,15 +295,10 @@ class PartitionedParamGroup:
     of elements in a rank's shard are the same in both. Frozen parameters are partitioned too, in groups of their own
     that no optimizer sees, without masters.
 
-    Args:
-        names: the parameters' names, in the order of the layout.
-        planned: its parameters and layout. They become partitioned; those that ``zero.Init`` has cut are cut anew.
-        comm: the ranks.
-        pool: buffers of the compute dtype.
-        first_key: the coordinator's number of the first bucket.
-        placement: what of it lives in host memory.
-        offload: where that is; None: nothing is offloaded.
-        build_gather: makes each bucket's plain all-gather into the configured one.
+    ``names`` and ``planned.params`` are in the order of the layout; the parameters become partitioned, and those that
+    ``zero.Init`` has cut are cut anew. ``pool`` has buffers of the compute dtype; ``first_key`` is the coordinator's
+    number of the first bucket; ``placement`` says what lives in ``offload``'s host memory; ``build_gather`` makes each
+    bucket's plain all-gather into the configured one.
     """
 
     partitioned, whole = True, False
@@ -337,6 +324,7 @@ class PartitionedParamGroup:
             self.shard_on_host = offload.allocate(HOST_PARAMETERS, placement.parameter_numel, self.dtype)
         self.master_shard = MasterShard(placement, offload.allocate if offload is not None else None)
         # ---- the parameters are partitioned; from here on they are placeholders
+        # Fragments are the optimizer's tensors: see [Note: why fragments] in ``stage_1_and_2.py``.
         self.fragments = planned.layout.fragments(comm.rank)
         # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
         self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
@@ -386,6 +374,7 @@ class PartitionedParamGroup:
             made[-1].hide(self.dtype, self.device)
         if waits:
             self._allocate()
+        # One by one, so that a fragment is held twice only while it is copied.
         for number in list(waiting):
             self._keep(self.fragments[number], waiting.pop(number))
         return made
@@ -515,6 +504,7 @@ class PartitionedParamGroup:
                 bucket.launch(SETUP)
             if bucket.status is ZeroParamStatus.INFLIGHT:
                 bucket.wait()
+            # Each parameter takes a copy of its values, so one bucket is held twice at a time and not the model.
             for param in bucket.params:
                 unregister_owner(param)
                 unpartition(param)
@@ -534,10 +524,7 @@ def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
 class ZeroStage3:
     """Partitioned parameters, gradients and optimizer states.
 
-    Args:
-        model: gets the hooks.
-        gradients: over the groups of trainable parameters, partitioned or persistent.
-        partitioning: what step 0 has left behind.
+    ``model`` gets the hooks; ``gradients`` are those of all trainable parameters, partitioned or persistent.
     """
 
     def __init__(self, model: nn.Module, gradients: GradientReducer, partitioning: Partitioning) -> None:
@@ -579,6 +566,7 @@ class ZeroStage3:
 
     def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
+        # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
         self._boundary = boundary
         # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
@@ -628,7 +616,8 @@ class ZeroStage3:
 
     def publish(self) -> None:
         """6: cast masters into ``shard_S``; gather persistent parameters only, and with MiCS renew secondary shards."""
-        # Launched first: persistent parameters travel while the others' masters are cast.
+        # Launched first, waited for last: persistent parameters travel while the others' masters are cast, and while
+        # secondary shards are renewed.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
             group.publish()
@@ -650,6 +639,7 @@ class ZeroStage3:
 
     def destroy(self) -> None:
         """Whole, plain parameters again; no hooks. A collective."""
+        # Gathered buckets and hooks first: a parameter that becomes plain must not be a view of a buffer.
         self.coordinator.release_all()
         self.hooks.remove()
         self.persistent.destroy()

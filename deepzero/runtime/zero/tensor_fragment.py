@@ -50,14 +50,9 @@ _ENGINES: weakref.WeakValueDictionary[int, TensorFragments] = weakref.WeakValueD
 class TensorFragments:
     """One engine's parameters, which it registers when it is built, and what all of them need of it.
 
-    Args:
-        model: whose parameters are registered.
-        groups: of the trained ones.
-        step: has the optimizer, and one ``MasterFragment`` for each fragment of each group, in order.
-        gradients: the reduced gradients.
-        mean_divisor: what the sum of gradients is divided by for their mean, without loss scale.
-        last_pass: whether the micro-batch under way is the last of its optimizer step.
-        finish_delayed_update: called before anything is written.
+    ``step`` has the optimizer, and one ``MasterFragment`` for each fragment of each of ``groups``, in order. The sum of
+    gradients divided by ``mean_divisor()`` is their mean, without loss scale; ``last_pass()`` is whether the
+    micro-batch under way is the last of its step; ``finish_delayed_update`` is called before anything is written.
     """
 
     def __init__(
@@ -79,14 +74,14 @@ class TensorFragments:
         self.comm.ledger.untracked_kinds |= _OUTSIDE_STEP
         names = {param: name for name, param in model.named_parameters()}
         self._fragments: dict[nn.Parameter, ParamFragment] = {}
-        parts = iter(step.parts)
+        tensors_of = iter(step.parts)
         for number, group in enumerate(groups):
-            mine = {fragment.slot.index: (fragment, next(parts)) for fragment in group.fragments}
+            mine = {fragment.slot.index: (fragment, next(tensors_of)) for fragment in group.fragments}
             for bucket in group.layout.buckets:
                 for slot in bucket.slots:
-                    param, (fragment, part) = group.params[slot.index], mine.get(slot.index, (None, None))
+                    param, (fragment, tensors) = group.params[slot.index], mine.get(slot.index, (None, None))
                     self._fragments[param] = ParamFragment(
-                        self, names[param], group, number, slot, bucket, param.shape, fragment, part
+                        self, names[param], group, number, slot, bucket, param.shape, fragment, tensors
                     )
         self._names = names
         _ENGINES.update((id(param), self) for param in names)
@@ -140,7 +135,7 @@ class ParamFragment:
     shape: torch.Size
     fragment: Fragment | None
     """None where this rank has no element of the parameter."""
-    part: MasterFragment | None
+    tensors: MasterFragment | None
     """Master and gradient of the fragment."""
 
     # ---- fragments and wholes ----------------------------------------------------------------------------------------
@@ -192,7 +187,7 @@ class ParamFragment:
         self.engine.step.wait_pending_update()
         if not self.group.partitioned and not self.engine.step.update_pending:
             self.group.sync_masters_from_params()
-        return self.copy_of(self.part.master if self.part is not None else None)
+        return self.copy_of(self.tensors.master if self.tensors is not None else None)
 
     def has_state(self, key: str, everywhere: bool) -> bool:
         """Whether there is state of that name; False when there is none at all yet.
@@ -203,8 +198,8 @@ class ParamFragment:
             ValueError: the optimizer keeps other state, or a number for the whole parameter.
         """
         mine: list[str] = []
-        if self.part is not None:
-            master = self.part.master
+        if self.tensors is not None:
+            master = self.tensors.master
             state = self.engine.optimizer.state.get(master, {})
             mine = [kept for kept, value in state.items() if torch.is_tensor(value) and value.shape == master.shape]
         ranks = process_group.all_gather_object(mine) if everywhere else [mine]
@@ -219,12 +214,12 @@ class ParamFragment:
     def state(self, key: str) -> torch.Tensor | None:
         """This rank's fragment of one state, as the optimizer holds it."""
         self.engine.step.wait_pending_update()
-        return self.engine.optimizer.state[self.part.master][key] if self.part is not None else None
+        return self.engine.optimizer.state[self.tensors.master][key] if self.tensors is not None else None
 
     def copy_of_state(self, key: str, everywhere: bool) -> torch.Tensor | None:
         """A copy of this rank's fragment of one state; None while there is none."""
         # Without ``everywhere`` a rank that has no fragment cannot tell which state there is.
-        if (everywhere or self.part is not None) and not self.has_state(key, everywhere):
+        if (everywhere or self.tensors is not None) and not self.has_state(key, everywhere):
             return None
         return self.copy_of(self.state(key))
 
@@ -252,7 +247,7 @@ class ParamFragment:
             return None
         if gradients.reduced:
             gradients.drain()
-            mine = self.copy_of(self.part.grad if self.part is not None else None)
+            mine = self.copy_of(self.tensors.grad if self.tensors is not None else None)
         else:
             mine = self.copy_of(self.cut(self._reduce_aside()))
         return mine.div_(self.divisor())
@@ -289,8 +284,8 @@ class ParamFragment:
             )
         gradients.reduce_now()
         gradients.sums_changed(self.number, self.bucket)
-        if self.part is not None:
-            self.part.grad.copy_(mine * self.divisor())
+        if self.tensors is not None:
+            self.tensors.grad.copy_(mine * self.divisor())
 
 
 def _refuse_inside_a_pass() -> None:
@@ -410,5 +405,5 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
     """Change this rank's fragment of what the optimizer keeps for each element. Nothing is sent."""
     fragment = _engine_of(param).trained(param)
     mine = fragment.given(value, local=True)
-    if fragment.part is not None:
+    if fragment.tensors is not None:
         fragment.set_state(optim_state_key, mine, everywhere=False)

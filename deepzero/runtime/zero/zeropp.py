@@ -100,13 +100,8 @@ def build_quantization_monitor(
 class QuantizationMonitor:
     """Measures, reports and decides.
 
-    Args:
-        buckets: those whose weights travel quantised.
-        quantized_grads: qgZ's part of the reducer; None: gradients do not travel quantised.
-        names: of the buckets of gradients that do, by their key there.
-        settings: how often, and which bounds.
-        comm: the ranks.
-        changed: called when something is quantised no more.
+    The weights of ``buckets`` travel quantised, and if there are ``quantized_grads`` the gradients of the buckets in
+    ``names``. ``changed`` is called when something is quantised no more.
     """
 
     def __init__(
@@ -154,7 +149,7 @@ class QuantizationMonitor:
         self.restart()
 
     def restart(self) -> None:
-        """A step begins, or begins anew: gradients are measured as they are sent, so the reducer is told before."""
+        """A step begins, or begins anew: gradients are measured as they are sent, which is switched on before."""
         if self.quantized_grads is not None:
             self.quantized_grads.metering = self._due()
 
@@ -215,12 +210,12 @@ class QuantizationMonitor:
             return []
         values = torch.tensor(mine, dtype=torch.float64).reshape(-1)
         whole = torch.zeros(self.comm.world_size, values.numel(), dtype=torch.float64, device=self.comm.device)
-        parts = whole.unbind()
-        parts[self.comm.rank].copy_(values)
+        rows = whole.unbind()
+        rows[self.comm.rank].copy_(values)
         self.comm.all_gather(METER, whole.view(-1), where="error meter").wait()
-        total = torch.zeros_like(parts[0])
-        for part in parts:
-            total += part
+        total = torch.zeros_like(rows[0])
+        for row in rows:
+            total += row
         pairs = total.view(-1, 2).tolist()
         return [(signal, noise) for signal, noise in pairs]
 
