@@ -25,13 +25,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3497, 2720),
+    "deepzero/comm": (3447, 2720),
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5660, 4550),
     "deepzero/offload": (3180, 2500),
     "deepzero/checkpoint": (3620, 2610),
-    "deepzero/launch": (700, 650),
-    "deepzero/health": (643, 560),
+    "deepzero/launch": (694, 650),
+    "deepzero/health": (634, 560),
     "deepzero/monitor": (2702, 1600),
     "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1230, 800),
@@ -195,7 +195,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     branches = [count for source in core if (count := source.dry_run_branches())]
     yield Row("branches for dry runs in the core", sum(branches), 17, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 18, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 11, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")

@@ -97,13 +97,8 @@ class Communicator:
     gloo's all-gather first packs everything into fresh memory and then unpacks it. Sending each part straight from the
     tensor it lies in to the tensor where it belongs halves the time (98 M bf16 elements over 2 ranks in 16 calls:
     all-gather 116 ms, all-to-all 78 ms, pairwise exchange 54 ms). So on gloo both are pairwise exchanges. NCCL gathers
-    in place by itself.
-
-    Args:
-        device: where the tensors live.
-        ledger: every call is counted there.
-        chaos: delays before launches and waits, when enabled.
-        nodes: which ranks share a node; None: all do.
+    in place by itself. Every call is counted in the ``ledger``; chaos delays launches and waits. Without ``nodes`` all
+    ranks share one.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
@@ -114,6 +109,8 @@ class Communicator:
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
         # gloo cannot send from GPU memory; with CUDA tensors it is asked for its (copying) collectives instead.
         self._pairwise = self.backend == "gloo" and self.device_type == "cpu"
+        # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
+        self._with_handles = not self._pairwise
         self._torch: Any = dist  # who starts collectives; a dry run has another one
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
@@ -126,8 +123,7 @@ class Communicator:
 
     def split(self, size: int) -> tuple[RankGroup, RankGroup]:
         """This rank's group *inside* its run of ``size`` ranks, and the one *across* the runs. A collective."""
-        # NCCL needs a communicator for each group. gloo's pairs of ranks find each other in the one of all ranks.
-        inside, across = (make_group(s, self.rank, not self._pairwise) for s in split_ranks(self.world_size, size))
+        inside, across = (make_group(s, self.rank, self._with_handles) for s in split_ranks(self.world_size, size))
         return inside, across
 
     def fingerprint(self) -> int:
@@ -295,14 +291,9 @@ class DryRunCommunicator(Communicator):
 
     def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None) -> None:
         super().__init__(device, ledger, chaos, nodes)
-        self._torch = _NothingTravels()
+        self._torch, self._with_handles = _NothingTravels(), False
         # What a rank that is made up launches must not stand in the flight recorder of the process that plays it.
         self._watch = flight_recorder.GroupObserver()
-
-    def split(self, size: int) -> tuple[RankGroup, RankGroup]:
-        """As on real ranks, without the backend's communicators."""
-        inside, across = (make_group(s, self.rank, with_handle=False) for s in split_ranks(self.world_size, size))
-        return inside, across
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """Zeros: nothing has a value here."""

@@ -171,11 +171,8 @@ class Ledger:
     ) -> None:
         """Let :meth:`sample` ask ``tensors()`` for what is held under ``category`` at that moment.
 
-        Args:
-            category: one of ``MEMORY_CATEGORIES`` or ``HOST_CATEGORIES``.
-            tensors: called at every sample.
-            padding_bytes: how much of it is the layout's padding; it is counted under ``padding`` instead.
-            most: bytes that were held since the last sample, where that changes within a step.
+        ``padding_bytes`` of it are the layout's padding, counted under ``padding`` instead. ``most()`` are the bytes
+        held since the last sample, where that changes within a step.
         """
         if most is not None:
             self._most[category] = most
@@ -188,11 +185,7 @@ class Ledger:
             self.held[category] = total if category == "padding" else max(self.held.get(category, 0), total)
 
     def held_now(self, without: Collection[str] = ()) -> dict[str, int]:
-        """Bytes that are held at this moment, by category. A storage that two tensors share counts once.
-
-        Args:
-            without: categories that are left out, and their padding; to ask thousands of tensors takes a millisecond.
-        """
+        """Bytes held at this moment, by category, some left out. A storage that two tensors share counts once."""
         return _together(self._measure(without))
 
     def held_in_two(self, apart: Collection[str]) -> tuple[dict[str, int], dict[str, int]]:
@@ -235,11 +228,9 @@ class Ledger:
         self.predicted_memory, self.predicted_traffic = dict(memory), dict(traffic)
 
     def report(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Predicted beside measured, for this rank.
+        """``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted", "measured"}}}``.
 
-        Returns:
-            ``{"memory": {category: {"predicted", "measured"}}, "communication": {kind: {"predicted", "measured"}}}``
-            in bytes, and in calls, elements, padding elements and bytes of the last optimizer step.
+        In bytes, and in calls, elements, padding elements and bytes of the last optimizer step.
         """
         categories = [*MEMORY_CATEGORIES, *(name for name in (SECONDARY, *HOST_CATEGORIES) if name in self._watched)]
         forms, empty = self.predicted_traffic, Traffic()
@@ -259,11 +250,7 @@ class Ledger:
 
 
 def off_forms(report: Mapping[str, Any]) -> list[str]:
-    """A sentence for each category of memory of which other bytes were held than the closed form says.
-
-    Args:
-        report: ``{"memory": {category: {"predicted", "measured"}}, …}``, means over ranks.
-    """
+    """A sentence for each category of a report's memory of which other bytes were held than the closed form says."""
     return [
         f"{category}: {entry['measured']:,.0f} bytes were held, and the closed form says {entry['predicted']:,}. No "
         "result depends on it, but a plan made with these forms does not fit this run. Something outside of the steps "

@@ -81,7 +81,8 @@ def fake_process_group(who: FakeRank) -> Iterator[None]:
 
 def real_device_type(device: torch.device) -> str:
     """``cpu`` or ``cuda``: the kind of a device, of the meta device in a dry run what it stands for."""
-    return _fake_rank.device_type if device.type == "meta" and _fake_rank is not None else device.type
+    stands_for = {} if _fake_rank is None else {"meta": _fake_rank.device_type}
+    return stands_for.get(device.type, device.type)
 
 
 # ---- joining and leaving ---------------------------------------------------------------------------------------------
@@ -186,9 +187,7 @@ def say_cpu(why: str) -> None:
 def init_distributed(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
     """Join the process group, and use this rank's GPU. Where the caller has joined one, do the second alone.
 
-    Args:
-        backend: ``gloo``, ``nccl`` or None for NCCL on GPUs and gloo on CPU.
-        timeout_seconds: a collective that takes longer raises.
+    Without a ``backend`` it is NCCL on GPUs and gloo on CPU. A collective that takes longer than the time-out raises.
 
     Raises:
         ConfigError: some but not all of the launcher's environment variables are set, or :func:`default_device`.
@@ -302,11 +301,7 @@ def _collect(kind: str, value: Any, dst: int | None) -> list[Any] | None:
 
 
 def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], Exception] = RuntimeError) -> None:
-    """Raise on every rank when one has a problem, so that none waits for a rank that has gone. A collective.
-
-    Args:
-        problem: this rank's, in words or as it was raised; None: it has none.
-        error: makes what is raised of a text: of a problem in words, and of another rank's.
+    """Raise on every rank when one has a ``problem`` (in words or as it was raised), so that none waits. A collective.
 
     Raises:
         Exception: this rank's own, where it has one; else ``error`` with the words of the first rank that has a
@@ -324,9 +319,7 @@ def raise_on_all_ranks(problem: str | Exception | None, error: Callable[[str], E
 def gather_and_sum(vector: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Every rank's small vector, gathered and added in the order of ranks: the same bits on all, whoever came first.
 
-    Args:
-        vector: 1-D on the CPU, of the same length and dtype on every rank. So is the sum.
-        device: where the group's backend wants it.
+    1-D on the CPU, as the sum is, of one length and dtype on every rank; ``device`` is where the backend wants it.
     """
     if not _talks():
         return vector * world_size()
@@ -387,10 +380,8 @@ class StoreMailbox:
     (the watchdog). Nothing here waits: a store that is asked for a key that is not there yet would make all others who
     ask it wait as well.
 
-    Args:
-        name: the same on all ranks, and never used before in ``store``.
-        store: None: the process group's, or one of this process alone where it has joined none.
-        rank: this rank; None: as in the process group. So is ``world_size``, how many there are.
+    Its ``name`` is the same on all ranks, and never used before in ``store``. What is None is the process group's; the
+    store that of this process alone where it has joined none.
     """
 
     def __init__(

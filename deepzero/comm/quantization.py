@@ -37,7 +37,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -181,8 +181,8 @@ class Quantizer:
         self.format, self.request = form, kernel
         self.kernel = "compiled" if kernel == "compiled" else "plain"
         self.reason = "not prepared" if kernel == "auto" else "as asked for"
-        self._plain: Kernel = PlainKernel()
-        self._compiled: Kernel = CompiledKernel()
+        self._plain: PlainKernel | DryRunKernel = PlainKernel()
+        self._compiles = True
         # (direction, dtype, device) that turned out not to compile, in the middle of training.
         self._uncompiled: set[tuple[str, torch.dtype, torch.device]] = set()
 
@@ -196,7 +196,7 @@ class Quantizer:
         """
         device = torch.empty(0, device=device).device  # "cuda" is a wish, cuda:0 a device
         if substitute := _SUBSTITUTES.get(device.type):
-            self._plain = self._compiled = substitute()
+            self._plain, self._compiles = substitute(), False
         if self.request == "plain" or (self.request == "compiled" and substitute):
             return
         if self.request == "auto":
@@ -263,19 +263,21 @@ class Quantizer:
         if values.dim() != 1 or not values.is_floating_point() or not values.is_contiguous():
             raise ValueError(f"values must be 1-D, contiguous and of a float dtype, not {_kind_of(values)}")
 
-    def _kernel(self, direction: str, rows: torch.Tensor) -> Kernel:
+    def _kernel(self, direction: str, rows: torch.Tensor) -> PlainKernel | DryRunKernel | CompiledKernel:
         """The one for these rows; a shorter last block is a row of its own, not worth a compilation."""
-        if self.kernel == "plain" or rows.shape[1] != self.format.block:
-            return self._plain
         case = (direction, rows.dtype, rows.device)
-        if self.request == "auto" and case not in self._uncompiled:
+        if not (self._compiles and self.kernel == "compiled") or rows.shape[1] != self.format.block:
+            return self._plain
+        if case not in self._uncompiled:
             try:
-                compiled(Variant(direction, rows.dtype, self.format.bits, self.format.block, rows.device))
+                return compiled(Variant(direction, rows.dtype, self.format.bits, self.format.block, rows.device))
             except CompilationError as error:
+                if self.request == "compiled":
+                    raise
                 self._uncompiled.add(case)
                 text = f"{error}. The plain kernel will {direction} {rows.dtype} here from now on: slower"
                 warnings.warn(f"Quantizer: {text}", RuntimeWarning, stacklevel=3)
-        return self._plain if case in self._uncompiled else self._compiled
+        return self._plain
 
 
 # ---- the plain kernel ------------------------------------------------------------------------------------------------
@@ -424,35 +426,22 @@ class Variant(NamedTuple):
 
 
 class CompiledKernel:
-    """The compiled lines. Each method's first call for a :class:`Variant` in the process takes seconds.
+    """The compiled lines of a :class:`Variant`, which has one of the two directions."""
 
-    Raises:
-        CompilationError: from both methods: no compiler, a failed compilation, or a result with other bits.
-    """
+    def __init__(self, lines: Callable[..., Any]) -> None:
+        self.lines = lines
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bits: int) -> None:
         """Quantise rows."""
-        _run_pack(compiled(Variant("pack", values.dtype, bits, values.shape[1], values.device)), values, codes, scales)
+        # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
+        torch.get_num_threads()
+        top = self.lines(values, codes.view(torch.int8))
+        scales.copy_(top.mul_(1.0 / levels(bits)).clamp_min_(TINY))
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, bits: int) -> None:
         """Decode rows."""
-        lines = compiled(Variant("unpack", values.dtype, bits, values.shape[1], values.device))
-        _run_unpack(lines, codes, scales, values)
-
-
-Kernel: TypeAlias = PlainKernel | CompiledKernel | DryRunKernel
-
-
-def _run_pack(lines: Callable[..., Any], values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    # A thread's first question for their number makes it take on the process's; the compiled code does not ask.
-    torch.get_num_threads()
-    top, bits = lines(values, codes.view(torch.int8)), 8 * codes.shape[1] // values.shape[1]
-    scales.copy_(top.mul_(1.0 / levels(bits)).clamp_min_(TINY))
-
-
-def _run_unpack(lines: Callable[..., Any], codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> None:
-    torch.get_num_threads()
-    lines(codes.view(torch.int8), scales, *((values,) if codes.shape == values.shape else values.chunk(2, 1)))
+        torch.get_num_threads()
+        self.lines(codes.view(torch.int8), scales, *((values,) if bits == 8 else values.chunk(2, 1)))
 
 
 _COMPILING = threading.Lock()
@@ -460,8 +449,8 @@ _COMPILING = threading.Lock()
 
 @functools.cache
 @torch.no_grad()
-def compiled(variant: Variant) -> Callable[..., Any]:
-    """The compiled lines of a variant, compared with the plain kernel.
+def compiled(variant: Variant) -> CompiledKernel:
+    """The compiled lines of a variant, compared with the plain kernel. The first call in a process takes seconds.
 
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the plain kernel's.
@@ -473,7 +462,7 @@ def compiled(variant: Variant) -> Callable[..., Any]:
     values, codes, scales, truth = _sample(variant)
     finite = torch.isfinite(values).all(1)
     with _COMPILING, compilation():
-        lines = _compile(variant)
+        kernel = CompiledKernel(_compile(variant))
         got_codes, got_scales, got = codes.clone(), scales.clone(), torch.zeros_like(values)
         # Separate tensors of the right strides, so that the compiler sees no two views of one storage, one of them
         # written: in use the halves of a row are, and do not overlap.
@@ -482,22 +471,22 @@ def compiled(variant: Variant) -> Callable[..., Any]:
         tensors = [t.detach() for t in ([values, as_int8] if packs else [codes.view(torch.int8), scales, *halves])]
         for tensor in tensors:
             mark_dynamic(tensor, 0)
-        lines(*tensors)
+        kernel.lines(*tensors)
         for rows in (slice(None), slice(1)):  # one row is a size that compilers like to treat apart
             whole, odd = finite[rows], ~finite[rows]
             if packs:
-                _run_pack(lines, values[rows], got_codes.zero_()[rows], got_scales.zero_()[rows])
+                kernel.encode(values[rows], got_codes.zero_()[rows], got_scales.zero_()[rows], variant.bits)
                 same = _same_codes(got_codes[rows][whole], codes[rows][whole], variant)
                 found, expected = got_scales[rows], scales[rows]
             else:
-                _run_unpack(lines, codes[rows], scales[rows], got.zero_()[rows])
+                kernel.decode(codes[rows], scales[rows], got.zero_()[rows], variant.bits)
                 same, found, expected = True, got[rows], truth[rows]
             if not (same and torch.equal(found[whole], expected[whole])) or torch.isfinite(found[odd]).any():
                 raise CompilationError(
                     f"the compiler's code to {variant.direction} {variant.bits} bits gives other bits than plain "
                     "torch; is a flag like -ffast-math set?"
                 )
-    return lines
+    return kernel
 
 
 def _compile(variant: Variant) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ import torch
 
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.quantization import Packed, Quantizer
-from deepzero.comm.reduce_scatter import InflightReduce, Key, Part, chunk_for, sum_chunk, sum_in_rank_order
+from deepzero.comm.reduce_scatter import InflightReduce, Key, Part, chunk_for, sum_chunk, sum_for
 from deepzero.comm.topology import RankGroup
 from deepzero.layout import Bucket, FlatLayout
 
@@ -61,13 +61,8 @@ class QuantizedMessages:
 class QuantizedReduce:
     """Steps 1 to 3, for a :class:`~deepzero.comm.reduce_scatter.BucketReducer`, whose own sum is step 4.
 
-    Args:
-        comm: the ranks, at least 2; its nodes are those of the module's text. The constructor is a collective.
-        layouts: of all groups; of error feedback's residuals.
-        wire_dtype: the bucket's, and the residuals'.
-        quantizer: packs and unpacks.
-        exact_groups: numbers of groups all of whose buckets go the exact way.
-        error_feedback: keep what is lost for the next time.
+    The constructor is a collective of the ranks, at least 2. ``layouts`` are those of all groups, of which
+    ``exact_groups`` go the exact way; with ``error_feedback`` residuals are kept, in the bucket's ``wire_dtype``.
     """
 
     def __init__(
@@ -81,6 +76,7 @@ class QuantizedReduce:
     ) -> None:
         self.comm, self.quantizer, self.format, self.exact_groups = comm, quantizer, quantizer.format, exact_groups
         self.inside, self.across = comm.split(comm.nodes.per_node)
+        self._sum = sum_for(comm.device)
         longest = max((layout.largest_bucket for layout in layouts), default=0) // comm.world_size
         # Elements to decode at a time: whole blocks.
         self.chunk = max(chunk_for(comm.device, longest) // self.format.block, 1) * self.format.block
@@ -184,7 +180,7 @@ class QuantizedReduce:
         mine: Part = shares[me][0]
         if len(shares[me]) > 1:
             # While the others' sums travel.
-            sum_in_rank_order(mail.partial, shares[me], False, scratch)
+            self._sum(mail.partial, shares[me], False, scratch)
             mine = mail.partial
         inflight.parts = [
             mine if node == me else self._reader(*self._messages(message, bucket))

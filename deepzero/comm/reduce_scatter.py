@@ -102,11 +102,6 @@ def sum_in_rank_order(
         factor: multiplies the sum, not what ``output`` holds already.
         on_chunk: called with what ``output`` holds in the end.
     """
-    if output.is_meta:  # a dry run: one pass, and no cache to keep chunks in
-        output.copy_(output)
-        if on_chunk is not None:
-            on_chunk(output, 0)
-        return
     size = scratch.numel() // 2
     # fp32 without accumulation: the output is its own scratch, and a chunk is written once.
     in_place = output.dtype == torch.float32 and not accumulate
@@ -123,6 +118,18 @@ def sum_in_rank_order(
             target.copy_(total)
         if on_chunk is not None:
             on_chunk(target, lo)
+
+
+def one_pass(output: torch.Tensor, *_: object, on_chunk: Measure | None = None) -> None:
+    """A dry run's sum: one pass over ``output``, and no cache to keep chunks in."""
+    output.copy_(output)
+    if on_chunk is not None:
+        on_chunk(output, 0)
+
+
+def sum_for(device: torch.device) -> Callable[..., None]:
+    """:func:`sum_in_rank_order`, or what stands for it where values are not there."""
+    return {"meta": one_pass}.get(device.type, sum_in_rank_order)
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------
@@ -170,8 +177,7 @@ class BucketReducer:
 
     Args:
         comm: the ranks.
-        capacity: elements of the largest bucket that will ever be reduced.
-        wire_dtype: dtype in which gradients travel.
+        capacity: elements of the largest bucket that will ever be reduced, in ``wire_dtype``.
         method: ``exact`` or ``native``; see the module's text.
         whole: every rank gets the whole sum (an all-reduce) instead of its own shard (a reduce-scatter).
         depth: buffers; 1 waits for each reduction before the next bucket is filled.
@@ -198,7 +204,7 @@ class BucketReducer:
         if strategy is not None and (whole or method != "exact"):
             raise ValueError(f"method={method!r}, whole={whole}: another way stands beside exact sums of shards only")
         # The side stream for sums: the compute stream goes on with the backward pass. On a CPU they run in line.
-        self._lane = SideStream(comm.device)
+        self._lane, self._sum = SideStream(comm.device), sum_for(comm.device)
         chunk = strategy.chunk if strategy is not None else chunk_for(comm.device, capacity // comm.world_size)
         self._scratch = torch.zeros(2 * chunk, dtype=torch.float32, device=comm.device)
         self._all_buffers = tuple(self._allocate(capacity) for _ in range(depth))
@@ -273,10 +279,8 @@ class BucketReducer:
             bucket: what the buffer holds.
             output: this rank's shard of the sum, ``bucket.shard_numel`` elements; with ``whole``, all of it.
             accumulate: add to ``output`` instead of replacing it.
-            on_chunk: called with all of this rank's shard of ``output``, in chunks, when it is written. Not with
-                ``whole``.
-            on_reduced: called in stream order when ``output`` is written, to take it elsewhere. It is added there, so
-                with ``on_reduced`` nothing is added here.
+            on_chunk: called with this rank's shard of ``output``, in chunks, when it is written. Not with ``whole``.
+            on_reduced: called in stream order when ``output`` is written, to take it elsewhere, and add it there.
             group: the number of the bucket's group.
             place: the bucket's first parameter, for traces.
         """
@@ -362,7 +366,7 @@ class BucketReducer:
             output = inflight.output.split(bucket.shard_numel)[comm.rank] if gathers else inflight.output
             # Undo the division of _launch_native, now that the sum is in fp32.
             factor = float(comm.world_size) if self.method == "native" and self.wire_dtype == torch.float16 else 1.0
-            sum_in_rank_order(output, inflight.parts, inflight.accumulate, self._scratch, factor, inflight.on_chunk)
+            self._sum(output, inflight.parts, inflight.accumulate, self._scratch, factor, on_chunk=inflight.on_chunk)
             comm.chaos.poison(buffers.send, buffers.recv_buffer)
             if gathers:
                 # The second half of an exact all-reduce: the fp32 sums go to everybody, unrounded.

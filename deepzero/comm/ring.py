@@ -138,12 +138,9 @@ def all_gather(tensor: torch.Tensor, watch: Watch | None = None) -> None:
 
 
 def all_reduce(tensor: torch.Tensor, average: bool = True, watch: Watch | None = None) -> None:
-    """Average (or sum) over ranks, in place, on every rank, with the same bits on every rank.
+    """Average (or sum) over ranks, in place, with the same bits on every rank.
 
-    Args:
-        tensor: [any shape] contiguous, the same shape and dtype on every rank; a floating-point dtype to average.
-        average: divide by W at the end, as the sources do; False leaves the sum.
-        watch: is told every hop.
+    ``tensor`` is contiguous, of one shape and dtype on every rank; to average, of a floating-point one.
     """
     # Refused before anything is sent: a rank that raised in the middle would leave its neighbours waiting for it.
     if average and not tensor.is_floating_point():

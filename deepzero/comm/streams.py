@@ -106,4 +106,4 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
     On the meta device, where there is no memory, a tensor of the same kind.
     """
-    return torch.empty_like(tensor) if tensor.is_meta else torch.from_dlpack(tensor)
+    return {"meta": torch.empty_like}.get(tensor.device.type, torch.from_dlpack)(tensor)

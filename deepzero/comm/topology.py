@@ -70,11 +70,9 @@ class Nodes:
 def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int | None] = ()) -> Nodes:
     """The nodes of this run.
 
-    Args:
-        ranks_per_node: ``comm.ranks_per_node``; None goes by what the launcher has told, and where it has told nothing,
-            or machines differ in size, all ranks count as one node. With one rank it says nothing.
-        world_size: W.
-        told: every rank's ``process_group.ranks_of_host()``: **all ranks have to come to the same nodes**.
+    Without ``comm.ranks_per_node`` it goes by what the launcher has ``told`` (every rank's
+    ``process_group.ranks_of_host()``: **all ranks have to come to the same nodes**). Where it has told nothing, or
+    machines differ in size, all ranks count as one node.
 
     Raises:
         ConfigError: ``ranks_per_node`` does not divide W.
@@ -185,10 +183,7 @@ def split_ranks(world_size: int, size: int) -> tuple[list[tuple[int, ...]], list
 def make_group(ranks: Sequence[tuple[int, ...]], rank: int, with_handle: bool) -> RankGroup:
     """This rank's one of several groups. With a handle a collective of all ranks; made once in a process group.
 
-    Args:
-        ranks: all groups, the same on every rank, in the same order.
-        rank: this rank.
-        with_handle: the backend needs a communicator for each (NCCL), or does without (pairs of ranks on gloo).
+    ``ranks`` are all groups, the same on every rank, in the same order.
     """
     mine = next(some for some in ranks if rank in some)
     handles = flight_recorder.observer().subgroups if with_handle else {}

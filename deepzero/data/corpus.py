@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
         return _load_token_files(cfg)
     if cfg.name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        files = _read_folder(root, [path for path in _walk(root) if path.suffix == ".py" and _was_written(path, root)])
+        files = _read_folder(root, [path for path in _walk(root, _skipped_in_stdlib) if path.suffix == ".py"])
         if not files:
             hint = "take your own text with data=text data.path=FILE_OR_FOLDER"
             raise ConfigError(f"data=stdlib: this Python has no standard library source under {root}; {hint}")
@@ -116,7 +117,7 @@ def load_corpus(cfg: DataConfig) -> Corpus:
     return _from_files(files, cfg, str(path))
 
 
-def _walk(root: Path) -> list[Path]:
+def _walk(root: Path, skipped: Callable[[str], bool] = lambda name: False) -> list[Path]:
     """Every file under ``root``; hidden files and folders (``.git``) are left out, linked folders not entered."""
 
     def unreadable(error: OSError) -> None:
@@ -124,15 +125,14 @@ def _walk(root: Path) -> list[Path]:
 
     found = []
     for folder, folders, names in os.walk(root, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
+        # What is left out is not entered: beside the standard library lie all the packages that are installed.
+        folders[:] = [name for name in folders if not name.startswith(".") and not skipped(name)]
+        found += [os.path.join(folder, name) for name in names if not name.startswith(".") and not skipped(name)]
+    return [Path(path) for path in found if os.path.isfile(path)]
 
 
-def _was_written(path: Path, root: Path) -> bool:
-    """Whether a file of the standard library is code that a person wrote to be read."""
-    parts = path.relative_to(root).parts
-    return not any(part in STDLIB_SKIPPED_FOLDERS or part.startswith(STDLIB_SKIPPED_PREFIXES) for part in parts)
+def _skipped_in_stdlib(name: str) -> bool:
+    return name in STDLIB_SKIPPED_FOLDERS or name.startswith(STDLIB_SKIPPED_PREFIXES)
 
 
 def _read_text(path: Path) -> bytes | None:

@@ -118,9 +118,8 @@ def verdict(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world
 class Watchdog(GroupObserver):
     """One rank's flight recorder and the thread that looks after it, where gloo does the waiting.
 
-    Args:
-        board: of this group, under a name never used before in its store.
-        seconds: a wait that has lasted longer is looked into; None: :data:`DIVERGENCE_SECONDS`.
+    The ``board`` is this group's, under a name never used before in its store. A wait that has lasted longer than
+    ``seconds`` is looked into; None: :data:`DIVERGENCE_SECONDS`.
     """
 
     def __init__(self, board: StoreMailbox, seconds: float | None = None) -> None:
@@ -274,10 +273,6 @@ class NcclWatchdog(GroupObserver):
     NCCL's waits hold up the GPU and not the CPU, and its own watchdog ends the process at the time-out of the process
     group. A little earlier (nine tenths of it) each rank prints where it is, also one that has nothing to launch for so
     long; it is one line. Tried with a made-up clock; it has not run on GPUs.
-
-    Args:
-        board: of this group, to ask who is absent.
-        timeout_seconds: of the process group.
     """
 
     def __init__(self, board: StoreMailbox, timeout_seconds: float) -> None:

@@ -78,11 +78,7 @@ class RollCall:
     and not the host. But a rank that is waited for has launched less: there the ranks that have launched most, and
     nothing since, wait for those that have launched less; where all have launched the same there is nothing to say.
 
-    Args:
-        board: where questions and answers are.
-        trail: of this rank.
-        trainer: number of the thread that trains.
-        host_waits: False where waits do not hold up the host.
+    ``trainer`` is the number of the thread that trains.
     """
 
     def __init__(self, board: StoreMailbox, trail: FlightRecorder, trainer: int, host_waits: bool = True) -> None:

@@ -153,9 +153,7 @@ def on_stop_request(callback: Callable[[], None] | None, grace_seconds: float = 
 
     SIGTERM also comes when another rank has failed. The program need not tell this apart: its next collective raises.
 
-    Args:
-        callback: what to call; None: from now on these signals end this rank at once again.
-        grace_seconds: how long the program may take from the signal to its end.
+    With None these signals end this rank at once again. The program may take ``grace_seconds`` to end.
 
     Raises:
         ValueError: ``grace_seconds`` is negative or above :data:`MAX_GRACE_SECONDS`.
@@ -178,11 +176,7 @@ def watch(parent: int | None, on_stop: Callable[[str], None] | None = None) -> N
     """End this process at once on SIGTERM, SIGINT or SIGHUP, and when process ``parent`` is no longer its parent.
 
     Where the program has called :func:`on_stop_request`, the first SIGTERM or SIGINT is passed on to it, and ends the
-    process only when the grace is over.
-
-    Args:
-        parent: process number of the launcher; None: do not watch it.
-        on_stop: called with the reason in words before the process ends; it has to be quick.
+    process only when the grace is over. ``on_stop`` is called with the reason in words before; it has to be quick.
     """
     if parent is not None and sys.platform == "linux":
         # The kernel kills this process when its parent ends, even while C code holds Python's lock for good.

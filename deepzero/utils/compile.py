@@ -28,8 +28,7 @@ class CompilationError(RuntimeError):
 def why_not_compiled(device_type: str = "cpu") -> str:
     """Why nothing can be compiled here, as far as can be told without trying; empty when it seems possible.
 
-    Args:
-        device_type: ``cpu``, which takes a C++ compiler, or ``cuda``, which takes Triton.
+    ``cpu`` takes a C++ compiler, ``cuda`` takes Triton.
     """
     if device_type == "cpu":
         name = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
@@ -51,13 +50,8 @@ def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu"
     **No guard asks anything of later calls.** They must bring tensors of the dtypes, device, dimensions and strides of
     the first call, whose sizes the caller has marked dynamic where they change.
 
-    Args:
-        lines: a module-level function.
-        name: of this variant, unlike any other's.
-        device_type: ``cpu`` or ``cuda``.
-
-    Returns:
-        What compiles at its first call, inside :func:`compilation`.
+    ``lines`` is a module-level function, ``name`` this variant's alone. Its first call, inside :func:`compilation`,
+    compiles.
     """
     # Compiled code hangs on the code object, which each variant needs for itself because no guard tells them apart.
     code = lines.__code__.replace(co_name=name)
@@ -84,9 +78,6 @@ def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu"
 @contextmanager
 def compilation(by: str = "torch.compile") -> Iterator[None]:
     """Around a first call: no warnings from inside the compiler, and one kind of error.
-
-    Args:
-        by: whom, for messages.
 
     Raises:
         CompilationError: for whatever a compiler, a linker or dynamo raises.

@@ -18,11 +18,7 @@ from typing import Any
 def start_thread(target: Callable[..., None], name: str, *args: Any, daemon: bool = True) -> threading.Thread:
     """A thread that runs ``target(*args)`` on this thread's device, started.
 
-    Args:
-        target: what it does.
-        name: says whose it is, in a debugger and in ``py-spy``: ``deepzero-…``.
-        args: of ``target``.
-        daemon: False: a program that ends meanwhile waits for it.
+    Its name, ``deepzero-…``, says whose it is in ``py-spy``. A program that ends waits for one that is no ``daemon``.
 
     Example:
         >>> seen = []

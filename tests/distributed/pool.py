@@ -1,8 +1,7 @@
 """A pool of gloo ranks that lives as long as the test session, so that a distributed test costs milliseconds.
 
-Starting a rank costs seconds (a Python process, ``import torch``, a rendezvous); a test that runs on ranks which are
-already there costs a message to each. The pool starts ranks on first use, one *sub-pool* per world size, each with its
-own processes and its own default process group. A test asks for the fixture ``ranks`` and writes::
+The pool starts ranks on first use, one *sub-pool* per world size, each with its own processes and its own default
+process group. A test asks for the fixture ``ranks`` and writes::
 
     def sum_of_ranks(rank, world_size, start):          # module level: it travels by reference
         x = torch.full((3,), start + rank)
@@ -22,10 +21,14 @@ What a test may rely on, on every rank and in every call: one torch thread, the 
 same list as in ``pyproject.toml``, ``RANK`` and friends in the environment as our launcher sets them, the sub-pool's
 default process group. What is left behind is undone or refused: see :func:`_guarded`.
 
-A rank that raises: the same exception is raised in the test, with that rank's traceback as its cause. A rank that dies:
-:class:`RankDied` at once. Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank. Then,
-and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones. A rank whose
-parent has vanished ends by itself.
+When something goes wrong:
+
+- A rank raises: the same exception is raised in the test, with that rank's traceback as its cause.
+- A rank dies: :class:`RankDied` at once, not after the time-out.
+- Nothing comes back in time: :class:`RankTimeout` with the Python stack of every rank.
+
+In each case, and on Ctrl-C, all ranks of that sub-pool are killed, and the next test that needs them gets new ones.
+A rank whose parent has vanished ends by itself. Ranks meet as the launcher's do, in a folder of their own.
 """
 
 from __future__ import annotations
@@ -50,9 +53,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,8 +63,6 @@ START_SECONDS = 120.0
 """A rank that is not ready after this long has failed to start (a slow machine imports torch in ten seconds)."""
 GRACE_SECONDS = 1.5
 """After the first failure, wait this long for what the other ranks have to say."""
-
-WarningFilter = tuple[Any, ...]
 
 
 class RankDied(RuntimeError):
@@ -85,7 +84,7 @@ class LeakedState(RuntimeError):
 class _Remote(Exception):
     """Carries the tracebacks of the ranks as the cause of what the test sees."""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"\n{self.args[0]}"
 
 
@@ -95,27 +94,20 @@ class _Remote(Exception):
 class RankPool:
     """Ranks for tests, started on first use and kept. One instance per session: the fixture ``ranks``.
 
-    Args:
-        filters: arguments of :func:`warnings.filterwarnings`, applied in this order around every call on every rank.
+    ``filters`` are arguments of :func:`warnings.filterwarnings`, applied in order around every call on every rank.
     """
 
-    def __init__(self, filters: Sequence[WarningFilter] = (("error",),)) -> None:
+    def __init__(self, filters=(("error",),)):
         self._filters = list(filters)
-        self._pools: dict[tuple[int, bool], _SubPool] = {}
+        self._pools = {}
         atexit.register(self.close)
 
-    def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout: float = 60.0, process_group: bool = True
-    ) -> list[Any]:
+    def run(self, fn, *args, world_size=2, timeout=60.0, process_group=True):
         """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned, in rank order.
 
-        Args:
-            fn: a function at module level of a test module.
-            args: anything that pickles; tensors travel by value.
-            world_size: 1 to 4 ranks.
-            timeout: seconds for the call, the ranks' start not included.
-            process_group: False gives ranks with the environment of our launcher and *no* process group, for tests of
-                initialisation itself; ``fn`` must destroy what it initialises.
+        ``fn`` is a function at module level of a test module, and the arguments pickle. The ranks' start is not part of
+        the time-out. ``process_group=False`` gives ranks with the environment of our launcher and *no* process group;
+        ``fn`` must destroy what it initialises.
 
         Raises:
             The exception of the rank that failed first; RankDied; RankTimeout; LeakedState.
@@ -125,40 +117,42 @@ class RankPool:
         if "<" in fn.__qualname__:
             raise ValueError(f"{fn.__qualname__} must be a function at module level: ranks import it by name")
         key = (world_size, process_group)
+        pool = self._pools.get(key)
         try:
-            if key not in self._pools:
-                self._pools[key] = _SubPool(world_size, process_group, self._filters)
-                self._pools[key].start()
-            return self._pools[key].call(fn, args, timeout)
+            if pool is None:
+                pool = self._pools[key] = _SubPool(world_size, process_group, self._filters)
+                pool.start()
+            return pool.call(fn, args, timeout)
         except BaseException:  # Ctrl-C and pytest-timeout included: nobody knows what the ranks are doing now
-            if key in self._pools:
-                self._pools.pop(key).kill()
+            if pool is not None:
+                pool.kill()
+            self._pools.pop(key, None)
             raise
 
-    def close(self) -> None:
+    def close(self):
         """End every rank and wait until it is gone. May be called twice."""
         for pool in self._pools.values():
             pool.kill()
         self._pools.clear()
 
-    def pids(self) -> list[int]:
+    def pids(self):
         """Process ids of all ranks that are alive."""
         return [p.pid for pool in self._pools.values() for p in pool.processes if p.is_alive() and p.pid]
 
 
-def on_ranks(world_size: int | None = 2, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world_size=2, **options):
     """Make a function at module level a test: its body runs on every rank of ``ranks.run(…, world_size, **options)``.
 
     The function takes rank and number of ranks first, then fixtures and parameters, which must pickle. With
     ``world_size=None`` the number of ranks is a parameter of the test, under the name of the second argument.
     """
 
-    def decorate(fn: Callable[..., None]) -> Callable[..., None]:
+    def decorate(fn):
         _, world, *names = inspect.signature(fn).parameters
         taken = ["ranks", *([world] if world_size is None else []), *names]
 
         @functools.wraps(fn)
-        def test(**given: Any) -> None:
+        def test(**given):
             world_now = given[world] if world_size is None else world_size
             given["ranks"].run(test, *(given[name] for name in names), world_size=world_now, **options)
 
@@ -170,7 +164,7 @@ def on_ranks(world_size: int | None = 2, **options: Any) -> Callable[[Callable[.
     return decorate
 
 
-def ready_to_fork() -> multiprocessing.context.ForkServerContext:
+def ready_to_fork():
     """A process that has imported all that ranks need, and no more: each rank is a copy of it. An import takes 3 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "deepzero", "tests.distributed.pool"])
@@ -182,14 +176,13 @@ def ready_to_fork() -> multiprocessing.context.ForkServerContext:
 class _SubPool:
     """``world_size`` processes that form one world."""
 
-    def __init__(self, world_size: int, process_group: bool, filters: list[WarningFilter]) -> None:
+    def __init__(self, world_size, process_group, filters):
         self.world_size, self.process_group, self.filters = world_size, process_group, filters
-        self.processes: list[Any] = []
-        self.pipes: list[multiprocessing.connection.Connection] = []
+        self.processes, self.pipes = [], []
         self.folder = Path(tempfile.mkdtemp(prefix="deepzero-ranks-"))
         self._meetings = 0
 
-    def start(self) -> None:
+    def start(self):
         """Start all ranks at once and wait until each has answered."""
         context = ready_to_fork()
         meeting = self._new_meeting()
@@ -203,7 +196,7 @@ class _SubPool:
             self.pipes.append(ours)
         self._collect("starting", START_SECONDS)
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(self, fn, args, timeout):
         """Send one job to every rank and gather the answers."""
         # Keys of an earlier rendezvous would be in the way.
         meeting = None if self.process_group else self._new_meeting()
@@ -215,7 +208,7 @@ class _SubPool:
                 raise self._died(rank, f"before {fn.__qualname__}") from error
         return self._collect(fn.__qualname__, timeout)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill all ranks and reap them."""
         for process in self.processes:
             if process.is_alive():
@@ -226,21 +219,20 @@ class _SubPool:
             pipe.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _new_meeting(self) -> str:
+    def _new_meeting(self):
         """Where ranks meet: a new folder, which only this user can read."""
         self._meetings += 1
         folder = self.folder / f"meeting-{self._meetings}"
         folder.mkdir()
         return str(folder)
 
-    def _stack_file(self, rank: int) -> Path:
+    def _stack_file(self, rank):
         return self.folder / f"stack-{rank}"
 
-    def _collect(self, what: str, timeout: float) -> list[Any]:
+    def _collect(self, what, timeout):
         """One answer from every rank, or the reason why there is none."""
         deadline = time.monotonic() + timeout
-        answers: dict[int, Any] = {}
-        failures: list[tuple[int, BaseException, str]] = []
+        answers, failures = {}, []
         waiting = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         while waiting:
             left = deadline - time.monotonic()
@@ -260,35 +252,44 @@ class _SubPool:
                         failures.append((rank, _load_exception(kind, rest[0]), rest[1]))
             if failures:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        stacks = self._stacks(sorted(waiting.values()))
         if failures:
-            # A dead rank comes first: what the others report is then "connection closed by peer".
-            failures.sort(key=lambda failure: not isinstance(failure[1], RankDied))
-            texts = [f"--- rank {rank} of {self.world_size} ---\n{trace}" for rank, _, trace in failures]
-            raise failures[0][1] from _Remote("\n".join([*texts, *stacks]))
+            raise self._first_failure(failures, sorted(waiting.values()))
         if waiting:
-            raise RankTimeout("\n".join([f"{what}: no answer within {timeout:g} s.", *stacks]))
+            raise RankTimeout(f"{what}: no answer within {timeout:g} s.\n{self._stacks(sorted(waiting.values()))}")
         return [answers[rank] for rank in range(self.world_size)]
 
-    def _died(self, rank: int, when: str) -> RankDied:
+    def _first_failure(self, failures, silent):
+        """The error to raise. A dead rank comes first: what the others report is then 'connection closed by peer'."""
+        failures.sort(key=lambda failure: not isinstance(failure[1], RankDied))
+        text = "\n".join(f"--- rank {rank} of {self.world_size} ---\n{trace}" for rank, _, trace in failures)
+        if silent:
+            text += "\n" + self._stacks(silent)
+        error = failures[0][1]
+        error.__cause__ = _Remote(text)
+        return error
+
+    def _died(self, rank, when):
         process = self.processes[rank]
         process.join(5)  # the pipe closes a moment before the exit status is there
         code = process.exitcode
         cause = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
         return RankDied(f"rank {rank} of {self.world_size} died {when}: {cause}")
 
-    def _stacks(self, ranks: list[int]) -> list[str]:
+    def _stacks(self, ranks):
         """Ask each rank where it stands; works even while it waits inside a collective."""
         for rank in ranks:
             with contextlib.suppress(OSError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3 if ranks else 0)
-        files = [(rank, self._stack_file(rank)) for rank in ranks]
-        said = [(rank, file.read_text() if file.exists() else "") for rank, file in files]
-        return [f"--- rank {rank} of {self.world_size} has not answered and is here ---\n{text}" for rank, text in said]
+        time.sleep(0.3)
+        texts = []
+        for rank in ranks:
+            path = self._stack_file(rank)
+            stack = path.read_text() if path.exists() else ""
+            texts.append(f"--- rank {rank} of {self.world_size} has not answered and is here ---\n{stack}")
+        return "\n".join(texts)
 
 
-def _load_exception(kind: str, data: Any) -> BaseException:
+def _load_exception(kind, data):
     if kind == "skipped":
         return pytest.skip.Exception(data)
     error = pickle.loads(data)
@@ -298,21 +299,16 @@ def _load_exception(kind: str, data: Any) -> BaseException:
 # ---- the rank's side -------------------------------------------------------------------------------------------------
 
 
-def _rank_main(
-    pipe: multiprocessing.connection.Connection, rank: int, world_size: int, meeting: str, process_group: bool,
-    filters: list[WarningFilter], stack_file: str,
-) -> None:  # fmt: skip
+def _rank_main(pipe, rank, world_size, meeting, process_group, filters, stack_file):
     """Life of a rank: set up, then one call after another until the test session closes the pipe."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    more = {"OMP_NUM_THREADS": 1, "TORCHELASTIC_RESTART_COUNT": 0}
-    os.environ.update({name: str(value) for name, value in {**places, **more}.items()})
+    me, size = str(rank), str(world_size)
+    os.environ.update(RANK=me, LOCAL_RANK=me, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(OMP_NUM_THREADS="1", TORCHELASTIC_RESTART_COUNT="0")
     signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C reaches the whole terminal; the parent decides
     stacks = open(stack_file, "w")  # noqa: SIM115 (faulthandler keeps it as long as the process lives)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, stacks)
-    parent = multiprocessing.parent_process()
-    # However the test session ends, no rank outlives it.
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     answer = _attempt(lambda: _prepare(process_group, meeting), [])
     while True:
         with contextlib.suppress(BrokenPipeError):
@@ -324,7 +320,15 @@ def _rank_main(
         answer = _attempt(lambda job=job: _run(job, rank, world_size), filters)
 
 
-def _prepare(process_group: bool, meeting: str) -> None:
+def _end_with_parent():
+    """However the test session ends, no rank outlives it."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _prepare(process_group, meeting):
     import torch
 
     from deepzero.comm.rendezvous import LAUNCH_FOLDER_VARIABLE, loopback_variables
@@ -341,7 +345,7 @@ def _prepare(process_group: bool, meeting: str) -> None:
 _imported = 0
 
 
-def _keep_imports() -> None:
+def _keep_imports():
     """Modules stay for good, so no collection need look at theirs again: it would take 40 ms after every call."""
     global _imported
     if len(sys.modules) > _imported:
@@ -349,7 +353,7 @@ def _keep_imports() -> None:
         gc.freeze()
 
 
-def _run(job: bytes, rank: int, world_size: int) -> Any:
+def _run(job, rank, world_size):
     fn, args, meeting = pickle.loads(job)
     if meeting is not None:
         os.environ["DEEPZERO_LAUNCH_FOLDER"] = meeting
@@ -357,7 +361,7 @@ def _run(job: bytes, rank: int, world_size: int) -> Any:
         return getattr(fn, "on_rank", fn)(rank, world_size, *args)
 
 
-def _attempt(call: Callable[[], Any], filters: list[WarningFilter]) -> bytes:
+def _attempt(call, filters):
     """The pickled outcome of ``call``: what it returned, or its exception and traceback."""
     try:
         with warnings.catch_warnings(), _background_errors():
@@ -376,7 +380,7 @@ def _attempt(call: Callable[[], Any], filters: list[WarningFilter]) -> bytes:
         return pickle.dumps(("raised", pickled, trace))
 
 
-def _traceback(error: BaseException) -> str:
+def _traceback(error):
     """The traceback as text; for a bare ``assert``, with the local values that pytest would have shown."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     frame = error.__traceback__
@@ -389,15 +393,12 @@ def _traceback(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _background_errors() -> Iterator[None]:
+def _background_errors():
     """Errors that Python would only print (in ``__del__``, in a thread) fail the call."""
-    caught: list[str] = []
+    caught = []
     old = sys.unraisablehook, threading.excepthook
-
-    def note(info: Any) -> None:
-        caught.append("".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback)))
-
-    sys.unraisablehook = threading.excepthook = note
+    sys.unraisablehook = lambda info: caught.append(_background_text(info))
+    threading.excepthook = lambda info: caught.append(_background_text(info))
     try:
         yield
     finally:
@@ -406,8 +407,12 @@ def _background_errors() -> Iterator[None]:
         raise LeakedState("an error in the background (a thread or a destructor):\n" + "\n".join(caught))
 
 
+def _background_text(info):
+    return "".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback))
+
+
 @contextlib.contextmanager
-def _guarded(name: str) -> Iterator[None]:
+def _guarded(name):
     """Each call starts from the same state; what it leaves behind is undone where that is harmless, else refused.
 
     Undone: environment, working directory, seeds, subgroups (when the next call begins: then every rank has answered,
@@ -420,7 +425,7 @@ def _guarded(name: str) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    def state() -> dict[str, Any]:
+    def state():
         return {
             "the default process group": dist.group.WORLD,
             "torch.get_default_dtype()": torch.get_default_dtype(),

@@ -119,6 +119,19 @@ def test_a_world_of_one(rank, world_size):
     assert doors.beyond(found) == []
 
 
+def told(rank, world_size):
+    return process_group.gather_object({"rank": rank, "x": "y" * rank}), process_group.gather_object(rank, dst=1)
+
+
+def test_one_rank_hears_all(ranks):
+    first, second = ranks.run(told, world_size=2)
+    assert first == ([{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}], None) and second == (None, [0, 1])
+    assert process_group.gather_object(7) == [7]
+    for rank, heard in ((0, [7, 7, 7]), (1, None)):
+        with process_group.fake_process_group(process_group.FakeRank(rank, 3, "cpu", 3)):
+            assert process_group.gather_object(7) == heard
+
+
 @on_ranks()
 def test_a_broadcast_is_one_collective(rank, world_size):
     """The collectives of a communicator's broadcast, and what is waited for meanwhile."""

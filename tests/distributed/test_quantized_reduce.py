@@ -84,17 +84,23 @@ def reducer_over(comm, layout, form, dtype, depth, feedback=False, exact_groups=
     return BucketReducer(comm, layout.largest_bucket, dtype, "exact", whole=False, depth=depth, strategy=strategy)
 
 
+def outputs_of(layout):
+    return [torch.full((bucket.shard_numel,), float("nan")) for bucket in layout.buckets]
+
+
+def send(reducer, layout, grads, outputs, accumulate=False):
+    """One pass, all buckets in flight one after the other."""
+    for bucket, output, grad in zip(layout.buckets, outputs, grads, strict=True):
+        reducer.acquire(bucket, output, accumulate).copy_(grad)
+        reducer.launch(bucket, output, accumulate)
+
+
 def passes(comm, layout, form, dtype, depth, steps, feedback=False):
-    """``steps`` passes that add up, all buckets in flight one after the other. The sums, and what was counted."""
-    reducer = reducer_over(comm, layout, form, dtype, depth, feedback)
+    """``steps`` passes that add up. The sums, and what was counted."""
+    reducer, outputs = reducer_over(comm, layout, form, dtype, depth, feedback), outputs_of(layout)
     reducer.strategy.metering = True
-    outputs = [torch.full((bucket.shard_numel,), float("nan")) for bucket in layout.buckets]
     for step in range(steps):
-        for bucket, output, grad in zip(
-            layout.buckets, outputs, gradients(layout, comm.rank, step, dtype), strict=True
-        ):
-            reducer.acquire(bucket, output, step > 0).copy_(grad)
-            reducer.launch(bucket, output, step > 0)
+        send(reducer, layout, gradients(layout, comm.rank, step, dtype), outputs, step > 0)
     reducer.drain()
     return outputs, comm.ledger.traffic, reducer.strategy.measured, [t.nbytes for t in reducer.kept()]
 
@@ -158,14 +164,12 @@ def test_the_plain_definition(ranks, world, sizes):
 def large(rank, world, form):
     """A bucket whose parts are several chunks; qgZ's sum and the exact one, and what each sent."""
     layout = plan_layout([world * 300_000], world, 1 << 30)
-    (bucket,), (grad,) = layout.buckets, gradients(layout, rank, 0, torch.bfloat16)
     outputs, sent = [], []
-    for exact in (False, True):
+    for exact in (frozenset(), frozenset({0})):
         comm = communicator(Nodes(world, 2))
-        reducer = reducer_over(comm, layout, form, torch.bfloat16, 1, exact_groups=frozenset({0} if exact else ()))
-        outputs.append(torch.empty(bucket.shard_numel))
-        reducer.acquire(bucket, outputs[-1], False).copy_(grad)
-        reducer.launch(bucket, outputs[-1], False)
+        reducer = reducer_over(comm, layout, form, torch.bfloat16, 1, exact_groups=exact)
+        outputs += outputs_of(layout)
+        send(reducer, layout, gradients(layout, rank, 0, torch.bfloat16), outputs[-1:])
         reducer.drain()
         sent.append(comm.ledger.traffic)
     return outputs, sent
@@ -200,12 +204,10 @@ def constant(rank, world, per_node, feedback, steps):
     layout, form = plan_layout([512], world, 512), Format(4, 64)
     comm = communicator(Nodes(world, per_node))
     reducer = reducer_over(comm, layout, form, torch.float32, 2, feedback)
-    bucket, output = layout.buckets[0], torch.zeros(512 // world)
+    (output,), grad = outputs_of(layout), torch.full((512,), 0.3)
+    grad[::64] = 7
     for step in range(steps):
-        grad = reducer.acquire(bucket, output, step > 0)
-        grad.fill_(0.3)
-        grad[::64] = 7
-        reducer.launch(bucket, output, step > 0)
+        send(reducer, layout, [grad], [output], step > 0)
     reducer.drain()
     small = torch.arange(output.numel()) % 64 != 0
     kept = [t.clone() for t in reducer.kept()]
@@ -226,16 +228,12 @@ def test_feedback_takes_the_bias_away(ranks, per_node):
 def overflow(rank, world, bad):
     layout = layout_of(world)
     reducer = reducer_over(communicator(Nodes(world, 2)), layout, Format(4, 64), torch.float16, 2, True)
-    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
-    seen = []
+    outputs, seen = outputs_of(layout), []
     for step in range(2):
-        for bucket, output, grad in zip(
-            layout.buckets, outputs, gradients(layout, rank, step, torch.float16), strict=True
-        ):
-            if step == 0 and rank == 3 and bucket.index == 1:
-                grad[0] = bad
-            reducer.acquire(bucket, output, False).copy_(grad)
-            reducer.launch(bucket, output, False)
+        grads = gradients(layout, rank, step, torch.float16)
+        if (step, rank) == (0, 3):
+            grads[1][0] = bad
+        send(reducer, layout, grads, outputs)
         reducer.drain()
         seen.append([bool(output.isfinite().all()) for output in outputs])
     return seen, all(t.isfinite().all() for t in reducer.kept())
@@ -256,13 +254,10 @@ def exceptions(rank, world):
     reducer = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, 2)
     reducer.strategy.exact_buckets.add((0, 1))
     reducer.strategy.metering = True
-    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
-    for bucket, output, grad in zip(layout.buckets, outputs, gradients(layout, rank, 0, torch.bfloat16), strict=True):
-        reducer.acquire(bucket, output, False).copy_(grad)
-        reducer.launch(bucket, output, False)
+    outputs = outputs_of(layout)
+    send(reducer, layout, gradients(layout, rank, 0, torch.bfloat16), outputs)
     reducer.drain()
-    measured = reducer.strategy.measured
-    return outputs, comm.ledger.traffic, measured
+    return outputs, comm.ledger.traffic, reducer.strategy.measured
 
 
 def test_a_bucket_goes_the_exact_way(ranks):
@@ -289,10 +284,7 @@ def test_a_bucket_goes_the_exact_way(ranks):
 def events(rank, world, depth):
     layout, comm = layout_of(world, [900] * 4), communicator(Nodes(world, 2))
     reducer, comm.ledger.trace = reducer_over(comm, layout, Format(4, 64), torch.bfloat16, depth), True
-    outputs = [torch.zeros(bucket.shard_numel) for bucket in layout.buckets]
-    for bucket, output in zip(layout.buckets, outputs, strict=True):
-        reducer.acquire(bucket, output, False).zero_()
-        reducer.launch(bucket, output, False)
+    send(reducer, layout, [torch.zeros(bucket.numel) for bucket in layout.buckets], outputs_of(layout))
     reducer.drain()
     short = {INSIDE: "in", BETWEEN: "out"}
     return [f"{event.what} {short[event.kind]}{event.where[-1]}" for event in comm.ledger.events]

@@ -22,6 +22,10 @@ def used(tmp_path_factory, tiny):
     return cwd
 
 
+def torchrun(ranks):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
 def contents(run_dir):
     """Every file, but not the locks' texts."""
     files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"]
@@ -75,8 +79,7 @@ def test_a_finished_run_once_more(used, tiny, tmp_path):
     shutil.copytree(used, tmp_path, dirs_exist_ok=True)
     done = runs.train(*tiny, *SHORT, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
-    assert "nothing was left to train" in done.out
-    assert "predicted" not in done.out
+    assert "nothing was left to train" in done.out and "predicted" not in done.out
     assert runs.trajectory(tmp_path / "run") == runs.trajectory(used / "run")
     before, after = runs.summary(used / "run"), runs.summary(tmp_path / "run")
     for name in ("status", "steps", "loss", "tokens_seen", "world_size", "model_numel", "skipped_steps"):
@@ -84,22 +87,22 @@ def test_a_finished_run_once_more(used, tiny, tmp_path):
     assert (after["memory"], after["communication"]) == (None, None)
 
 
+ENDLESS = [*SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
+
+
 @pytest.mark.exhaustive
 def test_two_runs_in_one_folder(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
-    with runs.started(training(*arguments), tmp_path) as first:
+    with runs.started(training(*tiny, *ENDLESS), tmp_path) as first:
         far_enough(run_dir, 3)
-        second = runs.train(*arguments, cwd=tmp_path)
-        assert second.status == 2
+        second = runs.train(*tiny, *ENDLESS, cwd=tmp_path)
+        assert (second.status, second.err.count("\n")) == (2, 1)
         assert second.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.process.pid} on ")
-        assert second.err.count("\n") == 1
         far_enough(run_dir, runs.steps_taken(run_dir) + 3)
         first.process.terminate()  # without checkpoints there is nothing to wait for
         done = first.wait(SOON)
         assert first.processes() == {}
-    assert done.status == 143
-    assert done.err == f"stopped by SIGTERM; what there is lies in {run_dir}\n"
+    assert (done.status, done.err) == (143, f"stopped by SIGTERM; what there is lies in {run_dir}\n")
     assert not (run_dir / "checkpoints").exists()
     steps = [entry["step"] for entry in runs.entries(run_dir)[0]]
     assert steps == list(range(1, len(steps) + 1))
@@ -109,11 +112,9 @@ def test_two_runs_in_one_folder(tiny, tmp_path):
 @pytest.mark.exhaustive
 def test_two_runs_in_one_folder_under_torchrun(tiny, tmp_path):
     run_dir = tmp_path / "run"
-    arguments = [*tiny, *SHORT, "train.steps=100000", "train.save_every=0", "train.log_every=1000"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    with runs.started(training(*arguments, by=torchrun), tmp_path) as first:
+    with runs.started(training(*tiny, *ENDLESS, by=torchrun(1)), tmp_path) as first:
         far_enough(run_dir, 3)
-        with runs.started(training(*arguments, by=torchrun), tmp_path) as second:
+        with runs.started(training(*tiny, *ENDLESS, by=torchrun(1)), tmp_path) as second:
             done = second.wait(SOON)
         assert done.status == 1
         assert done.err.startswith(f"hydra.run.dir: another run writes to {run_dir} (process {first.ranks()[0]} on ")
@@ -140,12 +141,11 @@ def test_going_on_from_another_folder(source, used, tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_all_are_kept_where_nothing_is_said_to_go(tiny, tmp_path):
-    done = runs.train(*tiny, *SHORT, "train.keep_last=null", cwd=tmp_path)
-    assert (done.status, done.err) == (0, "")
-    assert checkpoints(tmp_path / "run") == ["step_00000002", "step_00000004"]
-    done = runs.train(*tiny, *SHORT, "train.keep_last=1", "train.steps=5", cwd=tmp_path)
-    assert (done.status, done.err) == (0, "")
-    assert checkpoints(tmp_path / "run") == ["step_00000005"]
+    few = [("train.keep_last=null",), ("train.keep_last=1", "train.steps=5")]
+    for words, left in zip(few, (["step_00000002", "step_00000004"], ["step_00000005"]), strict=True):
+        done = runs.train(*tiny, *SHORT, *words, cwd=tmp_path)
+        assert (done.status, done.err) == (0, "")
+        assert checkpoints(tmp_path / "run") == left
 
 
 @pytest.mark.exhaustive
@@ -181,7 +181,6 @@ def test_a_part_of_a_sweep_that_is_refused(tiny, tmp_path):
 
 @pytest.mark.exhaustive
 def test_what_torchrun_starts_and_is_refused_leaves_no_folder(tiny, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    for overrides in (["train.init_from=nowhere"], ["zero.stage=7"]):
-        assert runs.finished(training(*tiny, *SHORT, *overrides, by=torchrun), tmp_path).status == 1
+    for override in ("train.init_from=nowhere", "zero.stage=7"):
+        assert runs.finished(training(*tiny, *SHORT, override, by=torchrun(2)), tmp_path).status == 1
         assert list(tmp_path.iterdir()) == []

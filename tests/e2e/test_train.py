@@ -16,24 +16,17 @@ STEP_KEYS = {
 }  # fmt: skip
 
 
-def test_a_sweep_gives_each_stage_its_folder(sweep):
+def test_a_sweep_gives_each_stage_its_folder_and_prints_plain_lines(sweep):
     folder, done = sweep
     assert done.err == ""
+    names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "summary.json", "timeline.json"}
     for stage in (0, 1, 2, 3):
-        run_dir = folder / str(stage)
-        names = {".hydra", ".lock", "checkpoints", "metrics.jsonl", "report.html", "summary.json", "timeline.json"}
-        assert {p.name for p in run_dir.iterdir()} == names
-        assert runs.summary(run_dir)["config"]["engine"]["zero"]["stage"] == stage
+        assert {path.name for path in (folder / str(stage)).iterdir()} == names
+        assert runs.summary(folder / str(stage))["config"]["engine"]["zero"]["stage"] == stage
         assert f"ZeRO stage {stage}" in done.out
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["out"]
-
-
-def test_piped_output_is_plain_lines(sweep):
-    _, done = sweep
-    assert "\r" not in done.out
-    assert "\x1b" not in done.out
-    assert done.out.count("step 10/10  loss") == 4
-    assert done.out.count("predicted      measured    ratio") == 8
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["out"]
+    assert "\r" not in done.out and "\x1b" not in done.out
+    assert done.out.count("step 10/10  loss") == 4 and done.out.count("predicted      measured    ratio") == 8
 
 
 def test_a_sweep_ends_with_a_table_of_its_runs(sweep):
@@ -42,30 +35,25 @@ def test_a_sweep_ends_with_a_table_of_its_runs(sweep):
     assert first.endswith("not at the peak (activations: what the peak was above the rest)")
     heads = re.split("  +", head)
     categories = ["parameters", "gathered", "gradients", "moments"]  # in fp32 parameters are their own masters
-    assert heads[:2] + heads[-3:] == ["run", "stage", "sent a step", "step", "loss"]
-    assert set(categories) <= set(heads)
+    assert heads[:2] + heads[-3:] == ["run", "stage", "sent a step", "step", "loss"] and set(categories) <= set(heads)
     for stage, row in enumerate(rows[:4]):
         cells, summary = dict(zip(heads, re.split("  +", row), strict=True)), runs.summary(folder / str(stage))
         assert (cells["run"], cells["stage"]) == (f"out/{stage}", str(stage))
         assert cells["loss"] == f"{summary['val_loss']:.4f}"
-        assert all(
-            cells[name] == short_bytes(summary["memory"].get(name, {"measured": 0})["measured"]) for name in categories
-        )
+        for name in categories:
+            assert cells[name] == short_bytes(summary["memory"].get(name, {"measured": 0})["measured"])
     assert rows[4].startswith("Stage 1 holds here what stage 2 would: with zero.overlap_comm=true and one micro-batch")
     assert len(rows) == 5
 
 
 def test_metrics_of_every_step(sweep):
-    folder, _ = sweep
-    steps, validations = runs.entries(folder / "1")
+    steps, validations = runs.entries(sweep[0] / "1")
     assert [entry["step"] for entry in steps] == list(range(1, 11))
     for entry in steps:
         assert set(entry) >= STEP_KEYS
-        assert entry["tokens"] == 12 * 16
+        assert (entry["tokens"], entry["loss_scale"], entry["skipped"]) == (12 * 16, 1.0, False)
         assert entry["tokens_per_second"] == pytest.approx(entry["tokens"] / entry["step_seconds"])
         assert entry["grad_norm_clipped"] <= min(entry["grad_norm"], 1.0 + 1e-6)
-        assert entry["loss_scale"] == 1.0
-        assert entry["skipped"] is False
     assert [entry["step"] for entry in validations] == [0, 5, 10]
     for entry in validations:
         assert entry["val_bits_per_byte"] == pytest.approx(entry["val_loss"] / math.log(2))
@@ -73,38 +61,25 @@ def test_metrics_of_every_step(sweep):
 
 
 def test_the_stages_agree_to_the_bit(sweep):
-    folder, _ = sweep
-
-    def trajectory(stage):
-        steps, validations = runs.entries(folder / str(stage))
-        numbers = [(entry["loss"], entry["grad_norm"], entry["lr"]) for entry in steps]
-        return numbers, [entry["val_loss"] for entry in validations], runs.summary(folder / str(stage))["params_sha256"]
-
-    assert trajectory(0) == trajectory(1) == trajectory(2) == trajectory(3)
+    found = [runs.trajectory(sweep[0] / str(stage)) for stage in (0, 1, 2, 3)]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_the_summary_says_what_zero_promises(sweep):
-    folder, _ = sweep
     for stage in (0, 1, 2, 3):
-        summary = runs.summary(folder / str(stage))
-        steps, validations = runs.entries(folder / str(stage))
-        assert summary["status"] == "finished"
-        assert summary["world_size"] == 2
-        assert len(summary["params_sha256"]) == 64
-        assert summary["loss"] == steps[-1]["loss"]
-        assert summary["val_loss"] == validations[-1]["val_loss"]
-        assert summary["val_loss_first"] == validations[0]["val_loss"]
+        summary, (steps, validations) = (read(sweep[0] / str(stage)) for read in (runs.summary, runs.entries))
+        assert (summary["status"], summary["world_size"], summary["loss"]) == ("finished", 2, steps[-1]["loss"])
+        seen = [validations[0]["val_loss"], validations[-1]["val_loss"]]
+        assert [summary["val_loss_first"], summary["val_loss"]] == seen
+        assert len(summary["params_sha256"]) == 64 and isinstance(summary["sample"], str)
         assert len(summary["peak_rss_bytes_per_rank"]) == 2
         assert 50e6 < summary["peak_rss_bytes"] == max(summary["peak_rss_bytes_per_rank"]) < 5e9
-        assert isinstance(summary["sample"], str)
-        numel = summary["model_numel"]
-        # With two ranks each sends 2 (W-1)/W of the model's elements per reduction and gather.
-        sent = {
-            kind: v["measured"]["elements"] for kind, v in summary["communication"].items() if "agreement" not in kind
-        }
-        # Stage 3 gathers twice, less what its plan saves.
-        assert sum(sent.values()) == 2 * numel / 2 or (stage == 3 and sum(sent.values()) <= 3 * numel / 2)
-        for values in summary["communication"].values():
+        # With two ranks each sends 2 (W-1)/W of the model's elements per reduction and gather; stage 3 gathers twice,
+        # less what its plan saves.
+        numel, traffic = summary["model_numel"], summary["communication"]
+        sent = sum(values["measured"]["elements"] for kind, values in traffic.items() if "agreement" not in kind)
+        assert sent == 2 * numel / 2 or (stage == 3 and sent <= 3 * numel / 2)
+        for values in traffic.values():
             assert values["measured"] == values["predicted"]
         for category in ("parameters", "gradients", "masters", "moments"):
             held = summary["memory"][category]
@@ -121,23 +96,17 @@ def broken(tmp_path_factory, tiny):
 
 def test_nan_stops_the_run_and_leaves_it_readable(broken):
     run_dir, done = broken
-    assert done.status == 1
-    assert done.err.count("NonFiniteError: step 5") == 1
-    assert "Traceback" not in done.err
-    assert "elastic" not in done.err
+    assert (done.status, done.err.count("NonFiniteError: step 5")) == (1, 1)
+    assert "Traceback" not in done.err and "elastic" not in done.err
     summary = runs.summary(run_dir)
-    assert (summary["status"], summary["steps"]) == ("failed", 4)
+    assert (summary["status"], summary["steps"], len(runs.entries(run_dir)[0])) == ("failed", 4, 4)
     assert "NonFiniteError: step 5" in summary["error"]
-    assert len(runs.entries(run_dir)[0]) == 4
     assert "Traceback" in (run_dir / "error.txt").read_text(encoding="utf-8")
     report = (run_dir / "report.html").read_text(encoding="utf-8")
-    assert "The run did not finish: " in report
-    assert "NonFiniteError: step 5" in report
-    assert "Each of the 3 ranks holds" in report, "the recorded step tells, as there is no summary of a last one"
-
-
-def test_loggers_have_what_came_before_the_nan(broken):
-    run_dir, _ = broken
+    # Of a run that fails the recorded step tells, as there is no summary of a last one.
+    for said in ("The run did not finish: ", "NonFiniteError: step 5", "Each of the 3 ranks holds"):
+        assert said in report
+    # Loggers have what came before.
     compare(run_dir, wandb_rows(run_dir), exactly)
     compare(run_dir, tensorboard_rows(run_dir), as_fp32)
 
@@ -163,9 +132,7 @@ def test_fp16_overflow_is_skipped_and_training_goes_on(tiny, tmp_path):
 
 def test_a_terminal_gets_a_bar(watched):
     _, seen = watched
-    assert "30/30 [" in seen
-    assert "\r" in seen
-    assert "sent by one rank in one step" in seen
+    assert "30/30 [" in seen and "\r" in seen and "sent by one rank in one step" in seen
 
 
 def test_the_traces_of_a_run_are_summed_up(watched, capsys):

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -63,13 +63,12 @@ def test_no_notes_without_torchrun(variable, value, agent, monkeypatch):
 
 
 def test_restart_count(monkeypatch):
-    monkeypatch.delenv("DEEPZERO_RESTART", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    for name in ("DEEPZERO_RESTART", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
     assert restart_count() == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert restart_count() == 2
-    monkeypatch.setenv("DEEPZERO_RESTART", "3")
-    assert restart_count() == 3
+    for name, count in (("TORCHELASTIC_RESTART_COUNT", 2), ("DEEPZERO_RESTART", 3)):
+        monkeypatch.setenv(name, str(count))
+        assert restart_count() == count
 
 
 def test_a_request_to_leave_in_order():
@@ -96,13 +95,9 @@ def test_ranks_agree_on_a_fresh_part_of_an_old_store():
             client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
             parts[rank] = rendezvous.fresh(client, rank, world, patience)
 
-        threads = [threading.Thread(target=join, args=(rank,)) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert sorted(parts) == list(range(world))
-        assert not parts[0].check(["address"])
+        with ThreadPoolExecutor(world) as pool:
+            list(pool.map(join, range(world)))
+        assert sorted(parts) == list(range(world)) and not parts[0].check(["address"])
         parts[world - 1].set("address", "new")
         assert all(part.get("address") == b"new" for part in parts.values())
 
@@ -141,12 +136,11 @@ print("left", flush=True)
 REQUEST = "rank_process.on_stop_request(ask, 1.0)"
 
 
-EXHAUSTIVE = pytest.mark.exhaustive
-LONG = REQUEST.replace("1.0", "20")
+SLOW, LONG = pytest.mark.slow, REQUEST.replace("1.0", "20")
 
 
-def case(before, inside, leaves, signals, said, status, marks=EXHAUSTIVE):
-    return pytest.param(before, inside, leaves, signals, said, status, marks=marks)
+def case(*given, marks=pytest.mark.exhaustive):
+    return pytest.param(*given, marks=marks)
 
 
 @pytest.mark.parametrize(("before", "inside", "leaves", "signals", "said", "status"), [
@@ -158,18 +152,14 @@ def case(before, inside, leaves, signals, said, status, marks=EXHAUSTIVE):
     case(LONG, "", False, ["TERM", "2", "TERM"], ["asked", "stopped by SIGTERM"], 143),
     case(REQUEST, "", True, ["TERM", "TERM"], ["asked", "left"], 0),  # by Slurm, and passed on by the launcher
     case(LONG, "", False, ["TERM", "HUP"], ["asked", "stopped by SIGHUP"], 129),
-    case(LONG, "1 / 0", False, ["TERM"], ["asked", "stopped by SIGTERM; its callback failed"], 143, pytest.mark.slow),
+    case(LONG, "1 / 0", False, ["TERM"], ["asked", "stopped by SIGTERM; its callback failed"], 143, marks=SLOW),
 ])  # fmt: skip
 def test_signals(before, inside, leaves, signals, said, status):
     code = PROGRAM.format(before=before, inside=inside, leaves=leaves)
     ignored = [f"SIG{name[-3:]}" for name in signals if name.startswith("ignored")]
-    command = [sys.executable, "-c", code, *ignored]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    ) as rank:
+    command, pipes = [sys.executable, "-c", code, *ignored], {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}) as rank:
         try:
-            assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
             for name in signals:
                 if name.isdigit():

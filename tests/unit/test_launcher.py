@@ -24,6 +24,10 @@ def start(*scripts):
     return [subprocess.Popen(["sh", "-c", script], start_new_session=True) for script in scripts]
 
 
+def wait(*scripts):
+    return launcher._wait(start(*scripts), launcher._Signals())
+
+
 @contextlib.contextmanager
 def ignored(*numbers):
     """By this process, and by those that it starts."""
@@ -39,8 +43,8 @@ def test_the_rank_that_fails_ends_the_others():
     ranks = start("exec sleep 60", "exit 3")
     assert launcher._wait(ranks, launcher._Signals()) == {1: 3}
     assert ranks[0].returncode == -signal.SIGTERM
-    assert launcher._wait(start("kill -KILL $$", "exec sleep 60"), launcher._Signals()) == {0: -signal.SIGKILL}
-    assert launcher._wait(start("exit 0"), launcher._Signals()) == {}
+    assert wait("kill -KILL $$", "exec sleep 60") == {0: -signal.SIGKILL}
+    assert wait("exit 0") == {}
 
 
 @pytest.mark.parametrize("received", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]])
@@ -60,9 +64,8 @@ def test_a_failure_before_a_signal_is_told(tmp_path, monkeypatch):
     signals = launcher._Signals()
     signals.received.append(signal.SIGINT)
     monkeypatch.setattr(launcher, "_wait", lambda ranks, signals: {1: 3})
-    job = {"parent": os.getpid(), "sys_path": [], "file": "", "name": "", "args": b""}
     with pytest.raises(Interrupted, match="SIGINT") as caught:
-        launcher._attempt(tmp_path / "0", job, 2, {}, signals)
+        launcher._attempt(tmp_path / "0", {"parent": os.getpid()}, 2, {}, signals)
     assert "rank 1 ended with exit status 3" in str(caught.value.__cause__)
 
 
@@ -78,9 +81,7 @@ def test_what_was_ignored_stays_ignored():
                 raise AssertionError("a signal was noted before")
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_a_signal_while_no_rank_runs():
+    # While no rank runs, a signal raises.
     with launcher._Signals() as signals, pytest.raises(Interrupted, match="SIGTERM"), signals.raised():
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -101,11 +102,9 @@ def test_a_rank_that_cannot_be_started(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", popen)
     with pytest.raises(RankFailed) as caught:
         go(3, max_restarts=2)
-    assert caught.value.headline.startswith(
-        "rank 1 of 3 could not be started: BlockingIOError: [Errno 11] Resource temporarily unavailable; `ulimit -a`"
-    )
-    assert "Traceback" in caught.value.full
-    assert caught.value.frames == ""
+    said = "rank 1 of 3 could not be started: BlockingIOError: [Errno 11] Resource temporarily unavailable; `ulimit -a`"
+    assert caught.value.headline.startswith(said)
+    assert "Traceback" in caught.value.full and caught.value.frames == ""
     assert [process.returncode for process in started] == [-signal.SIGKILL]
 
 
@@ -149,15 +148,11 @@ def test_a_failed_start_counts_as_a_restart_once_ranks_have_joined(joins, monkey
 
     said = []
     monkeypatch.setattr(launcher, "_attempt", attempt)
-    if joins:
+    with contextlib.nullcontext() if joins else pytest.raises(RankFailed, match="attempt 1"):
         go(max_restarts=3, on_restart=lambda number, error: said.append((number, error.headline)))
-        assert said == [(1, "attempt 1"), (2, "attempt 2")]
-    else:
-        with pytest.raises(RankFailed, match="attempt 1"):
-            go(max_restarts=3)
+    assert said == ([(1, "attempt 1"), (2, "attempt 2")] if joins else [])
     assert len({*attempts}) == (3 if joins else 1)
-    assert not attempts[0].parent.exists()
-    assert attempts[0].parent.name.startswith("deepzero-launch-")
+    assert not attempts[0].parent.exists() and attempts[0].parent.name.startswith("deepzero-launch-")
 
 
 def test_ranks_hear_nothing_of_an_older_launcher(monkeypatch):
@@ -186,21 +181,18 @@ def gpus(monkeypatch):
     return chosen
 
 
-@pytest.mark.parametrize(
-    ("variables", "device"),
-    [
-        ({"LOCAL_RANK": "1"}, 1),
-        ({"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "2"}, 0),
-        ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "3"}, 1),
-        ({"RANK": "2", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "2"}, 0),
-        ({}, 1),  # alone: the one that the caller has chosen
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, 1),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "LOCAL_RANK is not set: rank 1 of 4 cannot know which of 2 GPUs"),
-        # A script in a Slurm job has started the ranks: Slurm's word is about the script.
-        ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, "LOCAL_RANK is not set"),
-        ({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK=2: this process sees 2 GPUs only"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "device"), [
+    ({"LOCAL_RANK": "1"}, 1),
+    ({"LOCAL_RANK": "0", "RANK": "2", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "2"}, 0),
+    ({"RANK": "3", "WORLD_SIZE": "4", "SLURM_LOCALID": "1", "SLURM_PROCID": "3"}, 1),
+    ({"RANK": "2", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_RANK": "2"}, 0),
+    ({}, 1),  # alone: the one that the caller has chosen
+    ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, 1),
+    ({"RANK": "1", "WORLD_SIZE": "4"}, "LOCAL_RANK is not set: rank 1 of 4 cannot know which of 2 GPUs"),
+    # A script in a Slurm job has started the ranks: Slurm's word is about the script.
+    ({"RANK": "1", "WORLD_SIZE": "4", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}, "LOCAL_RANK is not set"),
+    ({"LOCAL_RANK": "2", "RANK": "2", "WORLD_SIZE": "4"}, "LOCAL_RANK=2: this process sees 2 GPUs only"),
+])  # fmt: skip
 def test_a_ranks_gpu(variables, device, gpus, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -233,8 +225,7 @@ def test_the_cpu_is_not_taken_in_silence(no_gpu, capsys, monkeypatch):
     assert choose_device("auto", 2) == choose_device("auto", 2) == "cpu"
     process_group.init_distributed()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith("running on the CPU: torch ")
+    assert said.count("\n") == 1 and said.startswith("running on the CPU: torch ")
     assert "finds none to use (CUDA_VISIBLE_DEVICES=5)" in said
     with pytest.raises(ConfigError, match=r"launch\.device=cuda: torch .* finds none"):
         choose_device("cuda", 1)

@@ -1,8 +1,9 @@
-"""The model against formulas written out, and against itself in another mode."""
+"""The model against formulas written out, against itself in another mode, and against the sizes that were published."""
 
 import copy
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepzero.config.run import ModelConfig
-from deepzero.models.gpt import GPT, INIT_STD, MLP, NORM_EPS, Attention, apply_rope, make_norm, rope_table
+from deepzero.evaluation import sample
+from deepzero.models.gpt import GPT, INIT_STD, MLP, NORM_EPS, Attention, apply_rope, ffn_width, make_norm, rope_table
+from tests.configs.compose import run_config
 
 GPT2 = ModelConfig(name="tiny-gpt2", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_embd=16)
-LLAMA = ModelConfig(
-    name="tiny-llama", vocab_size=31, block_size=12, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, norm="rmsnorm",
-    position="rope", activation="swiglu", bias=False, tied=False,
-)  # fmt: skip
+LLAMA = dataclasses.replace(
+    GPT2, name="tiny-llama", n_kv_head=2, norm="rmsnorm", position="rope", activation="swiglu", bias=False, tied=False
+)
 STYLES = pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda c: c.name)
 
 
@@ -41,11 +43,50 @@ def some_batch(config, batch=3):
 def gradients(model, ids, labels):
     model.zero_grad(set_to_none=True)
     model(ids, labels).backward()
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        found[name] = parameter.grad.clone()
-    return found
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def opinionated(model, std=0.5):
+    """A model whose logits differ."""
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
+# ---- shapes and first values -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "numel"), [
+    ("nano", 885_888),
+    ("gpt2_124m", 124_439_808),
+    ("gpt2_350m", 354_823_168),
+    ("gpt2_1_3b", 1_313_626_112),
+    ("llama_7b", 6_738_415_616),
+    ("gpt3_175b", 174_604_259_328),
+    ("gpt_1t", 1_008_014_617_600),
+])  # fmt: skip
+def test_published_parameter_counts(name, numel):
+    config = run_config(f"model={name}").model
+    with torch.device("meta"):
+        model = GPT(config)
+    c, layers, tables = config.n_embd, config.n_layer, config.vocab_size * config.n_embd
+    if config.bias:
+        by_hand = tables + config.block_size * c + layers * (12 * c * c + 13 * c) + 2 * c
+    else:
+        by_hand = (1 if config.tied else 2) * tables + layers * (4 * c * c + 3 * c * ffn_width(config) + 2 * c) + c
+    assert model.num_parameters() == by_hand == numel
+    assert config.name == name
+    if name == "gpt2_124m":
+        weights = 12 * 12 * 768**2 + 50257 * 768
+        assert model.flops_per_token() == 6 * weights + 12 * 12 * 768 * 1024
+
+
+def test_ffn_width():
+    assert ffn_width(ModelConfig(n_embd=768, n_head=12)) == 3072
+    assert ffn_width(ModelConfig(n_embd=768, n_head=12, activation="swiglu")) == 2048
+    assert ffn_width(ModelConfig(n_embd=4096, n_head=32, activation="swiglu")) == 10944  # 10922.67 rounded up to 64
+    assert ffn_width(run_config("model=llama_7b").model) == 11008
 
 
 @pytest.mark.parametrize("kv_heads", [None, 2])
@@ -60,12 +101,12 @@ def test_flops_formula_equals_counted_products(config, kv_heads):
 
 
 @STYLES
-def test_same_seed_same_values(config):
+def test_same_seed_same_values_and_a_uniform_first_guess(config):
     first, again, other = seeded(config, 5), seeded(config, 5), seeded(config, 6)
     for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b), name
-        if a.dim() == 2:
-            assert not torch.equal(a, c), name
+        assert a.dim() != 2 or not torch.equal(a, c), name
+    assert abs(seeded(config)(*some_batch(config)).item() - math.log(config.vocab_size)) < 0.05
 
 
 def test_initial_spread():
@@ -75,16 +116,12 @@ def test_initial_spread():
             residual = name.endswith(("attn.proj.weight", "mlp.down.weight"))
             expected = INIT_STD / math.sqrt(2 * 8) if residual else INIT_STD
             assert abs(parameter.std().item() / expected - 1) < 0.05, name
-        elif "norm" in name and name.endswith("weight"):
-            assert torch.equal(parameter, torch.ones_like(parameter)), name
         else:
-            assert torch.equal(parameter, torch.zeros_like(parameter)), name
+            one = "norm" in name and name.endswith("weight")
+            assert torch.equal(parameter, torch.full_like(parameter, float(one))), name
 
 
-@STYLES
-def test_first_loss_is_that_of_a_uniform_guess(config):
-    loss = seeded(config)(*some_batch(config)).item()
-    assert abs(loss - math.log(config.vocab_size)) < 0.05
+# ---- formulas --------------------------------------------------------------------------------------------------------
 
 
 @STYLES
@@ -122,9 +159,7 @@ def test_rope_is_a_rotation_by_position():
             pair = torch.complex(x[:, t, :, i], x[:, t, :, i + width // 2]) * complex(math.cos(angle), math.sin(angle))
             torch.testing.assert_close(turned[:, t, :, i], pair.real, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(turned[:, t, :, i + width // 2], pair.imag, rtol=1e-5, atol=1e-6)
-
-
-def test_rope_products_depend_on_distance_alone():
+    # Products depend on distance alone.
     q, k = torch.randn(16), torch.randn(16)
     turned = apply_rope(torch.stack((q, k)).repeat(20, 1, 1).unsqueeze(0), rope_table(20, 16, q.device))[0]
     products = [torch.dot(turned[t + 3, 0], turned[t, 1]).item() for t in range(17)]
@@ -136,11 +171,9 @@ def test_rope_keeps_positions_apart_in_bf16():
     """bf16 cannot tell position 1000 from 1001; the table must not have gone through it."""
     table = rope_table(2048, 64, torch.device("cpu"))
     assert table.dtype == torch.float32
-    model = GPT(LLAMA).bfloat16()
-    assert not list(model.buffers())
+    assert not list(GPT(LLAMA).bfloat16().buffers())
     x = torch.ones(1, 2048, 1, 64, dtype=torch.bfloat16)
-    turned = apply_rope(x, table)
-    exact = apply_rope(x.float(), rope_table(2048, 64, torch.device("cpu")))
+    turned, exact = apply_rope(x, table), apply_rope(x.float(), table.clone())
     assert turned.dtype == torch.bfloat16
     torch.testing.assert_close(turned.float(), exact, rtol=2**-8, atol=1e-6)
 
@@ -148,20 +181,17 @@ def test_rope_keeps_positions_apart_in_bf16():
 def naive_attention(module, x, rope):
     """Head by head, query by query, with a mask that exists."""
     batch, tokens = x.shape[:2]
-    d, group = module.head_width, module.n_head // module.n_kv_head
+    d, group, n = module.head_width, module.n_head // module.n_kv_head, module.n_head + module.n_kv_head
     heads = module.qkv(x).view(batch, tokens, -1, d)
     if rope:
         table = rope_table(tokens, d, x.device).to(x.dtype)
         first, second = heads.chunk(2, -1)
         turned = torch.cat((first * table[0] - second * table[1], second * table[0] + first * table[1]), -1)
-        n = module.n_head + module.n_kv_head
         heads = torch.cat((turned[:, :, :n], heads[:, :, n:]), 2)
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     out = []
     for h in range(module.n_head):
-        q = heads[:, :, h]
-        k = heads[:, :, module.n_head + h // group]
-        v = heads[:, :, module.n_head + module.n_kv_head + h // group]
+        q, k, v = (heads[:, :, at] for at in (h, module.n_head + h // group, n + h // group))
         scores = (q @ k.transpose(1, 2) / math.sqrt(d)).masked_fill(~mask, float("-inf"))
         out.append(F.softmax(scores, -1) @ v)
     return F.linear(torch.cat(out, -1), module.proj.weight, module.proj.bias)
@@ -170,14 +200,12 @@ def naive_attention(module, x, rope):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @STYLES
 def test_attention_formula(config, kv_heads):
-    config = dataclasses.replace(config, n_kv_head=kv_heads)
-    module = Attention(config)
+    module = Attention(dataclasses.replace(config, n_kv_head=kv_heads))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x = torch.randn(2, 9, 16)
     rope = rope_table(9, 4, x.device) if config.position == "rope" else None
-    expected = naive_attention(module, x, rope is not None)
-    torch.testing.assert_close(module(x, rope), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module(x, rope), naive_attention(module, x, rope is not None), rtol=1e-4, atol=1e-5)
 
 
 def test_mlp_formulas():
@@ -196,48 +224,43 @@ def test_loss_is_the_cross_entropy_of_the_logits(config):
     model, (ids, labels) = GPT(config), some_batch(config)
     logits = model(ids)
     assert logits.shape == (3, 12, 31)
-    expected = F.cross_entropy(logits.view(-1, 31), labels.view(-1))
-    torch.testing.assert_close(model(ids, labels), expected)
+    torch.testing.assert_close(model(ids, labels), F.cross_entropy(logits.view(-1, 31), labels.view(-1)))
     torch.testing.assert_close(model(ids, last_only=True), logits[:, -1:])
 
 
 @STYLES
-def test_no_token_sees_the_future(config):
+def test_no_token_sees_the_future_and_position_matters(config):
     model, (ids, _) = GPT(config).eval(), some_batch(config)
     changed = ids.clone()
     changed[:, 7] = (changed[:, 7] + 1) % config.vocab_size
     before, after = model(ids), model(changed)
     torch.testing.assert_close(before[:, :7], after[:, :7], rtol=1e-5, atol=1e-6)
     assert not torch.allclose(before[:, 7:], after[:, 7:], rtol=1e-3, atol=1e-4)
-
-
-@STYLES
-def test_position_matters(config):
-    model = GPT(config).eval()
     if model.wpe is not None:
         torch.nn.init.normal_(model.wpe.weight)
     for block in model.blocks:  # so that attention is not the mean of all values
         torch.nn.init.normal_(block.attn.qkv.weight)
         torch.nn.init.normal_(block.attn.proj.weight)
-    one = model(torch.tensor([[1, 2, 3]]))[0, -1]
-    other = model(torch.tensor([[2, 1, 3]]))[0, -1]
+    one, other = (model(torch.tensor([ids]))[0, -1] for ids in ([1, 2, 3], [2, 1, 3]))
     assert not torch.allclose(one, other, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @STYLES
 def test_the_whole_model_in_16_bits(config, dtype):
-    exact, ids_labels = seeded(config), some_batch(config)
-    reference = exact(*ids_labels).item()
+    exact, batch = seeded(config), some_batch(config)
     model = copy.deepcopy(exact).to(dtype)
-    loss = model(*ids_labels)
+    loss = model(*batch)
     assert loss.dtype == torch.float32
-    assert abs(loss.item() - reference) < 0.02
-    wide, narrow = gradients(exact, *ids_labels), gradients(model, *ids_labels)
+    assert abs(loss.item() - exact(*batch).item()) < 0.02
+    wide, narrow = gradients(exact, *batch), gradients(model, *batch)
     for name, gradient in narrow.items():
         assert gradient.dtype == dtype, name
         error = (gradient.float() - wide[name]).norm() / wide[name].norm()
         assert error < 0.1, (name, error)
+
+
+# ---- tied weights, state, checkpointing, dropout ---------------------------------------------------------------------
 
 
 def test_tied_weights():
@@ -253,8 +276,7 @@ def test_tied_weights():
 
 
 def test_tied_gradient_is_the_sum_of_both_uses():
-    tied = seeded(GPT2)
-    untied = GPT(dataclasses.replace(GPT2, tied=False))
+    tied, untied = seeded(GPT2), GPT(dataclasses.replace(GPT2, tied=False))
     untied.load_state_dict(tied.state_dict())
     assert untied.num_parameters() == tied.num_parameters() + 31 * 16
     one, two = gradients(tied, *some_batch(GPT2)), gradients(untied, *some_batch(GPT2))
@@ -264,8 +286,7 @@ def test_tied_gradient_is_the_sum_of_both_uses():
 def test_state_dict_goes_round():
     one, two = seeded(LLAMA, 1), seeded(LLAMA, 2)
     two.load_state_dict(one.state_dict())
-    ids, labels = some_batch(LLAMA)
-    assert torch.equal(one(ids, labels), two(ids, labels))
+    assert torch.equal(one(*some_batch(LLAMA)), two(*some_batch(LLAMA)))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
@@ -276,48 +297,43 @@ def test_activation_checkpointing_same_bits(config, dtype, dropout):
     plain = seeded(config).to(dtype)
     kept = GPT(dataclasses.replace(config, activation_checkpointing=True)).to(dtype)
     kept.load_state_dict(plain.state_dict())
-    batch = some_batch(config)
     found = []
     for model in (plain, kept):
         torch.manual_seed(7)
-        found.append(gradients(model, *batch))
+        found.append(gradients(model, *some_batch(config)))
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), name
 
 
 def test_activation_checkpointing_runs_each_block_twice_and_keeps_less():
-    config = dataclasses.replace(GPT2, n_layer=3)
-    ids, labels = some_batch(config)
+    ids, labels = some_batch(GPT2)
     calls, kept_bytes = {}, {}
     for on in (False, True):
-        model = seeded(dataclasses.replace(config, activation_checkpointing=on))
-        count = [0]
+        model = seeded(dataclasses.replace(GPT2, n_layer=3, activation_checkpointing=on))
+        ran, kept = [], []
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
-        kept = [0]
+            block.register_forward_pre_hook(lambda *_, ran=ran: ran.append(1))
 
         def pack(tensor, kept=kept):
-            kept[0] += tensor.nbytes
+            kept.append(tensor.nbytes)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(ids, labels)
-        kept_bytes[on] = kept[0]
+        kept_bytes[on] = sum(kept)
         loss.backward()
-        calls[on] = count[0]
-        count[0] = 0
+        calls[on] = len(ran)
         model.eval()(ids)  # without the backward pass there is nothing to save
-        assert count[0] == 3
+        assert len(ran) == calls[on] + 3
     assert calls == {False: 3, True: 6}
     assert kept_bytes[True] < kept_bytes[False] / 2
 
 
 def test_dropout_only_in_training():
-    model = GPT(dataclasses.replace(GPT2, dropout=0.5))
-    ids, labels = some_batch(GPT2)
-    assert not torch.equal(model(ids, labels), model(ids, labels))
+    model, batch = GPT(dataclasses.replace(GPT2, dropout=0.5)), some_batch(GPT2)
+    assert not torch.equal(model(*batch), model(*batch))
     model.eval()
-    assert torch.equal(model(ids, labels), model(ids, labels))
+    assert torch.equal(model(*batch), model(*batch))
 
 
 @pytest.mark.parametrize(("shapes", "message"), [
@@ -329,3 +345,62 @@ def test_dropout_only_in_training():
 def test_wrong_shapes_are_named(shapes, message):
     with pytest.raises(ValueError, match=message):
         GPT(GPT2)(*(torch.zeros(shape, dtype=torch.int64) for shape in shapes))
+
+
+# ---- generating against forward: the same model, one token at a time -------------------------------------------------
+
+
+@STYLES
+def test_generate_greedy_is_the_argmax_of_forward(config):
+    model, calls = opinionated(GPT(config)), []
+    prompt = torch.tensor([[3, 1, 4], [1, 5, 9]])
+    hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    out = model.generate(prompt, max_new_tokens=14, temperature=0)
+    hook.remove()
+    assert len(calls) == 14, "it goes through the module's hooks"
+    assert out.shape == (2, 17) and torch.equal(out[:, :3], prompt)
+    expected = prompt
+    for _ in range(14):  # beyond block_size=12, the window slides
+        expected = torch.cat((expected, model(expected[:, -12:])[:, -1].argmax(-1, keepdim=True)), 1)
+    assert torch.equal(out, expected)
+
+
+def test_generate_follows_its_generator_alone():
+    model, prompt = GPT(GPT2), torch.tensor([[0]])
+    model.train()
+    state = torch.get_rng_state()
+    runs = [model.generate(prompt, 20, 1.0, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(runs[0], runs[1]) and not torch.equal(runs[0], runs[2])
+    assert torch.equal(state, torch.get_rng_state())
+    assert model.training and runs[0].min() >= 0 and runs[0].max() < 31
+
+
+def test_generate_samples_the_softmax_at_its_temperature():
+    model, prompt = opinionated(GPT(GPT2).eval(), 0.3), torch.tensor([[5, 6]])
+    many = model.generate(prompt.repeat(20_000, 1), 1, 0.7, torch.Generator().manual_seed(0))[:, -1]
+    seen = torch.bincount(many, minlength=31) / len(many)
+    assert (seen - F.softmax(model(prompt)[0, -1] / 0.7, -1)).abs().max() < 0.02
+
+
+def test_negative_numbers_are_refused():
+    model, prompt = GPT(GPT2), torch.zeros(1, 1, dtype=torch.int64)
+    for numbers, said in (((1, -1), "temperature=-1"), ((-3,), "max_new_tokens=-3")):
+        with pytest.raises(ValueError, match=said):
+            model.generate(prompt, *numbers)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_is_broken_gives_one_line_and_no_sample(temperature, caplog):
+    model = GPT(GPT2)
+    torch.nn.init.constant_(next(model.parameters()), torch.nan)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        model.generate(torch.tensor([[3, 1, 4]]), 2, temperature)
+    engine = SimpleNamespace(
+        global_rank=0, global_steps=7, zero_optimization_stage=lambda: 1, device=torch.device("cpu"),
+        barrier=lambda: None,
+    )  # fmt: skip
+    corpus = SimpleNamespace(separator=None, val=torch.arange(16), train=torch.arange(16), decode=str)
+    settings = SimpleNamespace(seed=0, sample_tokens=3, sample_temperature=temperature)
+    assert sample(engine, model, corpus, settings) is None
+    said = "no sample after step 7: the model's logits are not finite, and no token can be chosen from them"
+    assert [record.getMessage() for record in caplog.records] == [said]

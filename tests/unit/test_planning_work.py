@@ -1,5 +1,6 @@
 """What a rehearsal counts op by op: operations, traffic, memory in use; on the meta device and on the CPU alike."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,12 +73,12 @@ def test_asked_again_an_op_costs_and_makes_the_same():
     assert half > 2 and meter.work.bytes[1] == meter.work.bytes[2]
 
 
-def alive(device):
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_memory_in_use(device):
     """Bytes in use and their peak, as things come and go."""
-    seen = []
     with WorkMeter(device) as meter:
         a = torch.zeros(1000, device=device)
-        seen.append(meter.alive_bytes)
+        seen = [meter.alive_bytes]
         b = a.view(10, 100) + 1
         seen.append(meter.alive_bytes)
         c = b[:5]  # keeps all of b alive
@@ -87,15 +88,7 @@ def alive(device):
         seen += [meter.alive_bytes, meter.peak_bytes]
         meter.restart()
         seen.append(meter.peak_bytes)
-    return seen
-
-
-def test_memory_in_use():
-    assert alive("meta") == [4000, 8000, 8000, 0, 8000, 0]
-
-
-def test_memory_in_use_is_counted_alike_on_the_cpu():
-    assert alive("cpu") == alive("meta")
+    assert seen == [4000, 8000, 8000, 0, 8000, 0]
 
 
 def test_another_device_is_not_counted():

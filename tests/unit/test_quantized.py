@@ -2,12 +2,13 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepzero.comm import quantization
-from deepzero.comm.quantization import TINY, CompiledKernel, Format, PlainKernel, Quantizer, levels
+from deepzero.comm.quantization import TINY, Format, PlainKernel, Quantizer, Variant, compiled, levels
 from deepzero.utils.compile import CompilationError, why_not_compiled
 
 BITS = (8, 4)
@@ -349,10 +350,12 @@ def test_compiled_gives_the_bits_of_the_truth_and_never_recompiles(bits, block, 
     form = Format(bits, block)
     quantizer = Quantizer(form, "compiled")
     quantizer.prepare(1, [dtype])
+    pack, unpack = (compiled(Variant(d, dtype, bits, block, torch.device("cpu"))) for d in ("pack", "unpack"))
+    kernel = SimpleNamespace(encode=pack.encode, decode=unpack.decode)
     torch.manual_seed(0)
     with torch.compiler.set_stance("fail_on_recompile"):
         for rows, kind in itertools.product((1, 2, 7, 64), INPUTS):
-            agree(form, INPUTS[kind](rows * block, dtype).to(dtype), CompiledKernel())
+            agree(form, INPUTS[kind](rows * block, dtype).to(dtype), kernel)
         values = randn(5 * block + (64 if block > 64 else 0)).to(dtype)
         values[2 * block + 1] = torch.inf
         ours, theirs = of(form, values, "compiled"), of(form, values)

@@ -122,9 +122,7 @@ class Rung:
         return f"{self.work.parameters / 1e9:.4g} billion"
 
 
-def rungs(
-    ladder: Sequence[tuple[int, int]], base: Workload, host_bytes: int, device_bytes: int
-) -> list[Rung]:  # fmt: skip
+def rungs(ladder: Sequence[tuple[int, int]], base: Workload, host_bytes: int, device_bytes: int) -> list[Rung]:
     """The shapes that the closed forms say fit, the largest first, with activation checkpointing.
 
     While the engine is built, the shards of ``zero.Init`` wait in host memory, where there is room for them, and else
@@ -198,9 +196,8 @@ class Bench:
         free_before = available_host_bytes() or 0
         self._count += 1
         variant = Variant("gpu", "", options)
-        outcome = run_variant(
-            contender, variant, Plan(timeout_seconds=limit, folder=self.scratch, **plan), f"{self._count}"
-        )
+        made = Plan(timeout_seconds=limit, folder=self.scratch, each=False, **plan)
+        outcome = run_variant(contender, variant, made, f"{self._count}")
         with open(self.out / "workers.log", "ab") as log:
             printed = self.scratch / f"{self._count}-{contender.name}-gpu" / "0.log"
             log.write(f"\n=== {contender.name}\n".encode() + printed.read_bytes())
@@ -226,16 +223,12 @@ class Bench:
         compilers = (os.environ.get("CXX") or "c++", "g++", "clang++")
         if any(contender.needs for contender in chosen) and not any(map(shutil.which, compilers)):
             self.skip("a C++ compiler: there is none, and DeepSpeedCPUAdam is compiled when it is first used")
-        needed = PLAIN_BYTES * self.work.parameters
-        if self.work.device == "cuda" and needed > 0.9 * self.device_bytes:
-            for contender in chosen:
-                if not offloads(contender):
-                    sizes = (
-                        f"{needed / GIB:.0f} GiB on the device without offload, which has {self.device_bytes / GIB:.0f}"
-                    )
-                    self.skip(f"{contender.title}: {sizes}")
-            chosen = [contender for contender in chosen if offloads(contender)]
-        return chosen
+        needed, has = PLAIN_BYTES * self.work.parameters, self.device_bytes
+        too_large = [] if self.work.device == "cpu" or needed <= 0.9 * has else [c for c in chosen if not offloads(c)]
+        for contender in too_large:
+            sizes = f"{needed / GIB:.0f} GiB on the device without offload, which has {has / GIB:.0f}"
+            self.skip(f"{contender.title}: {sizes}")
+        return [contender for contender in chosen if contender not in too_large]
 
     def speed(self, rounds: range, contenders: list[Contender], kept_free: float) -> None:
         """Every contender once a round, each round beginning with another one."""
@@ -250,8 +243,8 @@ class Bench:
                 what = f"{contender.title}, round {number + 1}"
                 if not self.has_time(what, self._known_seconds.get(contender.name, NEEDS_SECONDS["speed"]), kept_free):
                     continue
-                plan = {**lengths, "each": False, "place": "device", "timeout_seconds": self.options.timeout}
-                row = self.run(contender, contender.variants[0].options, work=self.work, **plan)
+                plan = {**lengths, "work": self.work, "place": "device", "timeout_seconds": self.options.timeout}
+                row = self.run(contender, contender.variants[0].options, **plan)
                 self._known_seconds[contender.name] = row.wall_seconds * (5 if self.options.quick else 1)
                 rows.append(row)
                 self.save(speed=speed)
@@ -269,7 +262,7 @@ class Bench:
         for rung in rungs(ladder, self.work, usable, self.device_bytes):
             if not self.has_time(f"the largest model, {rung.size}", NEEDS_SECONDS["largest"]):
                 return
-            plan = {"warmup": 1, "blocks": 2, "steps": 1, "each": False, "place": f"init-{rung.init_on}"}
+            plan = {"warmup": 1, "blocks": 2, "steps": 1, "place": f"init-{rung.init_on}"}
             contender = Contender(f"largest-{rung.work.parameters}", rung.size, "engines:build", ())
             row = self.run(contender, settings, work=rung.work, timeout_seconds=self.left(), **plan)
             trains = row.error is None and len(row.losses) == 3 and all(map(math.isfinite, row.losses))
@@ -392,9 +385,10 @@ def setting(speed: dict[str, Any]) -> str:
     )
 
 
-def _gib(rounds: Sequence[Outcome], key: str) -> str:
-    most = max(outcome.facts.get(key, 0) for outcome in rounds)
-    return f"{most / GIB:.2f}" if most else "-"
+def _gib(rounds: Sequence[Outcome]) -> dict[str, str]:
+    """The most of any round, in GiB, or a dash."""
+    most = {name: max(one.facts.get(f"{name}_bytes", 0) for one in rounds) for name in ("device", "host", "arena")}
+    return {name: f"{value / GIB:.2f}" if value else "-" for name, value in most.items()}
 
 
 def speed_table(rows: Sequence[Measured], work: Workload) -> str:
@@ -413,9 +407,9 @@ def speed_table(rows: Sequence[Measured], work: Workload) -> str:
         "tokens/s": lambda row: f"{work.tokens_per_step / row.seconds:.0f}",
         "/ DeepSpeed": lambda row: over(row, median),
         "of best": lambda row: over(row, min),
-        "device GiB": lambda row: _gib(row.rounds, "device_bytes"),
-        "host GiB": lambda row: _gib(row.rounds, "host_bytes"),
-        "arena GiB": lambda row: _gib(row.rounds, "arena_bytes"),
+        "device GiB": lambda row: _gib(row.rounds)["device"],
+        "host GiB": lambda row: _gib(row.rounds)["host"],
+        "arena GiB": lambda row: _gib(row.rounds)["arena"],
         "build s": lambda row: f"{row.middle(lambda outcome: outcome.facts['build_seconds']):.0f}",
     })  # fmt: skip
 
@@ -446,35 +440,28 @@ def memory_lines(rows: Sequence[Measured]) -> str:
 
 def largest_text(found: dict[str, Any]) -> str:
     """Every attempt, the last of which may have trained."""
-    attempts = [(one["rung"], one["row"], one["trains"]) for one in found["attempts"]]
-
-    def rate(one: tuple[Rung, Outcome, bool], work: float, form: str) -> str:
-        seconds = one[1].seconds.get("step")
-        return format(work / median(seconds) if work else median(seconds), form) if seconds else "-"
-
-    lines = columns(attempts, **{
-        "parameters": lambda one: one[0].size,
-        "layers x width": lambda one: f"{one[0].work.n_layer} x {one[0].work.n_embd}",
-        "built on": lambda one: one[0].init_on,
-        "needed GiB": lambda one: f"{one[0].needed / GIB:.2f}",
-        "host GiB": lambda one: _gib([one[1]], "host_bytes"),
-        "arena GiB": lambda one: _gib([one[1]], "arena_bytes"),
-        "device GiB": lambda one: _gib([one[1]], "device_bytes"),
-        "build s": lambda one: f"{one[1].facts.get('build_seconds', math.nan):.0f}",
-        "s a step": lambda one: rate(one, 0, ".2f"),
-        "tokens/s": lambda one: rate(one, one[0].work.tokens_per_step, ".0f"),
-        "verdict": lambda one: "trains" if one[2] else "no",
-    })  # fmt: skip
+    lines, said, errors = [], [], []
+    for one in found["attempts"]:
+        rung, row, work = one["rung"], one["row"], one["rung"].work
+        sizes, speeds = _gib([row]), ["-", "-"]
+        if seconds := row.seconds.get("step"):
+            speeds = [f"{median(seconds):.2f}", f"{work.tokens_per_step / median(seconds):.0f}"]
+        gib = [f"{rung.needed / GIB:.2f}", sizes["host"], sizes["arena"], sizes["device"]]
+        build, verdict = f"{row.facts.get('build_seconds', math.nan):.0f}", "trains" if one["trains"] else "no"
+        lines.append([rung.size, f"{work.n_layer} x {work.n_embd}", rung.init_on, *gib, build, *speeds, verdict])
+        if one["trains"]:
+            said.append(f"Losses {[round(loss, 3) for loss in row.losses]}. {row.facts.get('described', '')}")
+        if row.error:
+            errors.append(f"{rung.size}:\n\n{_block(row.error)}")
+    head = ["parameters", "layers x width", "built on", "needed GiB", "host GiB", "arena GiB", "device GiB", "build s"]
+    rows = report.table([*head, "s a step", "tokens/s", "verdict"], lines)
     room = f"The host had {found['available'] / GIB:.1f} GiB, of which {found['usable'] / GIB:.1f} were to be used."
     how = (
         "Stage 3, optimizer and parameters in host memory, grad_accum_dtype=bf16, activation checkpointing, built in "
         "zero.Init(dtype=bfloat16), whose shards wait where *built on* says. *Needed* is the closed form's host memory."
     )
-    said = [f"Losses {[round(loss, 3) for loss in row.losses]}. {row.facts.get('described', '')}"
-            for _, row, trains in attempts if trains]  # fmt: skip
-    errors = [f"{rung.size}:\n\n{_block(row.error)}" for rung, row, _ in attempts if row.error]
     none = "None was tried: no shape fits, or there was no time."
-    return "\n\n".join([how, room, lines if attempts else none, *said, *errors])
+    return "\n\n".join([how, room, rows if lines else none, *said, *errors])
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,229 @@
+"""Where a run of train.py begins, the command that goes on, its folder, and what its summary asks of the machine."""
+
+import errno
+import fcntl
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from deepzero.checkpoint.checkpoint_dir import LOCK, release
+from deepzero.compat.deepspeed_engine import DeepSpeedEngine as Engine
+from deepzero.config.engine import EngineConfig, resolve_batch
+from deepzero.config.run import RunConfig
+from deepzero.config.strict import ConfigError
+from deepzero.monitor import environment
+from deepzero.training import resume, run_folder
+from deepzero.training.reporting import final_facts
+from deepzero.training.resume import Command, find_start, interpreter, manifest_of, tag_of
+from deepzero.training.run_folder import FoldersBefore, remove_unused, take
+
+# ---- the batch of a run that goes on, on as many ranks as before or not ----------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "saved_by", "micro", "config", "split"), [
+    # Fewer ranks accumulate more; more ranks take smaller micro-batches.
+    (4, 4, 3, {"train_batch_size": 12}, "12 = 3 x 1 x 4"),
+    (3, 4, 3, {"train_batch_size": 12}, "12 = 2 x 2 x 3"),
+    (1, 4, 3, {"train_batch_size": 12}, "12 = 3 x 4 x 1"),
+    (6, 2, 6, {"train_batch_size": 12}, "12 = 2 x 1 x 6"),
+    # A second start with the fewer ranks: the command names the micro-batch only, which would make a batch of 6.
+    (1, 2, 6, {"train_micro_batch_size_per_gpu": 6}, "12 = 6 x 2 x 1"),
+    (1, 1, 6, {"train_micro_batch_size_per_gpu": 6}, "12 = 6 x 2 x 1"),
+    # It keeps the micro-batch: more than the first start had might not fit into memory.
+    (2, 2, 3, {"train_batch_size": 12}, "12 = 3 x 2 x 2"),
+    # What a run names goes first.
+    (2, 2, 6, {"train_batch_size": 24}, "24 = 12 x 1 x 2"),
+    (2, 2, 6, {"train_micro_batch_size_per_gpu": 2}, "12 = 2 x 3 x 2"),
+    (2, 2, 6, {"train_batch_size": 12, "gradient_accumulation_steps": 3}, "12 = 2 x 3 x 2"),
+    (5, 4, 3, {"train_batch_size": 12}, None),
+])  # fmt: skip
+def test_the_global_batch_is_kept(ranks, saved_by, micro, config, split):
+    batch = {"global_batch": 12, "micro_batch": micro, "accumulation": 12 // micro // saved_by}
+    saved = SimpleNamespace(world_size=saved_by, batch=batch)
+    if split is None:
+        with pytest.raises(ConfigError, match="train_batch_size=12, which 5 ranks cannot share evenly"):
+            resume.keep_global_batch(EngineConfig(**config), saved, ranks)
+        return
+    sizes = resolve_batch(resume.keep_global_batch(EngineConfig(**config), saved, ranks), ranks)
+    assert f"{sizes.global_batch} = {sizes.micro_batch} x {sizes.accumulation} x {ranks}" == split
+
+
+# ---- the checkpoint that a run begins with ---------------------------------------------------------------------------
+
+
+def saved(folder, *steps, latest=None):
+    """A folder with committed checkpoints."""
+    for step in steps:
+        (folder / tag_of(step)).mkdir(parents=True)
+        (folder / tag_of(step) / "COMMIT").touch()
+    if latest is not None:
+        (folder / "latest").write_text(tag_of(latest))
+    return folder
+
+
+def test_fewer_steps_than_were_taken(monkeypatch):
+    monkeypatch.setattr(resume, "read_manifest", lambda path: SimpleNamespace(counters={"global_steps": 7}))
+    manifest_of(Path("saved"), 7)
+    with pytest.raises(ConfigError, match=r"train\.steps=6: saved was saved after step 7; name at least as many"):
+        manifest_of(Path("saved"), 6)
+
+
+def test_a_kill_before_latest_was_written_for_the_first_time(tmp_path):
+    own = saved(tmp_path / "checkpoints", 4, 8)
+    assert find_start("auto", tmp_path) == find_start(None, tmp_path, restarted=True) == own / tag_of(8)
+    (own / "latest").write_text(tag_of(4))
+    assert find_start("auto", tmp_path) == own / tag_of(4)
+    assert find_start("auto", tmp_path / "elsewhere") is None
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path, monkeypatch):
+    """Where the newest is damaged, say. Another run's only counts until this one has saved, and so does a restart's."""
+    monkeypatch.chdir(tmp_path)
+    own, other = (saved(Path(name) / "checkpoints", 4, 8, latest=8) for name in ("run", "other"))
+    older = own / tag_of(4)
+    for named in (older, older.resolve()):
+        assert find_start(str(named), Path("run")) == older
+        assert find_start(str(named), Path("run"), restarted=True) == own / tag_of(8)
+    assert find_start(str(other / tag_of(4)), Path("run")) == own / tag_of(8)
+    assert find_start(str(other / tag_of(4)), Path("new")) == other / tag_of(4)
+
+
+def test_a_run_goes_back_where_latest_cannot_be_read(tmp_path, monkeypatch):
+    """Or cannot be written, which is one line."""
+    own = saved(tmp_path / "checkpoints", 4)
+    (own / "latest").write_bytes(b"\xff")
+    train = SimpleNamespace(resume=str(own / tag_of(4)), seed=0)
+    run = SimpleNamespace(train=train, data=SimpleNamespace(name="tiny"))
+    data = {"data": "tiny", "sequences": 9, "seed": 0}
+    engine = SimpleNamespace(
+        load_checkpoint=lambda path: (path, {"data": data}), global_steps=4, global_samples=8, global_rank=0
+    )
+    sampler = SimpleNamespace(go_on=lambda *_: None, num_sequences=9)
+    command = SimpleNamespace(keep=lambda _: None)
+    assert run_folder.load_start(run, tmp_path, engine, sampler, command) == 4
+    assert (own / "latest").read_text() == f"{tag_of(4)}\n"
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    (own / "latest").write_text(tag_of(2))
+    monkeypatch.setattr(run_folder, "point_latest", full)
+    with pytest.raises(ConfigError, match=r"cannot write .*/step_00000004: No space left on device; make room there"):
+        run_folder.load_start(run, tmp_path, engine, sampler, command)
+
+
+# ---- the command that goes on, as it is said where a run ends --------------------------------------------------------
+
+
+def way_on(monkeypatch, run_dir, step, *overrides):
+    """What is said after ``step`` of 10 steps."""
+    monkeypatch.setattr(resume, "find_start", lambda *_: run_dir / "checkpoints" / "step")
+    monkeypatch.setattr(resume, "read_manifest", lambda _: SimpleNamespace(counters={"global_steps": step}))
+    return Command(("python", "train.py"), overrides, {}, False).way_on(run_dir, 10)
+
+
+def test_what_was_typed_with_the_folder(monkeypatch, tmp_path):
+    assert Command(("python", "train.py"), (), {}, False).way_on(tmp_path, 10) == "", "nothing was saved"
+    typed = ["zero.stage=2", "optimizer.betas=[0.9, 0.95]", "hydra.run.dir=outputs/${now:%H}", "train.resume=null"]
+    said = way_on(monkeypatch, Path("/runs/1"), 7, *typed)
+    assert said.startswith("saved after step 7; to go on: python train.py ")
+    assert shlex.split(said)[9:] == ["zero.stage=2", "optimizer.betas=[0.9, 0.95]", "hydra.run.dir=/runs/1"]
+    # The newest checkpoint goes before what the run began with.
+    for value in ("None", "/runs/1/checkpoints/step_4", "'/runs/1/checkpoints/step_4'", "/runs/0"):
+        said = way_on(monkeypatch, Path("/runs/1"), 7, f"train.resume={value}", "zero.stage=1")
+        assert said.endswith("to go on: python train.py zero.stage=1 hydra.run.dir=/runs/1")
+    said = way_on(monkeypatch, Path("/runs/1"), 10, "train.steps=10", "zero.stage=1")
+    assert said.endswith("to go on to more steps: python train.py zero.stage=1 train.steps=20 hydra.run.dir=/runs/1")
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "it's", "a=b,c", "(1)", "back\\slash", "ends with\\", "both\\'", "${x}", "new [1]", "ü"]
+)
+def test_a_folder_with_any_name(name, monkeypatch):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    said = way_on(monkeypatch, Path("/runs") / name, 7)
+    (override,) = OverridesParser.create().parse_overrides([shlex.split(said)[-1]])
+    assert OmegaConf.create({"dir": override.value()}).dir == f"/runs/{name}"
+
+
+def test_the_python_that_runs_this(tmp_path, monkeypatch):
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+        (folder / "python3").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(here / "python3"))
+    for path, said in ((here, "python3"), (other, sys.executable), (tmp_path, sys.executable)):
+        monkeypatch.setenv("PATH", str(path))
+        assert interpreter() == said
+
+
+# ---- the folder of a run that was refused, where another run may have begun ------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run folder that Hydra makes, below another that was not there."""
+    monkeypatch.setattr(FoldersBefore, "noted", None)
+    run_dir = tmp_path / "outputs" / "12-00-00"
+    FoldersBefore().on_run_start(OmegaConf.create({"hydra": {"run": {"dir": str(run_dir)}}}))
+    run_dir.mkdir(parents=True)
+    yield run_dir
+    release(run_dir)
+
+
+def test_a_refused_run_leaves_nothing(folder):
+    take(folder)
+    remove_unused()
+    assert list(folder.parents[1].iterdir()) == []
+
+
+def test_a_second_run_of_the_same_second_leaves_the_first_ones_folder(folder):
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match=r"^hydra\.run\.dir: another run writes to "):
+            take(folder)
+        remove_unused()
+        assert (folder / LOCK).exists()
+
+
+# ---- what a run says of itself at its end ----------------------------------------------------------------------------
+
+
+def test_only_the_rank_that_writes_the_summary_asks_git(monkeypatch):
+    asked, facts = [], []
+    monkeypatch.setattr(environment, "_commit", lambda: asked.append("git"))
+    for rank in (0, 1):
+        engine = SimpleNamespace(
+            device=torch.device("cpu"), global_rank=rank, world_size=2, model_numel=1, skipped_steps=0,
+            params_sha256=lambda: "00", report=lambda: {"memory": {}, "communication": {}},
+        )  # fmt: skip
+        facts.append(final_facts(RunConfig(), cast(Engine, engine), None))
+    assert asked == ["git"] and set(facts[0]) == set(facts[1])
+    assert facts[0]["environment"]["torch"] == torch.__version__ and facts[1]["environment"] is None
+
+
+def test_asking_for_the_commit_leaves_gits_index_alone(tmp_path, monkeypatch):
+    """The file has another time, so that git would write down that it looked and found the same content."""
+    file = tmp_path / "file"
+    file.write_text("x", encoding="utf-8")
+    commit = ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "--quiet", "--message=x"]
+    for words in (["init", "--quiet"], ["add", "file"], commit):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    os.utime(file, (1e9, 1e9))
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    before = (tmp_path / ".git" / "index").read_bytes()
+    found = environment.environment()["commit"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert found == head[:12]
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+    file.write_text("y", encoding="utf-8")
+    assert environment.environment()["commit"] == f"{found}-dirty"
