@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
@@ -328,8 +329,8 @@ def _close_locks() -> None:
     """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
     words = rf"process \d+ on {re.escape(socket.gethostname())}".encode()
     for handle in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # nothing that can be read
-            if re.fullmatch(words, os.pread(handle, 200, 0)):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not opened for reading
+            if stat.S_ISREG(os.fstat(handle).st_mode) and re.fullmatch(words, os.pread(handle, 200, 0)):
                 os.close(handle)
 
 

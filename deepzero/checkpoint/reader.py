@@ -148,7 +148,7 @@ def _portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterat
 
 
 def fill(path: Path, file: int, view: memoryview, offset: int) -> None:
-    """Every byte of every tensor that is read comes through here: a disk fails, a file is too short."""
+    """Every byte of every tensor that is read comes through here, where a disk fails or a file is too short."""
     done = 0
     while done < len(view):
         try:

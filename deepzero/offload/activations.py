@@ -15,9 +15,8 @@ What moves is a *storage*: two tensors on one storage, or one that is saved twic
 strides. Autograd notices when a saved tensor was changed in place before it is used; here a change may also come
 between pack and a copy that is under way. The same look at the tensor's version finds both, and raises.
 
-Sources: ``cpu_checkpointing`` in DeepSpeed's ``runtime/activation_checkpointing/checkpointing.py``, which copies the
-inputs of its own ``checkpoint`` function one by one and waits for each; ``torch.autograd.graph.save_on_cpu``, which
-allocates anew in every step.
+Sources: ``cpu_checkpointing`` in DeepSpeed's ``runtime/activation_checkpointing/checkpointing.py``;
+``torch.autograd.graph.save_on_cpu``, which allocates anew in every step.
 """
 
 from __future__ import annotations
@@ -55,10 +54,8 @@ SPARE_BYTES = 64 << 20
 class HostBuffers:
     """Page-locked buffers, kept and used again by size: a model saves the same sizes in every step.
 
-    Args:
-        device: whose copies they are locked for.
-        pin: lock the pages; where the system refuses, one line says so and nothing is locked from then on.
-        poison: overwrite a buffer before it is used again.
+    Where the system refuses to lock pages, one line says so and nothing is locked from then on. With ``poison`` a
+    buffer is overwritten before it is used again.
     """
 
     def __init__(self, device: torch.device, pin: bool, poison: bool) -> None:
@@ -147,13 +144,10 @@ class Saved:
 
 
 class HostActivations:
-    """Hooks on saved tensors, and what they moved.
+    """Hooks on saved tensors, and what they moved over ``wire``, which is their own.
 
-    Args:
-        wire: between device and host, of its own.
-        parameters: asked at every forward pass: what stays on the device.
-        min_bytes: smaller storages stay there too.
-        pin: lock the pages of host buffers, where the system lets them be locked.
+    What ``parameters()``, asked at every forward pass, names stays on the device, and so do storages below
+    ``min_bytes``. ``pin`` locks the pages of host buffers, where the system lets them be locked.
     """
 
     def __init__(

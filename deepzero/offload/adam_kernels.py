@@ -28,7 +28,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,8 +49,8 @@ COMPILERS = {"compiled": "a C++ compiler", "numba": "Numba"}
 """In the order in which ``auto`` tries them: the C++ compiler's code is a fifth faster, and the bits are the same."""
 KERNELS = ("auto", "chunked", *COMPILERS)
 
+# What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``.
 Variant: TypeAlias = "tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]"
-"""What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``."""
 Lines: TypeAlias = Callable[..., None]
 Kernel: TypeAlias = "ChunkedAdam | CompiledAdam"
 
@@ -70,8 +69,7 @@ class Segment(NamedTuple):
         return [None if tensor is None else tensor.detach().view(-1) for tensor in self]
 
 
-@dataclass(frozen=True)
-class Numbers:
+class Numbers(NamedTuple):
     """The hyper-parameters of one parameter in one step; ``step`` counts from 1."""
 
     step: float
@@ -80,11 +78,9 @@ class Numbers:
     beta2: float
     eps: float
     weight_decay: float
-    decoupled: bool
-    """AdamW's decay of the parameter; otherwise Adam's, which adds to the gradient."""
+    decoupled: bool  # AdamW's decay of the parameter; otherwise Adam's, which adds to the gradient
     bias_correction: bool
-    scale: float
-    """Gradients are divided by it; a number that fp32 can hold."""
+    scale: float  # gradients are divided by it; a number that fp32 can hold
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: float, scale: float) -> Numbers:
@@ -114,15 +110,7 @@ def in_threads(starts: range, act: Callable[[int, int], None]) -> None:
     thread that spins keeps the one it waits for from its core, and a step on 50 M elements took 2.7 s instead of 0.12 s
     (two cores, load 5). Threads that take start after start from a common heap wait once, at the end.
 
-    Args:
-        starts: one alone is done here.
-        act: sees gradients switched off. What it raises is raised here, after all threads have ended.
-
-    Example:
-        >>> seen = []
-        >>> in_threads(range(0, 30, 10), lambda thread, start: seen.append(start))
-        >>> sorted(seen)
-        [0, 10, 20]
+    ``act`` sees gradients switched off. What it raises is raised here, after all threads have ended.
     """
     left = iter(starts)  # of all threads: a range gives its next number in one step under Python's lock
 
@@ -138,9 +126,8 @@ def in_threads(starts: range, act: Callable[[int, int], None]) -> None:
     with _MAKING:
         pool = _pool(os.getpid(), count)
     errors = [future.exception() for future in [pool.submit(work, thread) for thread in range(count)]]
-    for error in errors:
-        if error is not None:
-            raise error
+    if raised := [error for error in errors if error is not None]:
+        raise raised[0]
 
 
 _MAKING = threading.Lock()
@@ -168,11 +155,7 @@ def _pool(_process: int, count: int) -> ThreadPoolExecutor:
 
 
 class ChunkedAdam:
-    """Torch's fused kernel on one chunk after the other.
-
-    Args:
-        chunk: elements, a multiple of 64. No result depends on it.
-    """
+    """Torch's fused kernel on one chunk (elements, a multiple of 64; no bit depends on it) after the other."""
 
     name = "chunked"
 
@@ -296,12 +279,10 @@ def line_by_line(small_weight: bool) -> Lines:
 
 
 class CompiledAdam:
-    """:func:`adam_lines`, compiled once for each :data:`Variant` in the process.
+    """:func:`adam_lines`, compiled once for each ``Variant`` by torch.compile (``name="compiled"``) or ``numba``.
 
-    Args:
-        strict: what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
-            cannot be compiled runs line by line, with a warning: slower, the same bits.
-        name: by whom, ``compiled`` (``torch.compile``) or ``numba``.
+    With ``strict`` what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
+    cannot be compiled runs line by line, with a warning: slower, the same bits.
     """
 
     def __init__(self, strict: bool, name: str = "compiled") -> None:
@@ -309,11 +290,7 @@ class CompiledAdam:
         self._plain: dict[Variant, Lines] = {}  # what could not be compiled
 
     def ready(self, variants: Iterable[Variant]) -> None:
-        """Compile.
-
-        Raises:
-            CompilationError: only with ``strict``.
-        """
+        """Compile; raises a :class:`CompilationError` only with ``strict``."""
         for variant in map(_without_narrow_out, variants):
             try:
                 if variant not in self._plain:
@@ -356,21 +333,13 @@ def why_not(name: str) -> str:
         return f"no Numba ({error})"
 
 
-_COMPILING = threading.RLock()
-
-
+@functools.cache
 def compiled(name: str, variant: Variant) -> Lines:
     """``adam_lines`` without its first two arguments, compiled by ``name``. The first call takes seconds.
 
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
     """
-    with _COMPILING:  # a delayed update's thread may need the same one
-        return _compile_and_check(name, variant)
-
-
-@functools.cache
-def _compile_and_check(name: str, variant: Variant) -> Lines:
     if missing := why_not(name):
         raise CompilationError(missing)
     with compilation("Numba" if name == "numba" else "torch.compile"):

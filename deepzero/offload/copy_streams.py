@@ -46,13 +46,11 @@ def bytes_of_storage(storage: torch.UntypedStorage, device: torch.device) -> tor
 
 @dataclass
 class CopyStats:
-    """One part of the pipeline: what it moved, how long that took, and how long somebody waited for it."""
+    """One part of the pipeline: what it moved, and how long that took."""
 
     bytes: int = 0
-    seconds: float = 0.0
-    """During which bytes were under way."""
-    waited_seconds: float = 0.0
-    """Of them, those in which the program, or the compute stream, stood still for it."""
+    seconds: float = 0.0  # during which bytes were under way
+    waited_seconds: float = 0.0  # of them, those in which the program, or the compute stream, stood still for it
 
     def add(self, moved: int, seconds: float, waited: float) -> None:
         """One more piece of work."""
@@ -62,8 +60,9 @@ class CopyStats:
 
     def as_dict(self) -> dict[str, float]:
         """Bytes, GB/s, and which part of the time was hidden behind other work (0 to 1)."""
-        hidden = 1.0 - min(1.0, self.waited_seconds / self.seconds) if self.seconds > 0 else 0.0
-        speed = self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+        hidden, speed = 0.0, 0.0
+        if self.seconds > 0:
+            hidden, speed = 1.0 - min(1.0, self.waited_seconds / self.seconds), self.bytes / self.seconds / 1e9
         return {"bytes": self.bytes, "seconds": self.seconds, "gb_per_second": speed, "hidden": hidden}
 
 
@@ -86,12 +85,7 @@ class OffloadStats:
 class PendingCopy:
     """A copy under way. Source and destination belong to it until :meth:`wait` or :meth:`finish` has returned.
 
-    Args:
-        chaos: delays it.
-        kind: the ledger's name for it.
-        nbytes: how many.
-        stream: on which it was launched; None without a GPU.
-        put_off: makes the copy, which has not begun.
+    ``stream`` is the one on which it was launched, None without a GPU; ``put_off`` makes a copy that has not begun.
     """
 
     def __init__(
@@ -126,8 +120,7 @@ class PendingCopy:
     def afterwards(self, alone: bool = False) -> Iterator[None]:
         """What is issued inside comes after the copy, on the copy's own stream; without streams, after its end.
 
-        Args:
-            alone: nothing is issued, as there is only one rank; so the copy may still be put off.
+        ``alone``: nothing is issued, as there is only one rank; so the copy may still be put off.
         """
         if self._stream is None and not alone:
             self.finish()
@@ -164,13 +157,9 @@ class PendingCopy:
 
 
 class HostDeviceCopier:
-    """Copies between ``device`` and host.
+    """Copies between ``device`` and host, counted in ``ledger`` and timed by ``meter``.
 
-    Args:
-        device: where the model computes; a CPU is its own host, and copies are made in line.
-        ledger: every copy is counted there.
-        chaos: puts copies off, when enabled.
-        meter: times them.
+    A CPU is its own host: copies are made in line, or put off by ``chaos``.
     """
 
     def __init__(self, device: torch.device, ledger: Ledger, chaos: Chaos, meter: OffloadStats) -> None:
@@ -212,8 +201,8 @@ class HostDeviceCopier:
         self, way: str, kind: str, target: torch.Tensor, source: torch.Tensor, padding: int, where: str
     ) -> PendingCopy:
         if target.dtype != source.dtype or target.numel() != source.numel():
-            wrong = f"{source.numel()} x {source.dtype} to {target.numel()} x {target.dtype}"
-            raise RuntimeError(f"{kind}: cannot copy {wrong}")
+            sizes = f"{source.numel()} x {source.dtype} to {target.numel()} x {target.dtype}"
+            raise RuntimeError(f"{kind}: cannot copy {sizes}")
         self.chaos.delay()
         self.ledger.record(kind, source.numel(), source.nbytes, padding, where=where, what="copy")
         if self._streams:

@@ -26,8 +26,7 @@ from deepzero.comm.process_group import real_device_type
 from deepzero.offload.adam_kernels import KERNELS, Kernel, Numbers, Segment, Variant, choose_kernel, update_on_device
 from deepzero.offload.pinned_arena import zeros_on_large_pages
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters, and of what is written into ``out``."""
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # and of what is written into ``out``
 GRAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -145,9 +144,6 @@ class CPUAdam(torch.optim.Optimizer):
             grad_dtype: of the gradients that are to come.
             out_dtype: of ``out``, None if there will be none.
             masters: so many fp32 elements on the CPU take the parameters' places before the first step. None: none do.
-
-        Raises:
-            RuntimeError: the ``kernel`` that was asked for cannot be had.
         """
         kinds = {
             (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)
@@ -209,15 +205,11 @@ class CPUAdam(torch.optim.Optimizer):
             scale: gradients are divided by it, in fp32. A number or a one-element tensor. Instead of it torch's
                 attribute ``grad_scale`` may be set, which gives the same bits; when ``found_inf`` is set and not 0,
                 nothing happens.
-            closure: called first, with gradients enabled.
+            closure: called first, with gradients enabled; what it returns is returned.
             only: the parameters that this step is about, and that ``grads`` and ``out`` are parallel to. None: all.
-
-        Returns:
-            What the closure returned.
 
         Raises:
             TypeError, ValueError: what, where, and what to do.
-            RuntimeError: from the first step, when the ``kernel`` that was asked for cannot be had.
         """
         if callable(grads):
             if closure is not None:
@@ -312,11 +304,9 @@ class CPUAdam(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's, for state dicts of this class and of ``torch.optim.Adam`` and ``AdamW``.
-
-        Torch casts moments to their parameter's dtype. Those of bf16 and fp16 parameters stay fp32 here.
-        """
+        """Torch's, for state dicts of this class and of ``torch.optim.Adam`` and ``AdamW``."""
         super().load_state_dict(state_dict)
+        # Torch casts moments to their parameter's dtype. Those of bf16 and fp16 parameters stay fp32 here.
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, (*_, param) in zip(saved, self._places(), strict=True):
             for key in MOMENTS:

@@ -8,14 +8,10 @@ the price of one step of staleness::
     step t+1                      forward, backward (parameters of update t-1) | boundary: send update t ...
 
 So the gradients of step t+1 are taken at parameters that lack update t. Early in training parameters change fast and
-that hurts; so the first ``delay_after_steps`` steps are not delayed. The paper finds the same final accuracy with a
-delay that begins after some dozens of steps; the bits are others than without.
-
-Reduced gradients have two copies on the host here, one for the thread and one for the backward pass under way, and new
-parameters stay in staging until the boundary. Masters and moments belong to the thread while it runs: call
-:meth:`DelayedOptimizerShard.wait_pending_update` before they are read, and
-:meth:`DelayedOptimizerShard.apply_pending_update` before they are written or saved. The parameters are those that the
-model computes with.
+that hurts; so the first ``delay_after_steps`` steps are not delayed. Reduced gradients have two copies on the host
+here, one for the thread and one for the backward pass under way, and new parameters stay in staging until the boundary.
+Masters and moments belong to the thread while it runs: call :meth:`DelayedOptimizerShard.wait_pending_update` before
+they are read, and :meth:`DelayedOptimizerShard.apply_pending_update` before they are written or saved.
 
 Source: section 5.2 of the ZeRO-Offload paper, "One-Step Delayed Parameter Update".
 """
@@ -36,7 +32,7 @@ from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
-from deepzero.offload.optimizer_offload import HostOptimizerShard, HostParamUpload, bytes_of_step, cpu_threads
+from deepzero.offload.optimizer_offload import HostOptimizerShard, bytes_of_step, cpu_threads
 from deepzero.utils.threads import start_thread
 
 
@@ -100,17 +96,14 @@ class DelayedOptimizerShard(HostOptimizerShard):
         try:
             with torch.no_grad(), cpu_threads(self.threads):
                 for upload, sums in zip(self.uploads, grads, strict=True):
-                    moved += self._update_one(twin, upload, sums, divisor)
+                    outs = upload.output_fragments()
+                    with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
+                        twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
+                    moved += bytes_of_step(self.optimizer, upload.sub_group, outs)
         except BaseException as error:
             update.set_exception(error)
         else:
             update.set_result((moved, time.perf_counter() - began))
-
-    def _update_one(self, twin: CPUAdam, upload: HostParamUpload, sums: list[torch.Tensor], divisor: float) -> int:
-        outs = upload.output_fragments()
-        with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
-            twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
-        return bytes_of_step(self.optimizer, upload.sub_group, outs)
 
     def _check_unwritten(self) -> None:
         """Wait; raise when the update failed, or when a parameter was written that it would change."""

@@ -26,8 +26,8 @@ from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig, Zer
 from deepzero.layout import FlatLayout, OffloadPlan
 from deepzero.offload.copy_streams import HostDeviceCopier, OffloadStats
 from deepzero.offload.delayed_update import DelayedOptimizerShard
-from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradLayout, HostOptimizerShard, Offload
-from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, check_host_memory
+from deepzero.offload.optimizer_offload import MOMENTS, STAGING, HostGradients, HostOptimizerShard, Offload
+from deepzero.offload.pinned_arena import HostArena, HostMemoryError, Region, arena_class
 from deepzero.runtime.zero.optimizer_shard import HOST_MASTERS, GroupLayout
 from deepzero.runtime.zero.stage3 import HOST_PARAMETERS
 
@@ -35,40 +35,20 @@ log = logging.getLogger(__name__)
 
 
 def nearest_count(layout: FlatLayout, target: float) -> int:
-    """How many buckets, from the first, come nearest to ``target`` elements of the whole, padding included.
-
-    Example:
-        >>> from deepzero.layout import plan_layout
-        >>> layout = plan_layout([1000] * 8, world_size=2, bucket_limit=1000)
-        >>> [nearest_count(layout, ratio * layout.padded_numel) for ratio in (0.0, 0.3, 0.5, 1.0)]
-        [0, 2, 4, 8]
-    """
+    """How many buckets, from the first, come nearest to ``target`` elements of the whole, padding included."""
     taken = list(itertools.accumulate((bucket.numel for bucket in layout.buckets), initial=0))
     return min(range(len(taken)), key=lambda count: abs(taken[count] - target))
 
 
 def most_count(layout: FlatLayout, limit: int | None) -> int:
-    """How many buckets, from the first, keep at most ``limit`` elements on each rank; None: all.
-
-    Example:
-        >>> from deepzero.layout import plan_layout
-        >>> layout = plan_layout([1000] * 4, world_size=2, bucket_limit=1000)
-        >>> [most_count(layout, limit) for limit in (None, 0, 1100, 10_000)]
-        [4, 0, 2, 4]
-    """
+    """How many buckets, from the first, keep at most ``limit`` elements on each rank; None: all."""
     if limit is None:
         return len(layout.buckets)
     return bisect_right(list(itertools.accumulate(bucket.shard_numel for bucket in layout.buckets)), limit)
 
 
 def plan_offload(planned: Sequence[GroupLayout], config: ZeroConfig, dtype: torch.dtype) -> list[OffloadPlan]:
-    """Where each group's tensors live.
-
-    Args:
-        planned: all groups, in the order in which they will be built.
-        config: ``offload_optimizer`` and ``offload_param``.
-        dtype: compute dtype.
-    """
+    """Where each group's tensors live, in the order of building; ``dtype`` is the compute dtype."""
     optimizer, param = config.offload_optimizer, config.offload_param
     left = param.max_in_cpu
     placements = []
@@ -128,14 +108,17 @@ def build_host(
     sums = None
     if any(placed.optimizer_buckets for _, placed in trained):
         copies = 2 if settings.delayed_update else 1
-        sums = HostGradLayout([placed for _, placed in trained], copies, accumulation, depth + 1)
+        sums = HostGradients([placed for _, placed in trained], copies, accumulation, depth + 1)
     staging = staging_regions([placed for _, placed in trained], compute, settings.delayed_update)
-    regions += [room for room in rooms if room.numel] + (sums.regions() if sums is not None else []) + staging
+    regions += [room for room in rooms if room.numel] + (sums.regions if sums is not None else []) + staging
     neighbours, threads = _neighbours(settings.threads, comm.rank)
     with _agreed():
-        _check_threads(settings.threads)
-        if comm.device.type != "meta":  # a rehearsal is about another host
-            check_host_memory([*regions, *elsewhere], neighbours)
+        if (wanted := settings.threads) is not None and wanted > 4 * (cores := len(usable_cores())):
+            raise ConfigError(
+                f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
+                "threads would only wait for each other"
+            )
+        arena_class(comm.device).check_host([*regions, *elsewhere], neighbours)
     with contextlib.ExitStack() as undo:
         with _agreed():
             arena = HostArena(regions, comm.device, asks_for_pinning(settings, param))
@@ -185,15 +168,6 @@ def _neighbours(wanted: int | None, rank: int) -> tuple[int, int]:
     # Ranks that are bound to cores of their own share them with nobody.
     sharing = sum(bool(cores & mine) for cores in neighbours)
     return len(neighbours), wanted or max(1, len(mine) // max(sharing, 1))
-
-
-def _check_threads(wanted: int | None) -> None:
-    cores = len(usable_cores())
-    if wanted is not None and wanted > 4 * cores:
-        raise ConfigError(
-            f"zero.offload_optimizer.threads={wanted}: this rank has {cores} cores, and more than {4 * cores} "
-            "threads would only wait for each other"
-        )
 
 
 @contextlib.contextmanager

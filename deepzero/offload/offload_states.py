@@ -11,17 +11,14 @@ model states into host memory and back. By category (DeepSpeed's words)::
     contiguous_grad_buffer   the reducer's buckets
 
 In fp32 the parameters are their own masters: one storage, and whichever of the two is named, both are away. What
-``zero.offload_optimizer`` and ``zero.offload_param`` keep in host memory is there already, and stays. Buffers of the
-model stay on the device, as do norms of gradient blocks (a sixty-fourth of the gradients). A forward pass needs
-``lp_params``, a backward pass the gradients and buckets too, everything else all of it; whatever needs what is away
-raises, on every rank.
+``zero.offload_optimizer`` and ``zero.offload_param`` keep in host memory is there already, and stays; so do buffers of
+the model and norms of gradient blocks. Whatever needs what is away raises, on every rank.
 
 Whole storages are moved: their bytes go into one arena of exactly that size, and ``storage.resize_(0)`` gives the
-device's memory back. No tensor is replaced: masters, parameters, parts of flat buffers, the optimizer's state stay the
-objects that they are, views of a storage that has no memory for a while, and are right again when it has.
-
-**Torch reads through such a view without a look: the program would die.** So every tensor that a program can reach is
-marked: it changes its class to one that answers questions about shape and dtype and raises for everything else.
+device's memory back. No tensor is replaced: masters, parameters, the optimizer's state stay the objects that they are,
+views of a storage that has no memory for a while, and are right again when it has. **Torch reads through such a view
+without a look: the program would die.** So every tensor that a program can reach is marked: it changes its class to one
+that answers questions about shape and dtype and raises for everything else.
 
 Sources: ``offload_states`` and ``reload_states`` in DeepSpeed's ``runtime/engine.py`` and
 ``runtime/zero/offload_states.py``, which replaces each tensor by one on the CPU; for stage 3 and without
@@ -50,16 +47,10 @@ from deepzero.runtime.zero.partitioned_param_coordinator import in_backward
 from deepzero.runtime.zero.stage3 import PartitionedParamGroup
 
 STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""What can be moved, in DeepSpeed's words."""
-
 NEEDS = {"forward": ("lp_params",), "backward": ("lp_params", "lp_grads", "contiguous_grad_buffer")}
 """Which states a call needs; those that are not listed need all."""
-
-HOST_STATES = "host_states"
-"""The ledger's word for what is away, in memory."""
-STATES_TO_HOST, STATES_TO_DEVICE = "states.to_host", "states.to_device"
-"""And for the copies. They are no part of a step."""
-
+# The ledger's words for what is away, in memory, and for the copies. They are no part of a step.
+HOST_STATES, STATES_TO_HOST, STATES_TO_DEVICE = "host_states", "states.to_host", "states.to_device"
 ADVICE = "in host memory (engine.offload_states); call engine.reload_states() first"
 
 
@@ -111,12 +102,8 @@ def plan(leaving: Sequence[StorageSpec]) -> list[Region]:
 class OffloadedStorages:
     """Storages that leave together, each once, none of them empty; they come back by :meth:`come_back`.
 
-    Args:
-        leaving: the storages.
-        reachable: tensors that a program may read meanwhile; those on these storages are marked.
-        wire: the way to the host and back.
-        pin: lock the arena's pages.
-        non_blocking: return while copies are under way; what is issued on the device afterwards comes after them.
+    Tensors on them that are ``reachable``, which a program may read meanwhile, are marked. With ``non_blocking`` copies
+    are under way afterwards; what is issued on the device then comes after them.
 
     Raises:
         HostMemoryError: there is no memory for the arena. Nothing has changed.
@@ -153,10 +140,7 @@ class OffloadedStorages:
                 tensor.__class__ = OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor
 
     def come_back(self, non_blocking: bool) -> None:
-        """Fill the storages again, and unmark the tensors.
-
-        Args:
-            non_blocking: return while copies are under way; :meth:`close` is then to be called later.
+        """Fill the storages again, and unmark the tensors. With ``non_blocking`` :meth:`close` is to be called later.
 
         Raises:
             torch.OutOfMemoryError: the device has no room. Everything is as it was before.
@@ -202,12 +186,9 @@ class StateOffloader:
 
     def __init__(self, engine: Engine, wait_for_saves: Callable[[], None]) -> None:
         self.engine, self._wait_for_saves = engine, wait_for_saves
-        self.offloaded: list[OffloadedStorages] = []
-        """Away, one for each call of :meth:`offload`."""
-        # Back; perhaps the last bytes are still on their way.
-        self._reloading: list[OffloadedStorages] = []
-        self.away: frozenset[str] = frozenset()
-        """Which categories are away, on any rank."""
+        self.offloaded: list[OffloadedStorages] = []  # away, one for each call of :meth:`offload`
+        self._reloading: list[OffloadedStorages] = []  # back; perhaps the last bytes are still on their way
+        self.away: frozenset[str] = frozenset()  # which categories are away, on any rank
         self._forward_hook: Any = None
         engine.preconditions.append(self.check_present)
 
@@ -372,11 +353,7 @@ class StateOffloader:
     # ---- 3: on every rank or on none ---------------------------------------------------------------------------------
 
     def _check_hosts(self, leaving: list[StorageSpec], moved: frozenset[str]) -> frozenset[str]:
-        """Whether every host has room for its ranks' arenas. Returns what any rank moves.
-
-        Raises:
-            HostMemoryError: one has not.
-        """
+        """Raise where a host has no room for its ranks' arenas. Returns what any rank moves."""
         mine = (socket.gethostname(), required_bytes(plan(leaving)), moved, available_host_bytes())
         everyone = process_group.all_gather_object(mine)
         for host in sorted({entry[0] for entry in everyone}):

@@ -62,16 +62,13 @@ class Offload:
 
     arena: HostArena
     wire: HostDeviceCopier
-    threads: int
-    """Of the CPU's step."""
+    threads: int  # of the CPU's step
     settings: OffloadOptimizerConfig
-    rooms: list[Region]
-    """Of each trained group: what its optimizer state takes."""
-    sums: HostGradLayout | None
+    rooms: list[Region]  # of each trained group: what its optimizer state takes
+    sums: HostGradients | None
     staging: list[Region]
     shard_class: type[HostOptimizerShard]
-    shard: HostOptimizerShard | None = None
-    """Made by :meth:`build_shard`, where the CPU steps on anything."""
+    shard: HostOptimizerShard | None = None  # made by build_shard, where the CPU steps on anything
 
     @property
     def meter(self) -> OffloadStats:
@@ -107,20 +104,15 @@ class Offload:
                         state[key] = columns[key][fragment.shard_start :][: fragment.numel].copy_(value)
 
     def build_shard(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[ParamGroup],
-        grad_dtype: torch.dtype,
-        rank: int,
-        **more: Any,
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup], *given: Any, **more: Any
     ) -> OptimizerShard:
         """Carve what gradients and staging need, and build the shard around it. Arguments are OptimizerShard's."""
         for group in groups:
             if group.before_write is None:  # partitioned groups have it since they were built
                 group.before_write = self.finish_reads
         if self.sums is None:  # only parameters are on the host
-            return OptimizerShard(optimizer, groups, grad_dtype, rank, **more)
-        self.shard = self.shard_class(self, optimizer, groups, grad_dtype, rank, **more)
+            return OptimizerShard(optimizer, groups, *given, **more)
+        self.shard = self.shard_class(self, optimizer, groups, *given, **more)
         return self.shard
 
     @property
@@ -161,7 +153,6 @@ class HostShard(DeviceShard):
         self._copier, self._comm, self._where = copier, comm, where
         self._padding = bucket.padding_of(comm.rank)
         self._copy: PendingCopy | None = None
-        self._last: PendingCopy | None = None
         comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
@@ -172,7 +163,7 @@ class HostShard(DeviceShard):
         does while others send.
         """
         counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
-        self._copy = self._last = self._copier.to_device(counted, place, shard, self._padding, self._where)
+        self._copy = self._copier.to_device(counted, place, shard, self._padding, self._where)
         with self._copy.afterwards(alone=self._comm.world_size == 1):
             yield place
 
@@ -180,13 +171,12 @@ class HostShard(DeviceShard):
         """Let the current stream wait for the copy."""
         if self._copy is not None:
             self._copy.wait()
-            self._copy = None
 
     def finish(self) -> None:
         """Block until the last copy has read the shard: the CPU will overwrite it."""
-        if self._last is not None:
-            self._last.finish()
-            self._last = None
+        if self._copy is not None:
+            self._copy.finish()
+            self._copy = None
 
 
 # ---- 3 gradient ready: down to the host ------------------------------------------------------------------------------
@@ -198,7 +188,7 @@ class StagingSlot:
 
     ::
 
-        acquire             leave                   settle (before the slot is used again, or at the boundary)
+        output              leave                   settle (before the slot is used again, or at the boundary)
         reduce into it      copy down, own stream   the copy is there; add it to the sum, take its norm
         ---- free ----> taken -------- in flight -------> arrived ------> free
     """
@@ -206,10 +196,8 @@ class StagingSlot:
     device: torch.Tensor
     host: torch.Tensor
     copy: PendingCopy | None = None
-    on_arrival: Callable[[], None] | None = None
-    """What the host does with it when it has arrived."""
-    taken: bool = False
-    """A reduction writes into it."""
+    on_arrival: Callable[[], None] | None = None  # what the host does with it when it has arrived
+    taken: bool = False  # a reduction writes into it
 
     def settle(self) -> None:
         """Wait for the slot's copy, and bring what it brought to where it belongs."""
@@ -220,94 +208,73 @@ class StagingSlot:
         self.copy = self.on_arrival = None
 
 
-@dataclass(frozen=True)
-class HostGradLayout:
-    """What the arena holds for the reduced gradients of the trained groups."""
-
-    placements: Sequence[OffloadPlan]
-    copies: int
-    """2 while the step of the last gradients may still run when the next ones come (delayed update), else 1."""
-    dtype: torch.dtype
-    slots: int
-    """One more than the reducer has buckets, so that no reduction waits for the copy of the one before it."""
-
-    @property
-    def largest_shard(self) -> int:
-        """Elements of the largest shard of a bucket on the host."""
-        return max(b.shard_numel for p in self.placements for b in p.layout.buckets if p.steps_on_host(b))
-
-    def regions(self) -> list[Region]:
-        """The plan of the arena's part."""
-        sums = [Region(GRADIENTS, p.optimizer_numel, self.dtype) for p in self.placements for _ in range(self.copies)]
-        return sums + [Region(STAGING, self.largest_shard, torch.float32)] * self.slots
-
-
 class HostGradients:
-    """``grad_S`` of the buckets that live on the host, carved out of the arena as ``plan.regions`` says.
+    """``grad_S`` of the trained groups' buckets that live on the host: planned first, then carved out of the arena.
 
     The first micro-batch of a step arrives where the optimizer will read it. Later ones arrive in the slot's host half
     and are added by the CPU, in the accumulation dtype and in the order of the micro-batches, which gives the bits that
     adding on the device gives.
+
+    Args:
+        placements: of the groups, some of whose buckets are on the host.
+        copies: 2 while the last gradients' step may still run when the next ones come (delayed update), else 1.
+        dtype: accumulation dtype.
+        slots: one more than the reducer has buckets, so that no reduction waits for the copy of the one before it.
     """
 
-    def __init__(self, plan: HostGradLayout, arena: HostArena, wire: HostDeviceCopier) -> None:
-        self.plan, self.wire = plan, wire
-        self._sums = [
-            [arena.allocate(GRADIENTS, placement.optimizer_numel, plan.dtype) for _ in range(plan.copies)]
-            for placement in plan.placements
-        ]
-        self._current = self._next = 0
+    wire: HostDeviceCopier
+
+    def __init__(self, placements: Sequence[OffloadPlan], copies: int, dtype: torch.dtype, slots: int) -> None:
+        self.copies, self._current, self._next = copies, 0, 0
+        largest = max(b.shard_numel for p in placements for b in p.layout.buckets if p.steps_on_host(b))
+        sums = [Region(GRADIENTS, p.optimizer_numel, dtype) for p in placements for _ in range(copies)]
         # fp32, whatever the sums are kept in: what is added to a narrower sum is added unrounded.
-        extent = plan.largest_shard
-        self.slots = [
-            StagingSlot(torch.zeros(extent, dtype=torch.float32, device=wire.device), host)
-            for host in [arena.allocate(STAGING, extent, torch.float32) for _ in range(plan.slots)]
-        ]
+        self.regions = sums + [Region(STAGING, largest, torch.float32)] * slots
+        self._sums: list[torch.Tensor] = []
+        self.slots: list[StagingSlot] = []
+
+    def carve(self, arena: HostArena, wire: HostDeviceCopier) -> None:
+        """Take the planned regions, and as much on the device for the slots."""
+        self.wire = wire
+        for region in self.regions:
+            memory = arena.allocate(*region)
+            if region.category == GRADIENTS:
+                self._sums.append(memory)
+            else:
+                self.slots.append(
+                    StagingSlot(torch.zeros(region.numel, dtype=region.dtype, device=wire.device), memory)
+                )
 
     def sum_of(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of the bucket's sum, on the host; complete after :meth:`drain`."""
-        return bucket.shard_of(self._sums[group][self._current])
+        return bucket.shard_of(self._sums[group * self.copies + self._current])
 
     def swap(self) -> None:
         """Let the next step's sums go to the other copy: this one's are in use."""
-        self._current = (self._current + 1) % self.plan.copies
+        self._current = (self._current + 1) % self.copies
 
-    def acquire(self, bucket: Bucket, accumulate: bool) -> tuple[StagingSlot, torch.Tensor]:
-        """The oldest slot, free, and where in it the bucket's sum is to be written.
+    def output(self, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None) -> GradOutput:
+        """Where the reducer writes a bucket's sum: the oldest slot. It leaves when it is written, in stream order.
 
-        Args:
-            bucket: what will be reduced.
-            accumulate: it will be added to a sum that is on the host; then it travels in fp32.
+        With ``accumulate`` it is added to a sum that is on the host, and travels in fp32; ``padding`` elements of it
+        belong to no parameter; ``measure`` sees the finished sum, on the host when something was added to it.
         """
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         if slot.taken:
             raise RuntimeError("more reductions are under way than there are slots for their sums")
         slot.settle()
-        slot.taken = True
-        dtype = torch.float32 if accumulate else self.plan.dtype
-        return slot, slot.device.view(dtype)[: bucket.shard_numel]
-
-    def leave(
-        self, slot: StagingSlot, group: int, bucket: Bucket, accumulate: bool, padding: int, measure: Measure | None
-    ) -> None:
-        """Launch the copy of a slot's sum. Called where the sum was written, in stream order.
-
-        Args:
-            slot: from :meth:`acquire`.
-            group: the bucket's.
-            bucket: what was reduced.
-            accumulate: as for :meth:`acquire`.
-            padding: elements of the shard that belong to no parameter.
-            measure: sees the sum on the host when something was added to it.
-        """
-        target, where = self.sum_of(group, bucket), f"bucket {bucket.index}"
+        slot.taken, target = True, self.sum_of(group, bucket)
         arrived = slot.host[: bucket.shard_numel] if accumulate else target
         source = slot.device.view(arrived.dtype)[: bucket.shard_numel]
-        slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, where)
-        if accumulate:
-            slot.on_arrival = lambda: _add(target, arrived, measure)
-        slot.taken = False
+
+        def leave() -> None:
+            slot.copy = self.wire.to_host(TO_HOST, arrived, source, padding, f"bucket {bucket.index}")
+            if accumulate:
+                slot.on_arrival = partial(_add, target, arrived, measure)
+            slot.taken = False
+
+        return GradOutput(source, None if accumulate else measure, leave)
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -351,26 +318,15 @@ class StagingBuffer:
 class HostParamUpload:
     """One bucket's new parameters, from the CPU's step to where the model reads them.
 
-    Args:
-        shard: whose groups these are.
-        number: of the group to which the bucket belongs.
-        bucket: which the CPU steps on.
-        inside: what the optimizer has of it.
-        staging: where the CPU writes what travels.
+    ``inside`` is what the optimizer has of the bucket, ``staging`` where the CPU writes what travels.
     """
 
     def __init__(
-        self,
-        shard: HostOptimizerShard,
-        number: int,
-        bucket: Bucket,
-        inside: Sequence[MasterFragment],
-        staging: StagingBuffer,
+        self, shard: HostOptimizerShard, number: int, bucket: Bucket, inside: SubGroup, staging: StagingBuffer
     ) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
         self.group = shard.groups[number]
-        self.sub_group = SubGroup(inside)
-        self.masters = self.sub_group.masters
+        self.sub_group, self.masters = inside, inside.masters
         first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
         self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
         self._on_host = self.group.placement.keeps_on_host(bucket)
@@ -451,30 +407,20 @@ class HostOptimizerShard(OptimizerShard):
 
     Args:
         host: what the shard is carved of.
-        optimizer: as for :class:`OptimizerShard`, and what follows.
-        groups: all trained groups.
-        grad_dtype: accumulation dtype.
-        rank: this rank.
-        more: ``sub_group_size`` and ``one_pass``.
+        given: as for :class:`OptimizerShard`.
+        more: the same.
     """
 
-    def __init__(
-        self,
-        host: Offload,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[ParamGroup],
-        grad_dtype: torch.dtype,
-        rank: int,
-        **more: Any,
-    ) -> None:
+    def __init__(self, host: Offload, *given: Any, **more: Any) -> None:
         if host.sums is None:
             raise RuntimeError("no bucket is on the host")
         self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
-        self.gradients = HostGradients(host.sums, host.arena, host.wire)
+        self.gradients = host.sums
+        self.gradients.carve(host.arena, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
         self.on_uploaded: Callable[[int, Bucket, PendingCopy | None], None] | None = None
         """The stage's: new parameters of (group, bucket) are in place, or will be when the copy has arrived."""
-        super().__init__(optimizer, groups, grad_dtype, rank, **more)
+        super().__init__(*given, **more)
         # In turn. A delayed update keeps what it wrote until the next boundary, and has a buffer for every bucket.
         turns = itertools.cycle(staging)
         self.uploads: list[HostParamUpload] = []
@@ -483,7 +429,7 @@ class HostOptimizerShard(OptimizerShard):
             mine = [(fragment.shard_start, next(parts)) for fragment in group.fragments]
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
                 first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-                inside = [part for start, part in mine if first <= start < last]
+                inside = SubGroup([part for start, part in mine if first <= start < last])
                 travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
                 self.uploads.append(HostParamUpload(self, number, bucket, inside, buffer))
@@ -501,11 +447,7 @@ class HostOptimizerShard(OptimizerShard):
         """Where the reducer writes a bucket's sum: ``grad_S``, or a slot that leaves for the host at once."""
         if not self.groups[group].placement.steps_on_host(bucket):
             return super().grad_output(group, bucket, accumulate, measure)
-        slot, output = self.gradients.acquire(bucket, accumulate)
-        # What is added on the host is measured there.
-        there, here = (measure, None) if accumulate else (None, measure)
-        leave = partial(self.gradients.leave, slot, group, bucket, accumulate, bucket.padding_of(self.rank), there)
-        return GradOutput(output, here, leave)
+        return self.gradients.output(group, bucket, accumulate, bucket.padding_of(self.rank), measure)
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients, on either side."""

@@ -60,12 +60,7 @@ class PageLockError(HostMemoryError):
 
 
 def required_bytes(regions: Iterable[Region]) -> int:
-    """The exact size of an arena.
-
-    Example:
-        >>> required_bytes([Region("host_masters", 100, torch.float32), Region("host_moments", 1, torch.float32)])
-        768
-    """
+    """The exact size of an arena."""
     return sum(region.stride_bytes for region in regions)
 
 
@@ -79,15 +74,9 @@ def describe_bytes(regions: Iterable[Region]) -> str:
 
 
 def check_host_memory(regions: Sequence[Region], ranks_of_host: int, available: int | None = None) -> None:
-    """Whether this host can hold the arenas of all of its ranks, each of these ``regions``.
+    """Raise a :class:`HostMemoryError` where this host cannot hold one arena of ``regions`` for each of its ranks.
 
-    Args:
-        regions: of one rank.
-        ranks_of_host: ranks that share the host's memory.
-        available: bytes; None asks the system.
-
-    Raises:
-        HostMemoryError: it cannot. Says what is needed, by part, and what there is.
+    ``available`` is in bytes; None asks the system.
     """
     available = available_host_bytes() if available is None else available
     needed = required_bytes(regions) * ranks_of_host
@@ -117,25 +106,26 @@ def available_host_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = P
 
 
 class HostArena:
-    """One allocation, carved in order.
-
-    Args:
-        regions: all that will ever be carved, in order.
-        device: whose copies the memory is locked for; a CPU needs no locking.
-        pin: lock the pages.
+    """One allocation for ``regions``, carved in order; locked with ``pin``, where ``device`` is a GPU.
 
     Raises:
         HostMemoryError: the system refuses the memory.
         PageLockError: or refuses to lock it.
     """
 
+    check_host = staticmethod(check_host_memory)
+
+    def __new__(cls, regions: Sequence[Region], device: torch.device, pin: bool) -> HostArena:
+        """The kind of arena that belongs to ``device``."""
+        return super().__new__(arena_class(device))
+
     def __init__(self, regions: Sequence[Region], device: torch.device, pin: bool) -> None:
         self.regions, self.nbytes, self.pinned = list(regions), required_bytes(regions), False
-        self._pretends = device.type == "meta"  # a rehearsal: host memory that is not there either
         self._carved: list[tuple[str, torch.Tensor]] = []
         self._next = self._offset = 0
-        if self._pretends:
-            return
+        self._reserve(device, pin)
+
+    def _reserve(self, device: torch.device, pin: bool) -> None:
         try:
             # A forked data worker must not make every page copy-on-write: locked pages would then be the wrong ones.
             self._memory = _anonymous(max(self.nbytes, 1), forked=False)
@@ -147,11 +137,7 @@ class HostArena:
             self._lock(device)
 
     def allocate(self, category: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The next region, zero: a 1-D tensor of ``numel`` elements with a storage of its own.
-
-        Raises:
-            RuntimeError: the plan has something else here.
-        """
+        """The next region of the plan, zero: a 1-D tensor of ``numel`` elements with a storage of its own."""
         wanted = Region(category, numel, dtype)
         planned = self.regions[self._next] if self._next < len(self.regions) else "nothing"
         if planned != wanted:
@@ -160,17 +146,14 @@ class HostArena:
         start, self._offset = self._offset, self._offset + wanted.stride_bytes
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        if self._pretends:
-            made = torch.empty(numel, dtype=dtype, device="meta")
-        else:
-            made = torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
-        self._carved.append((category, made))
-        return made
+        self._carved.append((category, self._carve(wanted, start)))
+        return self._carved[-1][1]
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=region.dtype, count=region.numel, offset=start)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's memory is the arena's."""
-        if self._pretends:
-            return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
         return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self._address < max(self.nbytes, 1)
 
     def tensors(self, category: str) -> list[torch.Tensor]:
@@ -197,6 +180,29 @@ class HostArena:
         # Pages that are given back while they are registered would stay registered, for whoever gets them next.
         self._unlock = weakref.finalize(self, _unlock, self._address, device)
         self._unlock.atexit = False  # the system takes all pages back, and CUDA may be gone by then
+
+
+class DryRunArena(HostArena):
+    """Host memory that is not there: a dry run is about another host, and carves tensors without values."""
+
+    @staticmethod
+    def check_host(*_: object) -> None:
+        """Nothing is asked of this host."""
+
+    def _reserve(self, device: torch.device, pin: bool) -> None:
+        self._device = device
+
+    def _carve(self, region: Region, start: int) -> torch.Tensor:
+        return torch.empty(region.numel, dtype=region.dtype, device=self._device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of one that was carved."""
+        return any(storage_ptr_of(tensor) == storage_ptr_of(carved) for _, carved in self._carved)
+
+
+def arena_class(device: torch.device) -> type[HostArena]:
+    """What the memory of the host of ``device`` is carved from."""
+    return {"meta": DryRunArena}.get(device.type, HostArena)
 
 
 def _unlock(address: int, device: torch.device) -> None:

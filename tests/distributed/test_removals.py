@@ -100,7 +100,7 @@ UNNOTICED = {
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
-    "stage3.PartitionedParamGroup._whole_values: home.wait()": REST,
+    "stage3.PartitionedParamGroup._whole_values: bucket.wait()": REST,
     "gradient_reduction.GradientReducer.discard_gradients: self.drain()": REST,
     "optimizer_offload.HostGradients.discard: self.drain()": REST,
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,

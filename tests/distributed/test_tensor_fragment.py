@@ -147,7 +147,7 @@ def values_for(engine, seed, scale=1.0):
 
 
 def mine(engine, name, whole):
-    """This rank's piece of a whole: where it begins is found with a parameter that counts its elements."""
+    """This rank's fragment of a whole: where it begins is found with a parameter that counts its elements."""
     param = dict(engine.module.named_parameters())[name]
     kept = utils.safe_get_full_fp32_param(param)
     utils.safe_set_full_fp32_param(param, torch.arange(float(param.numel())))
@@ -228,7 +228,7 @@ def test_whole_sums_and_persistent_parameters(ranks, stage):
             assert same(result, reference)
 
 
-def pieces(rank, world, stage):
+def fragments(rank, world, stage):
     engine = build(stage, "bf16")
     one_step(engine, rank, world)
     backward(engine, rank, world, 1)
@@ -243,8 +243,8 @@ def pieces(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", TWO_STAGES)
-def test_local_pieces_make_the_whole(ranks, stage):
-    results = ranks.run(pieces, stage, world_size=3)
+def test_local_fragments_make_the_whole(ranks, stage):
+    results = ranks.run(fragments, stage, world_size=3)
     for name, kinds in results[0].items():
         for number, (full, _) in enumerate(kinds):
             parts = [result[name][number][1] for result in results]

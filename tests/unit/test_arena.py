@@ -9,9 +9,10 @@ from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.engine import ChaosConfig
 from deepzero.config.zero import OffloadOptimizerConfig, OffloadParamConfig
+from deepzero.layout import plan_layout
 from deepzero.offload import pinned_arena as arenas
 from deepzero.offload.copy_streams import TO_DEVICE, TO_HOST, CopyStats, HostDeviceCopier, OffloadStats
-from deepzero.offload.offload_plan import asks_for_pinning
+from deepzero.offload.offload_plan import asks_for_pinning, most_count, nearest_count
 from deepzero.offload.pinned_arena import (
     HostArena,
     HostMemoryError,
@@ -158,3 +159,10 @@ def test_chaos_puts_copies_off_until_somebody_waits():
 ])  # fmt: skip
 def test_either_side_may_ask_for_locked_pages(optimizer, param, locked):
     assert asks_for_pinning(OffloadOptimizerConfig(**optimizer), OffloadParamConfig(**param)) == locked
+
+
+def test_whole_buckets_go_to_the_host():
+    """The number that comes nearest to a ratio; and the most that keep within a limit for each rank."""
+    layout = plan_layout([1000] * 8, world_size=2, bucket_limit=1000)
+    assert [nearest_count(layout, part * layout.padded_numel) for part in (0.0, 0.3, 0.5, 1.0)] == [0, 2, 4, 8]
+    assert [most_count(layout, limit) for limit in (None, 0, 1100, 10_000)] == [8, 0, 2, 8]

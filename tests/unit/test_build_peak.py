@@ -103,7 +103,7 @@ def test_the_peak_of_building(monkeypatch, case, given_on_device, frozen):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_only_pieces_wait_for_the_masters(monkeypatch, stage):
+def test_only_fragments_wait_for_the_masters(monkeypatch, stage):
     """One bucket holds the whole model here, so that of most parameters this rank owns no element."""
     world, alive, meter = 8, [], DeviceMeter()
     allocate = MasterShard.allocate
@@ -122,4 +122,4 @@ def test_only_pieces_wait_for_the_masters(monkeypatch, stage):
     engine.destroy()
     whole = 64 * 32 * 32 * 4
     assert len(alive) == 1
-    assert alive[0] <= 2 * whole / world  # pieces in fp32; stage 3 has its share already
+    assert alive[0] <= 2 * whole / world  # fragments in fp32; stage 3 has its shard already

@@ -1,6 +1,5 @@
 """CPUAdam: the bits of all kernels, and their accuracy."""
 
-import copy
 import functools
 import itertools
 import math
@@ -56,8 +55,8 @@ def threads():
 
 def forget_compiled(monkeypatch):
     """Nothing is compiled yet."""
-    fresh = functools.cache(adam_kernels._compile_and_check.__wrapped__)
-    monkeypatch.setattr(adam_kernels, "_compile_and_check", fresh)
+    fresh = functools.cache(adam_kernels.compiled.__wrapped__)
+    monkeypatch.setattr(adam_kernels, "compiled", fresh)
 
 
 def randn(*shape, seed=0):
@@ -237,86 +236,13 @@ def wild_gradients(n, steps, kind):
         yield (torch.randn(n, generator=generator).double() * 10.0 ** exponents.double()).float()
 
 
-def errors(kernel, n, steps, kind, mode):
-    """Mean and largest error of the parameter, of CPUAdam and of torch's fused kernel, against float64."""
-    (mine,), (theirs,) = leaves(n), leaves(n)
-    ours, torchs = CPUAdam([mine], kernel=kernel, **mode), of_torch([theirs], mode)
-    exact = copy.deepcopy(mine.detach()).double()
-    m, v = torch.zeros_like(exact), torch.zeros_like(exact)
-    lr, (beta1, beta2), eps, decay = (ours.defaults[k] for k in ("lr", "betas", "eps", "weight_decay"))
-    for step, grad in enumerate(wild_gradients(n, steps, kind), 1):
-        ours.step([grad])
-        theirs.grad = grad.clone()
-        torchs.step()
-        wide = grad.double()
-        if ours.defaults["decoupled_weight_decay"]:
-            exact *= 1 - lr * decay
-        else:
-            wide += decay * exact
-        m = beta1 * m + (1 - beta1) * wide
-        v = beta2 * v + (1 - beta2) * wide * wide
-        correction = math.sqrt(1 - beta2**step)
-        exact -= lr / (1 - beta1**step) * m / (v.sqrt() / correction + eps)
-    differences = [(p.detach().double() - exact).abs() for p in (mine, theirs)]
-    return [(d.mean().item(), d.max().item()) for d in differences]
-
-
-ACCURACY_MODES = [mode for mode in MODES if "bias_correction" not in mode and mode.get("betas") != (0.0, 0.0)]
-
-
-@pytest.mark.parametrize("kind", ["every element", "every step", "flat"])
-@pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
-def test_no_less_accurate_than_torch(kernel, kind, mode):
-    (mean, largest), (torch_mean, torch_largest) = errors(kernel, 4095, 100, kind, mode)
-    assert mean <= 1.05 * torch_mean
-    assert largest <= 1.05 * torch_largest
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kernel", ["chunked", NUMBA, pytest.param("compiled", marks=COMPILED.marks[1])])
-@pytest.mark.parametrize(("n", "kind"), [(1, "flat"), (7, "flat"), (4095, "every step")])
-@pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
-def test_no_less_accurate_than_torch_after_a_thousand_steps(kernel, n, kind, mode):
-    (mean, largest), (torch_mean, torch_largest) = errors(kernel, n, 1000, kind, mode)
-    # One element, or seven, are no sample: there an error may be larger by a rounding of the parameter.
-    slack = 2.0**-24 if n < 100 else 0.0
-    assert mean <= 1.05 * torch_mean + slack
-    assert largest <= 1.05 * torch_largest + slack
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(7200)
-def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
-    """Every option on its own part of 10,000,019 elements, 1,000 steps, one float64 reference for all kernels."""
-    total, steps, count = 10_000_019, 1000, len(ACCURACY_MODES)
-    extents = [total // count] * (count - 1) + [total - total // count * (count - 1)]
-    kernels = ["chunked", *(name for name in ("numba", "compiled") if not why_not(name))]
-    ours = {kernel: [CPUAdam(leaves(n), kernel=kernel, **m) for n, m in zip(extents, ACCURACY_MODES, strict=True)]
-            for kernel in kernels}  # fmt: skip
-    torchs = [of_torch(leaves(n), mode) for n, mode in zip(extents, ACCURACY_MODES, strict=True)]
-    exact = [torch.stack([leaves(n)[0].detach().double(), torch.zeros(n), torch.zeros(n)]) for n in extents]
-    for step, gradient in enumerate(wild_gradients(total, steps, "every step"), 1):
-        for part, (grad, state) in enumerate(zip(gradient.split(extents), exact, strict=True)):
-            for kernel in kernels:
-                ours[kernel][part].step([grad])
-            torchs[part].param_groups[0]["params"][0].grad = grad.clone()
-            torchs[part].step()
-            reference_step(state, grad, ours[kernels[0]][part].defaults, step)
-    for part, state in enumerate(exact):
-        theirs = errors_of(torchs[part], state)
-        for kernel in kernels:
-            mine = errors_of(ours[kernel][part], state)
-            ratios = {key: mine[key] / theirs[key] for key in mine}
-            with capsys.disabled():
-                print(
-                    f"\n{kernel} {ACCURACY_MODES[part]}: error / torch's", {k: round(v, 4) for k, v in ratios.items()}
-                )
-            assert ratios["param mean"] <= 1.05 and ratios["param largest"] <= 1.05
+def start(n):
+    """Parameter and both moments in float64, as :func:`leaves` begins."""
+    return torch.stack([leaves(n)[0].detach().double(), torch.zeros(n), torch.zeros(n)])
 
 
 def reference_step(state, grad, settings, step):
-    """One step in float64 on ``state``: parameter, exp_avg, exp_avg_sq; chunk by chunk, in cache."""
+    """One step in float64 on ``state``; chunk by chunk, in cache."""
     lr, (beta1, beta2), eps, decay = (settings[k] for k in ("lr", "betas", "eps", "weight_decay"))
     correction = math.sqrt(1 - beta2**step)
     for piece, narrow in zip(state.split(1 << 16, dim=1), grad.split(1 << 16), strict=True):
@@ -335,10 +261,72 @@ def errors_of(optimizer, exact):
     """Mean and largest absolute error of the parameter, and of both moments relative to their own size."""
     param = optimizer.param_groups[0]["params"][0]
     found = {}
-    for row, tensor in enumerate((param.detach(), *(optimizer.state[param][k] for k in ("exp_avg", "exp_avg_sq")))):
-        error = (tensor.double() - exact[row]).abs()
+    for row, name in enumerate(("param", "exp_avg", "exp_avg_sq")):
+        error = ((optimizer.state[param][name] if row else param.detach()).double() - exact[row]).abs()
         if row:
             error /= exact[row].abs().clamp_min(1e-300)
-        name = ("param", "exp_avg", "exp_avg_sq")[row]
         found |= {f"{name} mean": error.mean().item(), f"{name} largest": error.max().item()}
     return found
+
+
+def errors(kernel, n, steps, kind, mode):
+    """Those of CPUAdam and of torch's fused kernel."""
+    ours, torchs, exact = CPUAdam(leaves(n), kernel=kernel, **mode), of_torch(leaves(n), mode), start(n)
+    for step, grad in enumerate(wild_gradients(n, steps, kind), 1):
+        ours.step([grad])
+        torchs.param_groups[0]["params"][0].grad = grad.clone()
+        torchs.step()
+        reference_step(exact, grad, ours.defaults, step)
+    return errors_of(ours, exact), errors_of(torchs, exact)
+
+
+ACCURACY_MODES = [mode for mode in MODES if "bias_correction" not in mode and mode.get("betas") != (0.0, 0.0)]
+
+
+@pytest.mark.parametrize("kind", ["every element", "every step", "flat"])
+@pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
+def test_no_less_accurate_than_torch(kernel, kind, mode):
+    check_errors(*errors(kernel, 4095, 100, kind, mode))
+
+
+def check_errors(mine, theirs, slack=0.0):
+    for name in ("param mean", "param largest"):
+        assert mine[name] <= 1.05 * theirs[name] + slack
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kernel", ["chunked", NUMBA, pytest.param("compiled", marks=COMPILED.marks[1])])
+@pytest.mark.parametrize(("n", "kind"), [(1, "flat"), (7, "flat"), (4095, "every step")])
+@pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
+def test_no_less_accurate_than_torch_after_a_thousand_steps(kernel, n, kind, mode):
+    # One element, or seven, are no sample: there an error may be larger by a rounding of the parameter.
+    check_errors(*errors(kernel, n, 1000, kind, mode), slack=2.0**-24 if n < 100 else 0.0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
+    """Every option on its own part of 10,000,019 elements, 1,000 steps, one float64 reference for all kernels."""
+    total, steps, count = 10_000_019, 1000, len(ACCURACY_MODES)
+    extents = [total // count] * (count - 1) + [total - total // count * (count - 1)]
+    kernels = ["chunked", *(name for name in ("numba", "compiled") if not why_not(name))]
+    ours = {kernel: [CPUAdam(leaves(n), kernel=kernel, **m) for n, m in zip(extents, ACCURACY_MODES, strict=True)]
+            for kernel in kernels}  # fmt: skip
+    torchs = [of_torch(leaves(n), mode) for n, mode in zip(extents, ACCURACY_MODES, strict=True)]
+    exact = [start(n) for n in extents]
+    for step, gradient in enumerate(wild_gradients(total, steps, "every step"), 1):
+        for part, (grad, state) in enumerate(zip(gradient.split(extents), exact, strict=True)):
+            for kernel in kernels:
+                ours[kernel][part].step([grad])
+            torchs[part].param_groups[0]["params"][0].grad = grad.clone()
+            torchs[part].step()
+            reference_step(state, grad, ours[kernels[0]][part].defaults, step)
+    for part, state in enumerate(exact):
+        theirs = errors_of(torchs[part], state)
+        for kernel in kernels:
+            mine = errors_of(ours[kernel][part], state)
+            ratios = {key: round(mine[key] / theirs[key], 4) for key in mine}
+            with capsys.disabled():
+                print(f"\n{kernel} {ACCURACY_MODES[part]}: error / torch's", ratios)
+            check_errors(mine, theirs)

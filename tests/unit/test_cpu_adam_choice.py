@@ -115,7 +115,7 @@ class TestChoice:
         for one in (optimizer, always):
             one.step([torch.ones(5)])
         always.step([torch.ones(5, dtype=BF16)])
-        adam_kernels._compile_and_check.cache_clear()
+        adam_kernels.compiled.cache_clear()
         self.broken()
         with pytest.warns(RuntimeWarning, match="run uncompiled for these dtypes: slower, with the same bits"):
             optimizer.step([torch.ones(5, dtype=BF16)])

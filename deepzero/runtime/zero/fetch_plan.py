@@ -160,8 +160,10 @@ def _is_far(
     passed: set[int] = set()
     distance = 0
     for use in between:
-        distance += sum(numel[other] for other in use.keys if other not in passed)
-        passed.update(use.keys)
+        for other in use.keys:
+            if other not in passed:
+                passed.add(other)
+                distance += numel[other]
         if distance > reuse_numel:
             return True
     return False

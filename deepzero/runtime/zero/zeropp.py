@@ -177,7 +177,8 @@ class QuantizationMonitor:
         before = len(self.unquantized)
         for bucket, pair in zip(weights, sums, strict=False):
             if self._is_too_far("weights", short_name([param._zero.name for param in bucket.params]), pair):
-                bucket.gather = bucket.gather.unquantized()
+                # Nothing is gathered now. Both names, so that the old strategy's secondary shard is freed.
+                bucket.gather = bucket.gathered_by = bucket.gather.unquantized()
         for key, pair in zip(gradients, sums[len(weights) :], strict=True):
             if self._is_too_far("gradients", self.names[key], pair) and reduce is not None:
                 reduce.exact_buckets.add(key)
