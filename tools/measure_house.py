@@ -27,7 +27,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (3447, 2720),
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5660, 4550),
-    "deepzero/offload": (3180, 2500),
+    "deepzero/offload": (3016, 2500),
     "deepzero/checkpoint": (3620, 2610),
     "deepzero/launch": (694, 650),
     "deepzero/health": (634, 560),
