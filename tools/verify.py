@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
-from deepzero.checkpoint.verify import VerifyReport, verify, whole_beside
+from deepzero.checkpoint.verify import verify, whole_beside
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,27 +28,19 @@ def main(arguments: list[str] | None = None) -> int:
         if (whole := whole_beside(report.path.parent, report.path.name)) is not None:
             print(f"{whole} beside it is whole", file=sys.stderr)
         return 1
-    print(table(report))
-    return 0
-
-
-def table(report: VerifyReport) -> str:
-    """What a whole checkpoint is, in a few lines."""
-    manifest = report.manifest
-    if manifest is None:
-        return f"{report.path}: no manifest"
-    elements = sum(info.numel for info in manifest.parameters.values())
+    manifest, infos = report.manifest, report.manifest.parameters.values()
     lines = {
         "ranks": manifest.world_size,
         "stage": manifest.zero_stage,
         "precision": manifest.precision,
         "step": manifest.counters["global_steps"],
-        "parameters": f"{elements} elements in {len(manifest.parameters)} tensors",
+        "parameters": f"{sum(info.numel for info in infos)} elements in {len(infos)} tensors",
         "bytes": f"{report.bytes} in {len(manifest.files)} files, all as written",
     }
     if report.not_stored:
         lines["not stored"] = f"{len(report.not_stored)} parameters that are not trained"
-    return "\n".join([f"{report.path} is whole", *(f"  {name:<11} {value}" for name, value in lines.items())])
+    print(f"{report.path} is whole", *(f"  {name:<11} {value}" for name, value in lines.items()), sep="\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,6 @@ COMPARE_ELEMENTS = 1 << 20
 
 Found = tuple[Path, StoredTensor]
 """A tensor's file, and where in it."""
-
-_NOTHING: dict[str, Any] = {
-    **dict.fromkeys(("id", "tag", "written", "precision"), ""),
-    **{key: {} for key in ("versions", "batch", "counters", "optimizer", "loss_scaler", "client_state", "config")},
-    **dict.fromkeys(("world_size", "zero_stage"), 0),
-    **{key: [] for key in ("layout", "rng_numbers")},
-    "lr_scheduler": None,
-}
-"""What a manifest says of files that are weights alone. Of 0 ranks: none has buffers or generators of its own there."""
 
 
 def is_foreign(path: Path, tag: str | None) -> bool:
@@ -155,7 +147,9 @@ def _manifest(files: list[str], folder: Path, stored: dict[str, Found], model: E
         elif name not in every:
             parameters[name] = _parameter(found[1], ())  # unknown here: comparing will say so
     shards = {file: ShardInfo(0, (folder / file).stat().st_size, "", 1, "", tuple(rows[file])) for file in files}
-    return Manifest(**_NOTHING, parameters=parameters, buffers=buffers, files=shards)
+    # Weights, and nothing else. Of 0 ranks: none has buffers or generators of its own there.
+    nothing: dict[str, Any] = {entry.name: {} for entry in fields(Manifest)} | {"world_size": 0, "lr_scheduler": None}
+    return Manifest(**nothing | {"parameters": parameters, "buffers": buffers, "files": shards})
 
 
 def _parameter(tensor: StoredTensor, aliases: tuple[str, ...]) -> ParameterInfo:

@@ -33,13 +33,12 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements that somebody wants."""
+    """Elements that somebody wants: ``into``, 1-D, gets ``start … start + numel``, converted to its dtype."""
 
     key: str
     name: str
     start: int
     into: torch.Tensor
-    """1-D; gets the elements ``start … start + numel``, converted to its dtype."""
 
 
 class CheckpointReader:
@@ -148,7 +147,7 @@ def _portions(path: Path, info: ShardInfo | None, runs: Iterable[Run]) -> Iterat
 
 
 def fill(path: Path, file: int, view: memoryview, offset: int) -> None:
-    """Every byte of every tensor that is read comes through here: a disk fails, a file is too short."""
+    """Every byte of every tensor that is read comes through here, where a disk fails or a file is too short."""
     done = 0
     while done < len(view):
         try:
@@ -213,14 +212,12 @@ def remaining(blocks: int, runs: Iterable[Run]) -> list[Run]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file, ours or somebody else's."""
+    """One tensor of a safetensors file, ours or somebody else's, and where in the file it begins."""
 
     name: str
     dtype: str
-    """safetensors' name of it."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
 
     @property
     def numel(self) -> int:

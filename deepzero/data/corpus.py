@@ -2,20 +2,17 @@
 
 Three kinds, ``data=…``:
 
-* ``stdlib``: the source text of the running Python's standard library. Real text that everyone has: nothing to
-  download, about 10 MB, and anyone who reads the sample at the end can judge it. Left out are what is not code that a
-  person wrote to be read: tests (more than half of all bytes), code-page tables (``encodings``), the docs in one
-  string (``pydoc_data``), build settings of this machine (``_sysconfigdata*``, ``config-*``), and installed packages.
+* ``stdlib``: the source text of the running Python's standard library, which everyone has: about 10 MB, and anyone can
+  judge the sample at the end. Left out is what no person wrote to be read: tests (more than half of all bytes),
+  code-page tables (``encodings``), the docs in one string (``pydoc_data``), build settings, installed packages.
 * ``text``: one file, or every text file under a folder.
 * ``tokens``: nanoGPT's ``train.bin`` and ``val.bin``: raw little-endian uint16, memory-mapped, never read as a whole.
   Its ``meta.pkl`` is not read: unpickling a file runs whatever is in it.
 
-Text is trained on as UTF-8 bytes, 256 tokens. Files stand in the order of the SHA-256 of their relative names and are
-joined by a NUL byte, which no text contains: it marks a file's end, and as a prompt it means "a new file begins".
-
-**The split is by file**, so that validation never sees the other half of a file that was trained on; the tail of a
-single file is split off. Everything is a function of relative names and contents alone: every rank and every machine
-with the same files cuts the same corpus.
+Text is trained on as UTF-8 bytes, 256 tokens. Files stand in the order of the SHA-256 of their relative names, joined
+by a NUL byte, which no text contains: as a prompt it means "a new file begins". **The split is by file**, so that
+validation never sees the other half of a file that was trained on; the tail of a single file is split off. Every rank
+and every machine with the same files cuts the same corpus.
 """
 
 from __future__ import annotations

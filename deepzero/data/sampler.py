@@ -1,23 +1,17 @@
 """Which sequences are in the global batch of step k: a pure function of seed, global batch size and k.
 
-Not of the number of ranks, not of the micro-batch, not of the accumulation: those only cut the batch. A run on 8 ranks
-and one on 2 ranks with 4 accumulated micro-batches see the same sequences at the same step, which is what makes their
-losses comparable.
-
-**State.** There is none beyond the step number. To resume, ask for the next step. (A run that goes on with another
-global batch says where in the stream it was.)
+Ranks, micro-batch and accumulation only cut the batch: 8 ranks, and 2 ranks with 4 accumulated micro-batches, see the
+same sequences at the same step, which makes their losses comparable. To resume, ask for the next step.
 
 The sequences of all steps form one endless stream: a shuffled pass over the corpus (an *epoch*), then another, shuffled
-anew. Step k takes positions ``k·G … (k+1)·G - 1`` of it, ``G`` being the global batch; a batch may straddle two epochs,
-and no sequence comes twice within one epoch.
+anew. Step k takes positions ``k·G … (k+1)·G - 1`` of it, ``G`` being the global batch, which may straddle two epochs.
 
 **The shuffle is computed, not stored.** Position ``p`` of epoch ``e`` goes through a keyed bijection of ``0 … n-1``: a
-Feistel network, the construction behind block ciphers. Write ``p`` as two halves of equal bits; each round replaces
-``(left, right)`` by ``(right, left xor hash(right, key))``, which is invertible whatever the hash is, so no two
-positions meet. The network permutes ``0 … 4^b - 1``; a result outside ``0 … n-1`` is sent through again until it
-falls inside (*cycle walking*), less than four times on average. Asking for step 1,000,000 costs the same as step 0,
-memory does not grow with the corpus, and no generator's stream, which numpy may change between versions, is involved:
-integers only.
+Feistel network, the construction behind block ciphers. ``p`` is two halves of equal bits; each round replaces
+``(left, right)`` by ``(right, left xor hash(right, key))``, which is invertible whatever the hash is. The network
+permutes ``0 … 4^b - 1``; a result outside ``0 … n-1`` is sent through again until it falls inside (*cycle walking*),
+less than four times on average. Step 1,000,000 costs the same as step 0, memory does not grow with the corpus, and no
+generator is involved whose stream numpy may change between versions: integers only.
 
 Sources: Luby and Rackoff 1988 (why a few rounds are enough), Black and Rogaway 2002 (cycle walking), Steele et al. 2014
 (SplitMix64, the hash).

@@ -18,16 +18,15 @@ Parameters (no bias, tied): ``V C + L (C (H + 2G) D + C² + 2 C F + norms)``, wi
 ``configs/model/`` for shapes.
 
 **It knows nothing of ZeRO**, but it is written so that ZeRO can own it. Every leaf gives its parameters their first
-values inside its own constructor (nothing walks over the finished model), so that a leaf can be partitioned the
-moment it exists. Nothing is a buffer: the rope table is computed in each forward pass, in fp32, hence
-``model.bfloat16()`` cannot round it and a checkpoint does not hold it.
+values inside its own constructor, so that it can be partitioned the moment it exists. Nothing is a buffer: the rope
+table is computed in each forward pass, in fp32, hence ``model.bfloat16()`` cannot round it.
 
-**Precision.** Parameters and activations have the engine's dtype. What must not be in 16 bits is not: the norms'
-statistics (torch computes them in fp32 inside the kernel), the rope rotation, the softmax of attention (inside
+**Precision.** Parameters and activations have the engine's dtype. Not in 16 bits are the norms' statistics (torch
+computes them in fp32 inside the kernel), the rope rotation, the softmax of attention (inside
 ``scaled_dot_product_attention``) and the cross-entropy (:mod:`deepzero.models.cross_entropy`).
 
-Left out: key/value caching in :meth:`GPT.generate` (it is there to look at a sample, not to serve), padding and
-attention masks besides the causal one (sequences are cut from one stream, so none is short).
+Left out: key/value caching in ``generate``, padding, and attention masks besides the causal one (sequences are cut from
+one stream, so none is short).
 
 Sources: Radford et al. 2019 (GPT-2), Touvron et al. 2023 (Llama), Su et al. 2021 (rope), Shazeer 2020 (swiglu),
 Ainslie et al. 2023 (grouped-query attention), Chen et al. 2016 (activation checkpointing), Chowdhery et al. 2022,
@@ -291,11 +290,10 @@ class GPT(TextGenerator):
         """Floating-point operations of forward and backward for one token: ``6 N + 12 L C T``.
 
         ``N`` counts the weights that take part in a matrix product: those of the blocks and of the head, not the lookup
-        tables (a tied head counts, as head), biases or norms. Each costs a multiplication and an addition in the
-        forward pass and twice that in the backward pass. Attention adds two products of T by C per layer and token,
-        the same three times; the causal half that is masked is counted, by PaLM's convention. Activation
-        checkpointing computes the forward pass twice and still has these "model FLOPs": that is what makes MFUs
-        comparable.
+        tables (a tied head counts, as head), biases or norms; each costs two operations in the forward pass, four in
+        the backward pass. Attention adds two products of T by C per layer and token, the same three times, the masked
+        half included (PaLM's convention). Recomputation by activation checkpointing does not count: that is what makes
+        MFUs comparable.
         """
         c = self.config
         width, kv_width = c.n_embd, (c.n_kv_head or c.n_head) * (c.n_embd // c.n_head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import hydra
@@ -15,6 +16,8 @@ from deepzero.launch.launcher import choose_device
 from deepzero.training import command_line
 from deepzero.training.build_model import preflight
 from deepzero.training.command_line import CONFIGS
+
+valid_keys = functools.cache(command_line.valid_keys)
 
 
 def settings(*overrides: str) -> dict[str, Any]:
@@ -36,5 +39,5 @@ def complaint(*overrides: str, ranks: int = 2) -> str:
         run = run_config(*overrides)
         preflight(run, ranks, choose_device(run.launch.device, ranks))
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        return plain_names(explain(error, CONFIGS, command_line.valid_keys))
+        return plain_names(explain(error, CONFIGS, valid_keys))
     return ""

@@ -1,4 +1,4 @@
-"""Resume to the bit, and every crossing of stages and numbers of ranks."""
+"""Resume to the bit, and every crossing of stages and numbers of ranks; how much is read of a checkpoint."""
 
 import itertools
 import json
@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from deepzero.checkpoint import reader
+from deepzero.checkpoint.checkpoint_dir import find, read_manifest
 from tests.distributed.checkpoints import engine_for, fingerprints, load_and_train, steps, train_and_save
+from tests.distributed.training import TinyModel
 
 
 def straight(rank, world, stage, until, changes):
@@ -20,11 +23,9 @@ def straight(rank, world, stage, until, changes):
     return result
 
 
-SAMPLE = {(1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 3)}
-SLOW = {(2, "fp16", 3), (1, "fp32", 3)}
-MARKS_OF = {**{kind: [pytest.mark.slow] for kind in SLOW}, **{kind: [] for kind in SAMPLE}}
+SAMPLE, SLOW = {(1, "bf16", 1), (2, "fp32", 1), (3, "bf16", 3)}, {(2, "fp16", 3), (1, "fp32", 3)}
 KINDS = [
-    pytest.param(*kind, marks=MARKS_OF.get(kind, [pytest.mark.exhaustive]))
+    pytest.param(*kind, marks=pytest.mark.slow if kind in SLOW else [] if kind in SAMPLE else pytest.mark.exhaustive)
     for kind in itertools.product((0, 1, 2, 3), ("bf16", "fp16", "fp32"), (1, 3))
 ]
 
@@ -52,10 +53,8 @@ def test_ten_and_ten_steps_are_twenty(ranks, tmp_path, stage, precision, accumul
 PLACES = [(stage, world) for world in (1, 2, 3, 4) for stage in (0, 1, 2, 3)]
 
 
-FROM = [pytest.param(*place, marks=pytest.mark.exhaustive) for place in PLACES]
-
-
-@pytest.mark.parametrize(("stage", "world"), FROM)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stage", "world"), PLACES)
 def test_every_crossing(ranks, tmp_path, stage, world):
     """Saved here, loaded everywhere: the same bits after loading; the next losses agree, and to the bit at equal W."""
     records, sha, saved = ranks.run(train_and_save, tmp_path, stage, 3, {}, world_size=world)[0]
@@ -125,3 +124,27 @@ def test_a_checkpoint_that_an_earlier_commit_wrote(ranks, tmp_path):
         assert loaded == (expected["sha"], expected["state"]), stage
         tails.append((tail, sha))
     assert all(tail == tails[0] for tail in tails)
+
+
+def bytes_of_a_load(rank, world, folder, stage):
+    engine = engine_for(world, stage, model=TinyModel(hidden=400))
+    sizes, fill = [], reader.fill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            reader, "fill", lambda path, file, view, at: (sizes.append(len(view)), fill(path, file, view, at))
+        )
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved_by"), [pytest.param(0, 1, marks=pytest.mark.exhaustive), (2, 4), (3, 3), (3, 1)]
+)
+def test_four_ranks_read_a_checkpoint_once(ranks, tmp_path, stage, saved_by):
+    """Over all ranks about once, whatever the layout it was saved in."""
+    ranks.run(train_and_save, tmp_path, 2, 1, {"model": TinyModel(hidden=400)}, world_size=saved_by)
+    path = find(tmp_path, None)
+    stored = sum(info.bytes for info in read_manifest(path).files.values())
+    read = sum(ranks.run(bytes_of_a_load, tmp_path, stage, world_size=4))
+    assert stored <= read <= 1.1 * stored, read / stored

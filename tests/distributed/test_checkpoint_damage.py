@@ -12,7 +12,7 @@ from deepzero.checkpoint.export import export
 from deepzero.comm import process_group
 from deepzero.config.strict import ConfigError
 from deepzero.training.resume import find_start
-from tests.distributed.checkpoints import engine_for, fingerprints, steps
+from tests.distributed.checkpoints import engine_for, fingerprints, said, steps
 from tests.distributed.damages import ALL, FILES, MANIFESTS
 from tests.distributed.training import TinyModel, my_micro_batches
 from tools.verify import main as verify
@@ -24,15 +24,18 @@ PLACES = {(2, 2): "fp32", (3, 2): "bf16", (1, 1): "fp16", (0, 2): "bf16", (3, 3)
 """(stage, ranks) → precision."""
 
 
+def state(engine):
+    return engine.params_sha256(), fingerprints(engine)
+
+
 def save_two(rank, world, folder, stage, precision):
     """A checkpoint, and a later one of the same tag elsewhere; what the first one has to give."""
     engine = engine_for(world, stage, precision=precision)
-    steps(engine, rank, world, 2)
-    client_state = {"x": torch.arange(3.0), "note": "kept"}
-    engine.save_checkpoint(folder / "good", tag="step", client_state=client_state)
-    right = engine.params_sha256(), fingerprints(engine)
-    steps(engine, rank, world, 3)
-    engine.save_checkpoint(folder / "later", tag="step", client_state=client_state)
+    right = None
+    for until, name in ((2, "good"), (3, "later")):
+        steps(engine, rank, world, until)
+        engine.save_checkpoint(folder / name, tag="step", client_state={"x": torch.arange(3.0), "note": "kept"})
+        right = right or state(engine)
     engine.destroy()
     return right
 
@@ -62,26 +65,20 @@ def try_all(rank, world, folder, stage, precision, cases, right):
             shutil.copytree(folder / "good", place)
             ALL[name](place, folder / "later", Random(zlib.crc32(name.encode()) + seed))
         process_group.barrier()
-        try:
-            engine.load_checkpoint(place)
-            outcome = None
-        except CheckpointError as error:
-            outcome = str(error)
+        outcome = said(engine.load_checkpoint, place)
         mixture, wrong = engine.checkpointer.half_loaded is not None, None
         if mixture:
-            with pytest.raises(CheckpointError, match="mixture of two states"):
-                engine(*my_micro_batches(0, rank, world, 2, 1)[0])
-            with pytest.raises(CheckpointError, match="mixture of two states"):
-                engine.save_checkpoint(folder / "never")
+            assert "mixture of two states" in said(engine, *my_micro_batches(0, rank, world, 2, 1)[0])
+            assert "mixture of two states" in said(engine.save_checkpoint, folder / "never")
             _, client = engine.load_checkpoint(folder / "good")
             wrong = None if client["x"].tolist() == [0.0, 1.0, 2.0] else f"client state {client}"
         if mixture or outcome is None or number % 10 == 0:
-            wrong = wrong or (None if (engine.params_sha256(), fingerprints(engine)) == right else "bits")
+            wrong = wrong or (None if state(engine) == right else "bits")
         seen.append((outcome, mixture, wrong))
         process_group.barrier()
         if rank == 0:
-            shutil.rmtree(place)
-    assert (engine.params_sha256(), fingerprints(engine)) == right
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
+    assert state(engine) == right
     steps(engine, rank, world, 3)
     engine.destroy()
     return seen
@@ -106,30 +103,19 @@ def some(names, seeds, first=0):
     return [(name, seed) for seed in range(first, first + seeds) for name in names]
 
 
-def test_files_that_are_damaged(ranks, checkpoints):
-    mixtures = refused(ranks, checkpoints, 2, 2, [*some(FILES, 1), *some(BITS, 4, first=1)])
-    assert mixtures > 5, "bits of a shard are noticed when they are read"
-
-
-@pytest.mark.slow
-def test_files_of_partitioned_parameters(ranks, checkpoints):
-    refused(ranks, checkpoints, 3, 2, [*some(FILES, 1, first=10), *some(BITS, 4, first=11)])
-
-
-def test_files_of_one_rank(ranks, checkpoints):
-    refused(ranks, checkpoints, 1, 1, some(BITS, 4, first=20))
-
-
-def test_manifests_that_make_no_sense(ranks, checkpoints):
-    """With a hash that is right: what an edit by hand would be."""
-    mixtures = refused(ranks, checkpoints, 2, 2, some(MANIFESTS, 1))
-    assert mixtures == 2, "all but two are found before anything is loaded"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("stage", "world"), PLACES)
-def test_many_more(ranks, checkpoints, stage, world):
-    refused(ranks, checkpoints, stage, world, [*some(BITS, 8, first=100), *some(MANIFESTS, 1, first=100)])
+@pytest.mark.parametrize(("stage", "world", "cases", "mixtures"), [
+    # Bits of a shard are noticed when they are read.
+    pytest.param(2, 2, [*some(FILES, 1), *some(BITS, 4, first=1)], range(6, 999), id="files"),
+    pytest.param(3, 2, [*some(FILES, 1, first=10), *some(BITS, 4, first=11)], range(999), marks=pytest.mark.slow,
+                 id="files of partitioned parameters"),
+    pytest.param(1, 1, some(BITS, 4, first=20), range(999), id="files of one rank"),
+    # With a hash that is right: what an edit by hand would be. All but two are found before anything is loaded.
+    pytest.param(2, 2, some(MANIFESTS, 1), range(2, 3), id="manifests that make no sense"),
+    *(pytest.param(*place, [*some(BITS, 8, first=100), *some(MANIFESTS, 1, first=100)], range(999),
+                   marks=pytest.mark.exhaustive, id=f"many more {place}") for place in PLACES),
+])  # fmt: skip
+def test_what_is_damaged(ranks, checkpoints, stage, world, cases, mixtures):
+    assert refused(ranks, checkpoints, stage, world, cases) in mixtures
 
 
 def try_the_damaged(rank, world, folder):
@@ -145,25 +131,24 @@ def try_the_damaged(rank, world, folder):
         manifest = folder / "step_2" / "manifest.json"
         manifest.write_bytes(manifest.read_bytes()[:500])
     process_group.barrier()
-    said = []
-    for place, tag in ((folder, None), (folder, "step_2"), (folder / "step_2", None), (folder, "step_7")):
-        with pytest.raises(CheckpointError) as caught:
-            engine.load_checkpoint(place, tag)
-        said.append((str(caught.value), caught.value.beside))
     other = engine_for(world, 2, model=TinyModel(hidden=5))
-    with pytest.raises(CheckpointError, match="is of another model") as caught:
-        other.load_checkpoint(folder, "step_1")
-    said.append((str(caught.value), caught.value.beside))
+    messages = []
+    for loading, place, tag in (
+        (engine, folder, None), (engine, folder, "step_2"), (engine, folder / "step_2", None),
+        (engine, folder, "step_7"), (other, folder, "step_1"),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            loading.load_checkpoint(place, tag)
+        messages.append((str(caught.value), caught.value.beside))
     engine.load_checkpoint(folder, "step_1")
-    assert engine.global_steps == 1
+    assert engine.global_steps == 1 and "is of another model" in messages[-1][0]
     other.destroy()
     engine.destroy()
-    return said
+    return messages
 
 
 def test_a_complete_one_beside_a_damaged_one_is_named(ranks, tmp_path, capsys):
     """What is named is not read, for ranks would wait for a disk: it may be the one with a wrong bit."""
-    whole = tmp_path / "step_1"
     complete = "{} is complete (whether it is whole, `python -m tools.verify` says): "
     advice = f"; {complete}load it with tag={{!r}} from there"
     for *damaged, wrong_tag, other_model in ranks.run(try_the_damaged, tmp_path):
@@ -173,13 +158,11 @@ def test_a_complete_one_beside_a_damaged_one_is_named(ranks, tmp_path, capsys):
         for text, found in (wrong_tag, other_model):
             assert found is None and "is complete" not in text
     (tmp_path / "latest").write_text("step_3\0")
-    with pytest.raises(
-        ConfigError, match=f"latest is damaged.*{tmp_path}/step_3 is complete .*: the same command with"
-    ):
+    again = f"latest is damaged.*{tmp_path}/step_3 is complete .*: the same command with"
+    with pytest.raises(ConfigError, match=again):
         find_start(str(tmp_path), tmp_path / "another run")
     (tmp_path / "latest").write_text("step_3")
-    with pytest.raises(CheckpointError) as caught:
-        export(tmp_path, tmp_path / "out", "fp32", tag="step_2")
-    assert str(caught.value).endswith(advice.format(tmp_path / "step_3", "step_3")) and not (tmp_path / "out").exists()
+    message = said(export, tmp_path, tmp_path / "out", "fp32", tag="step_2")
+    assert message.endswith(advice.format(tmp_path / "step_3", "step_3")) and not (tmp_path / "out").exists()
     assert verify([str(tmp_path)]) == 1
-    assert capsys.readouterr().err.endswith(f"{whole} beside it is whole\n")
+    assert capsys.readouterr().err.endswith(f"{tmp_path}/step_1 beside it is whole\n")

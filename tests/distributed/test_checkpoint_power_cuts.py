@@ -8,10 +8,10 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -66,26 +66,19 @@ def load_all(rank, world, places, known):
     engine.destroy()
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a run finds on a disk."""
+class Found(NamedTuple):
+    """What a run finds on a disk: steps; 0 is none."""
 
-    begins: int
-    """Step that ``train.resume=auto`` goes on from; 0: it begins."""
-    latest: int
-    """Step of the checkpoint that is loaded without a tag; 0: there is none."""
-    best: int
+    begins: int = 0  # ``train.resume=auto`` goes on from it
+    latest: int = 0  # is loaded without a tag
+    best: int = 0
 
 
 class Reader:
-    """Looks at disks, at equal ones once."""
+    """Looks at disks, at equal ones once; :attr:`disks` has one for each step that is loaded from some."""
 
     def __init__(self, place):
-        self.place, self._number = place, itertools.count()
-        self._known = {}
-        self._steps = {}
-        self.disks = {}
-        """A disk for each step that is loaded from some."""
+        self.place, self._number, self._known, self._steps, self.disks = place, itertools.count(), {}, {}, {}
         (place / "store").mkdir()
 
     def look(self, tree):
@@ -102,14 +95,12 @@ class Reader:
         return self._known[state]
 
     def _found(self, path, folder):
-        if not folder.is_dir():
-            return Found(0, 0, 0)
         for tag in folders.complete_tags(folder):
             self._step(folder / tag)
         if not (folder / "latest").exists() and not folders.complete_tags(folder):
             with pytest.raises(CheckpointError):
                 folders.find(folder, None)
-            return Found(0, 0, 0)
+            return Found()
         begins = self._step(find_start("auto", path / "run"))
         folders.clear_remains(folder)  # as the next run's first save does
         assert self._step(find_start("auto", path / "run")) == begins
@@ -256,18 +247,15 @@ def test_a_model_appears_whole(tmp_path, monkeypatch):
     def lost_when_told(told, found):
         return lost(told, found) or (told is not None and found == 0)
 
-    events = read(tmp_path / "log")
     search = partial(losses, look=look, ignored=lambda name: name.startswith(".exporting"))
-    assert next(search(events, lost=lost, chance=Random(0)), None) is None
-    told = [number for number, event in enumerate(events) if event[0] == "mark"]
-    for number in told:
-        assert next(search(events[: number + 1], lost=lost_when_told, first=number, chance=Random(0)), None) is None
 
-    def both(events, first):
-        yield from search(events, lost=lost, first=first)
+    def both(events, first=0, chance=None):
+        yield from search(events, lost=lost, first=first, chance=chance)
         for number in (at for at, event in enumerate(events) if event[0] == "mark" and at >= first):
-            yield from search(events[: number + 1], lost=lost_when_told, first=number)
+            yield from search(events[: number + 1], lost=lost_when_told, first=number, chance=chance)
 
+    events = read(tmp_path / "log")
+    assert next(both(events, chance=Random(0)), None) is None
     assert idle_flushes(events, both) == set()
 
 
