@@ -25,13 +25,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3447, 2720),
+    "deepzero/comm": (3402, 2720),
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5660, 4550),
     "deepzero/offload": (3016, 2500),
     "deepzero/checkpoint": (3570, 2610),
     "deepzero/launch": (694, 650),
-    "deepzero/health": (634, 560),
+    "deepzero/health": (633, 560),
     "deepzero/monitor": (2702, 1600),
     "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1230, 800),
