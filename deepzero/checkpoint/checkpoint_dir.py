@@ -23,6 +23,7 @@ from pathlib import Path
 from deepzero.checkpoint.errors import CheckpointError
 from deepzero.checkpoint.manifest import COMMIT, LATEST, MANIFEST, Manifest, check_sound
 from deepzero.durable import flush_folder, write_whole
+from deepzero.utils.formatting import short_bytes
 
 LOCK = ".lock"
 SAVING, REPLACED, DELETING = ".saving-", ".replaced-", ".deleting-"
@@ -255,7 +256,7 @@ def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
     """Raise a :class:`CheckpointError` when something cannot fit."""
     free = shutil.disk_usage(folder).free
     if needed_bytes > free:
-        sizes = f"needs {needed_bytes / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB left"
+        sizes = f"needs {short_bytes(needed_bytes)} and the disk has {short_bytes(free)} left"
         raise CheckpointError(f"{folder}: {what} {sizes}; make room, or {advice}")
 
 

@@ -205,7 +205,7 @@ class Checkpointer:
             # A schedule with other settings goes on at its own rates: wanted, perhaps, and said.
             log.warning(
                 "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
-                "are others than those of the run that was saved",
+                "are others than those of the run that was saved (a curve over all steps stretches with their number)",
                 *(here, there),
             )
         return str(reader.path), client_state

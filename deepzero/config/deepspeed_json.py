@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,18 +147,18 @@ def load_engine_config(config: EngineConfig | Mapping[str, Any] | str | Path | N
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_refuse_duplicates, path))
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"config {str(path)!r} is not JSON: {error}") from None
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     for key in sorted(keys):
         if keys.count(key) > 1:
-            raise ConfigError(f"config has {key!r} twice in one object")
+            raise ConfigError(f"config {str(path)!r} has {key!r} twice in one object: leave one out")
     return dict(pairs)
 
 

@@ -110,8 +110,8 @@ def _agreed(
     try:
         if problem is not None:
             raise problem
-        if model is None:
-            raise ConfigError("initialize needs model=")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"initialize needs model=, a torch.nn.Module; it got {type(model).__name__}")
         resolve_batch(settings, process_group.world_size())
         check_ranks(settings, process_group.world_size())
         check_precision(settings.precision.dtype, process_group.default_device())
@@ -155,6 +155,9 @@ def _optimizer(
 ) -> torch.optim.Optimizer:
     _warn_of_two("optimizer", optimizer, settings.optimizer)
     given = None if model_parameters is None else list(model_parameters)
+    for item in given or ():
+        if not isinstance(item, (torch.Tensor, Mapping)):
+            raise ConfigError(f"model_parameters holds a {type(item).__name__}: give parameters, or groups of them")
     if isinstance(optimizer, torch.optim.Optimizer):
         # With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -167,6 +170,9 @@ def _optimizer(
             )
         return optimizer
     parameters = [param for param in model.parameters() if param.requires_grad] if given is None else given
+    if not parameters:
+        where = "model has no parameter that requires a gradient" if given is None else "model_parameters is empty"
+        raise ConfigError(f"nothing can be trained: {where}")
     if callable(optimizer):
         made = optimizer(parameters)
         if not isinstance(made, torch.optim.Optimizer):

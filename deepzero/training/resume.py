@@ -139,9 +139,16 @@ class Command:
 
     def keep(self, run_dir: Path) -> None:
         """Write Hydra's record when the run begins: a run that is refused leaves no trace in the folder."""
-        (run_dir / ".hydra").mkdir(parents=True, exist_ok=True)
-        for name, text in self.files.items():
-            (run_dir / ".hydra" / name).write_text(text, encoding="utf-8")
+        folder = run_dir / ".hydra"
+        known = folder.exists()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, text in self.files.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except OSError:  # of a disk that is full, for one
+            if not known:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def way_on(self, run_dir: Path, total_steps: int) -> str:
         """Which step was saved last, and the command that goes on from there; empty where nothing was saved.
