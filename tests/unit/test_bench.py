@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its launcher's bad days, and one real run with a tiny model. No time is asserted."""
+"""The benchmarks' arithmetic, their launcher's bad days, and real runs with tiny models. No time is asserted."""
 
 import contextlib
 import json
@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tools.bench import cpu_adam, report, zero
-from tools.bench.bars import Floor, Measured, compute_bars, fastest, floor_of, loss_disagreement, summarize
-from tools.bench.contenders import CONTENDERS, FLOOR, Contender, Variant, by_name
-from tools.bench.launch import Outcome, Plan, run_variant
-from tools.bench.master_adamw import MasterAdamW, clip_factor_of
-from tools.bench.stats import mean_over_ranks, median, slowest_rank
-from tools.bench.workload import TINY, Workload, batch, make_tokens, tokens_needed
+from deepzero.monitor.metrics_file import read_metrics
+from tools.bench import cpu_adam, gpu, monitoring, report, zero
+from tools.bench.contenders import CONTENDERS, FLOOR, OFFLOAD, Contender, Variant, by_name
+from tools.bench.engines import settings_of
+from tools.bench.gpu import INIT_BYTES, LADDER, host_bytes_needed, rungs, shaped, speed_work
+from tools.bench.launch import GIB, Outcome, Plan, _outcome, run_variant
+from tools.bench.peers import MasterAdamW, clip_factor_of
+from tools.bench.report import Floor, Measured, compute_bars, fastest, floor_of, summarize
+from tools.bench.workload import TINY, Workload, batch, build_model, make_tokens
 
 PARTS = {
     "forward_backward": 0.5, "adam_shard": 0.05, "adam_full": 0.1, "reduce_all_to_all": 0.1,
@@ -25,40 +27,42 @@ PARTS = {
 }  # fmt: skip
 
 
-def measured(name, seconds, peak=100.0, idle=50.0, variant=0):
+def outcome(*seconds, peak=100, losses=(5.0, 4.0), cpu=1.0, **more):
+    peaks = {"build_peak_bytes": peak, "step_peak_bytes": peak // 2}
+    return Outcome({"step": list(seconds)}, list(losses), {"step": cpu}, **{**peaks, **more})
+
+
+def measured(name, seconds, peak=100, idle=50, variant=0):
     contender = by_name(name)
-    return Measured(
-        contender, contender.variants[variant], seconds, seconds, seconds, 4, peak, peak, peak, (5.0, 4.0), idle
-    )
+    return Measured(contender, contender.variants[variant], (outcome(seconds, peak=peak),), idle)
 
 
-def plan(folder, timeout_seconds=200.0):
-    tokens = folder / "tokens.npy"
-    np.save(tokens, make_tokens(TINY.vocab_size, tokens_needed(TINY, 2)))
-    return Plan(TINY, 1, 1, timeout_seconds, tokens, folder)
+def plan(folder, timeout_seconds=200.0, **work):
+    return Plan(replace(TINY, **work), 1, 1, 1, True, timeout_seconds, folder)
 
 
-def test_medians_and_the_slowest_rank():
-    assert (median([4.0, 1.0, 2.0, 100.0]), median([7.0])) == (3.0, 7.0)
-    with pytest.raises(ValueError, match="no samples"):
-        median([])
-    assert slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5], "a step lasts as long as that"
-    assert mean_over_ranks([[1.0, 5.0], [3.0, 4.0]]) == [2.0, 4.5]
-    with pytest.raises(ValueError, match=r"\[2, 3\]"):
-        slowest_rank([[1.0, 2.0], [1.0, 2.0, 3.0]])
+def test_a_step_lasts_as_long_as_the_slowest_rank():
+    def rank(seconds, losses):
+        return {"seconds": {"step": seconds}, "cpu_seconds": {"step": seconds[0]}, "losses": losses, "facts": {"a": 1}}
+
+    both = _outcome([rank([1.0, 5.0, 2.0], [1.0, 5.0]), rank([3.0, 4.0, 2.5], [3.0, 4.0])], None, 1.0)
+    assert both.seconds == {"step": [3.0, 5.0, 2.5]} and both.cpu_seconds == {"step": 3.0}
+    assert both.losses == [2.0, 4.5] and both.facts == {"a": 1}
+    with pytest.raises(ValueError, match="shorter"):
+        _outcome([rank([1.0, 2.0, 3.0], []), rank([1.0, 2.0], [])], None, 1.0)
 
 
 def test_rounds_are_pooled_and_failed_rounds_left_out():
     ddp = by_name("ddp")
-    first = Outcome({"step": [1.0, 3.0]}, [5.0], {"step": 1.0}, build_peak_bytes=10, step_peak_bytes=7)
-    last = Outcome({"step": [2.0, 9.0]}, [5.0], {"step": 2.0}, build_peak_bytes=6, step_peak_bytes=8)
-    rounds = [first, Outcome(error="rank 1 ended with 1"), last]
+    broken = outcome(7.0, error="rank 1 ended with 1")
+    rounds = [outcome(1.0, 3.0, peak=10), broken, outcome(2.0, 9.0, peak=8, cpu=2.0)]
     row = summarize(ddp, ddp.variants[0], rounds, idle=4)
     assert row is not None
-    assert (row.median_seconds, row.best_seconds, row.samples) == (2.5, 1.0, 4)
-    assert row.cpu_seconds == 1.5
+    assert (row.seconds, min(row.samples), len(row.samples)) == (2.5, 1.0, 4)
+    assert row.middle(lambda one: one.cpu_seconds["step"]) == 1.5
     assert (row.peak_bytes, row.model_bytes) == (9.0, 5.0)
-    assert summarize(ddp, ddp.variants[0], [rounds[1]], idle=None) is None
+    assert summarize(ddp, ddp.variants[0], [broken]) is None
+    assert summarize(ddp, ddp.variants[0], [broken], ended=True).samples == [7.0], "of one that was cut off"
 
 
 def test_the_floor_takes_the_fastest_way_to_communicate():
@@ -66,46 +70,46 @@ def test_the_floor_takes_the_fastest_way_to_communicate():
     assert floor is not None
     assert floor.seconds(1) == floor.seconds(2) == pytest.approx(0.5 + 0.05 + 0.1 + 0.1)
     assert floor.seconds(0) == pytest.approx(0.5 + 0.1 + 0.15)
+    assert floor.seconds(3) == pytest.approx(0.5 + 0.05 + 0.1 + 0.1 + 0.1)
 
 
 def test_bars_use_the_fastest_variant_for_time_and_the_leanest_for_memory():
     rows = [
-        measured("deepzero1", 0.8, peak=120.0),
-        measured("ddp", 1.0, peak=200.0, variant=0),
-        measured("ddp", 2.0, peak=100.0, variant=1),
-        measured("zro", 0.9, peak=150.0),
-        measured("deepspeed1", 1.5, peak=300.0, idle=290.0),
-    ]
+        measured("deepzero1", 0.8, peak=120), measured("ddp", 1.0, peak=200), measured("ddp", 2.0, peak=100, variant=1),
+        measured("zro", 0.9, peak=150), measured("deepspeed1", 1.5, peak=300, idle=290),
+    ]  # fmt: skip
     bars = {(bar.name, bar.against): bar for bar in compute_bars(rows, Floor(PARTS, PARTS))}
-    assert bars["stage 1 step time", "ddp (bf16)"].value == pytest.approx(0.8)
-    assert bars["stage 1 step time", "ddp (bf16)"].verdict == "pass"
-    assert bars["stage 1 step time", "zro (bf16)"].verdict == "FAIL"
-    assert bars["stage 1 step time", "deepspeed1 (torch-adam)"].verdict == "pass"
-    assert bars["stage 1 step time", "floor"].value == pytest.approx(0.8 / 0.75)
-    assert bars["stage 1 peak memory", "leanest: ddp (bf16-large)"].verdict == "FAIL"
-    assert bars["stage 1 memory of the model", "leanest: deepspeed1 (torch-adam)"].value == pytest.approx(7.0)
+    for (what, against), value, verdict in (
+        (("step time", "ddp (bf16)"), 0.8, "pass"),
+        (("step time", "zro (bf16)"), 0.8 / 0.9, "FAIL"),
+        (("step time", "deepspeed1 (torch-adam)"), 0.8 / 1.5, "pass"),
+        (("step time", "floor"), 0.8 / 0.75, "pass"),
+        (("peak memory", "leanest: ddp (bf16-large)"), 1.2, "FAIL"),
+        (("memory of the model", "leanest: deepspeed1 (torch-adam)"), 7.0, "FAIL"),
+    ):
+        bar = bars[f"stage 1 {what}", against]
+        assert (bar.value, bar.verdict) == (pytest.approx(value), verdict)
     # Stage 2 was not run: its limits are shown, and none of them passes.
     assert {bar.verdict for (name, _), bar in bars.items() if name.startswith("stage 2")} == {"not measured"}
+    assert fastest(rows, "fsdp2") is None
 
 
 def test_slow_and_failing_variants_drop_out_after_the_first_round():
     entries = [(by_name("ddp"), v) for v in by_name("ddp").variants[:3]] + [(FLOOR, FLOOR.variants[0])]
-    outcomes = [Outcome(seconds={"step": [s]}, cpu_seconds={"step": s}) for s in (1.0, 1.05)] + [
-        Outcome(error="no"),
-        Outcome(seconds={part: [1.0] for part in PARTS}),
-    ]
-    results = {(c.name, v.name): [outcome] for (c, v), outcome in zip(entries, outcomes, strict=True)}
+    outcomes = [outcome(1.0), outcome(1.05), Outcome(error="no"), Outcome({part: [1.0] for part in PARTS})]
+    results = {(c.name, v.name): [one] for (c, v), one in zip(entries, outcomes, strict=True)}
     assert zero.survivors(entries, results, keep=1.1) == [entries[0], entries[1], entries[3]]
     assert zero.survivors(entries, results, keep=1.0) == [entries[0], entries[3]]
 
 
 def test_losses_that_differ_are_named():
-    rows = [measured("ddp", 1.0), measured("zro", 1.0), replace(measured("deepzero1", 1.0), losses=(5.0, 4.4))]
-    distance, step, who = loss_disagreement(rows, 10)
-    assert (distance, step, who) == (pytest.approx(0.1), 1, "deepzero1 (plain)")
-    assert "NOT the same work" in report.loss_table(rows)
-    assert "same work within" in report.loss_table(rows[:2])
-    assert fastest(rows, "fsdp2") is None
+    losses = {"ddp": [5.0, 4.0], "zro": [5.0, 4.0], "ours": [5.0, 4.4]}
+    assert "**NOT the same work: ours.**" in report.loss_table(losses) and "10.000%" in report.loss_table(losses)
+    assert "All do the same work" in report.loss_table({**losses, "ours": [5.0, 4.03]})
+    assert "work: ddp, zro.**" in report.loss_table(losses, reference="ours"), "in place of the middle of all"
+    assert "All do the same work" in report.loss_table(losses, late=["ours"])
+    broken = report.loss_table({**losses, "ours": [5.0, float("nan")]}, late=["ours"])
+    assert "work: ours.**" in broken, "who takes another course has to stay finite too"
 
 
 def test_tokens_are_the_same_every_time_and_ranks_read_disjoint_ones():
@@ -113,7 +117,7 @@ def test_tokens_are_the_same_every_time_and_ranks_read_disjoint_ones():
     assert np.array_equal(tokens, make_tokens(512, 20_000))
     assert tokens.min() >= 0 and tokens.max() == 511 and len(np.unique(tokens)) > 400
     work = Workload(block_size=4, micro_batch=2, ranks=3)
-    tokens = np.arange(tokens_needed(work, 2))
+    tokens = np.arange(2 * work.tokens_per_step + 1)
     read = torch.cat([batch(work, tokens, step, rank)[0].flatten() for step in range(2) for rank in range(3)])
     assert torch.equal(read, torch.arange(48))
     inputs, targets = batch(work, tokens, 1, 2)
@@ -137,36 +141,49 @@ def test_peers_master_optimizer_is_adamw_on_fp32_masters():
 
 
 def test_every_contender_has_a_builder_and_distinct_variants():
-    for contender in CONTENDERS:
-        module, function = contender.builder.split(":")
-        source = Path(zero.__file__).with_name(f"{module}.py").read_text()
-        assert f"def {function}(context: Context, options" in source, contender.name
-        assert len({v.name for v in contender.variants}) == len(contender.variants)
+    for known in (CONTENDERS, OFFLOAD):
+        names = [contender.name for contender in known]
+        assert len(set(names)) == len(names)
+        for contender in known:
+            module, function = contender.builder.split(":")
+            source = Path(zero.__file__).with_name(f"{module}.py").read_text()
+            assert f"def {function}(context: Context, options" in source, contender.name
+            assert len({v.name for v in contender.variants}) == len(contender.variants)
+            assert contender.peer is None or contender.peer in names
+    for contender in OFFLOAD:
+        zero_section = settings_of(TINY, contender.variants[0].options["zero"])["zero_optimization"]
+        assert zero_section["stage"] == contender.stage and zero_section["overlap_comm"] is False
+        assert zero_section.get("offload_param", {}).get("pin_memory", True)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--contenders", "dpp"], "unknown contender 'dpp'"),
-    (["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
-    (["--rounds", "0"], "--rounds=0: must be at least 1"),
-    (["--micro-batch", "0"], "--micro-batch=0"),
-    (["--width", "100"], "--width 100 does not divide by --heads 12"),
+@pytest.mark.parametrize(("command", "arguments", "message"), [
+    (zero, ["--contenders", "dpp"], "unknown contender 'dpp'"),
+    (zero, ["--contenders", "ddp:fp8"], "no variant 'fp8'; it has: bf16"),
+    (zero, ["--rounds", "0"], "--rounds: '0' is not an integer of at least 1"),
+    (zero, ["--micro-batch", "0"], "--micro-batch: '0'"),
+    (zero, ["--warmup", "-1"], "--warmup: '-1' is not an integer of at least 0"),
+    (zero, ["--width", "100"], "--width 100 does not divide by --heads 12"),
+    (gpu, ["offload", "--parts", "bytes"], "--parts: unknown bytes; there are: bits, speed, largest"),
+    (gpu, ["offload", "--contenders", "s2,s4"], "--contenders: unknown s4; there are: plain, s2"),
+    (gpu, ["offload", "--blocks", "0"], "--blocks: '0' is not an integer of at least 1"),
 ])  # fmt: skip
-def test_bad_options_are_named(arguments, message, capsys):
+def test_bad_options_are_named(command, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        zero.main(arguments)
+        command.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_peer_that_is_not_installed_is_skipped_with_a_line(capsys):
     variant = Variant("plain", "")
-    absent = Contender("absent", "Absent", "nowhere:build", (variant,), needs=("no_such_package.inner",))
-    assert zero.installed([(absent, variant), (FLOOR, FLOOR.variants[0])], 2) == [(FLOOR, FLOOR.variants[0])]
-    assert capsys.readouterr().out == "skipped absent: no_such_package.inner is not installed\n"
+    absent = Contender("absent", "Absent", "nowhere:build", (variant,), needs="no_such_package")
+    assert zero.taking_part([(absent, variant), (FLOOR, FLOOR.variants[0])], 2) == [(FLOOR, FLOOR.variants[0])]
+    assert capsys.readouterr().out == "skipped absent: no_such_package is not installed\n"
 
 
 def test_a_page_never_replaces_another(tmp_path):
-    pages = [report.write_page(tmp_path, "here", ["a machine"], [("Title", "body")]) for _ in range(3)]
+    text = report.page_text(["a machine"], [("Title", "body")], report.command_line("zero"))
+    pages = [report.write_page("here", text, tmp_path) for _ in range(3)]
     assert len(set(pages)) == 3 and pages[2].name.endswith("-here-3.md")
     text = pages[0].read_text()
     assert "- a machine" in text and "- command: `python -m tools.bench.zero" in text and "## Title\n\nbody" in text
@@ -175,10 +192,13 @@ def test_a_page_never_replaces_another(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path):
-    broken = Variant("broken", "", {"modus": "bf16"})
-    outcome = run_variant(by_name("ddp"), broken, plan(tmp_path), "test")
-    assert outcome.error is not None
-    assert "ended with 1" in outcome.error and "KeyError: 'mode'" in outcome.error
+    found = run_variant(by_name("ddp"), Variant("broken", "", {"modus": "bf16"}), plan(tmp_path), "test")
+    assert found.error is not None
+    assert "ended with 1" in found.error and "KeyError: 'mode'" in found.error
+    s9 = Variant("s9", "", {"zero": {"stage": 9}})
+    found = run_variant(OFFLOAD[1], s9, replace(plan(tmp_path, ranks=1), place="device"), "test")
+    assert found.error is not None and "ended with 1" in found.error and "stage=9: stages are" in found.error
+    assert gpu.progress(found).startswith("no step timed")
 
 
 def children():
@@ -195,8 +215,8 @@ def children():
 @pytest.mark.timeout(240)
 def test_ranks_that_take_too_long_are_ended(tmp_path):
     started, before = time.monotonic(), children()
-    outcome = run_variant(by_name("ddp"), by_name("ddp").variants[0], plan(tmp_path, timeout_seconds=0.3), "test")
-    assert outcome.error is not None and "not done after 0 s" in outcome.error
+    found = run_variant(by_name("ddp"), by_name("ddp").variants[0], plan(tmp_path, timeout_seconds=0.3), "test")
+    assert found.error is not None and "[0, 1] not done after 0 s" in found.error
     assert time.monotonic() - started < 60
     assert children() <= before, "every rank was reaped"
 
@@ -205,29 +225,174 @@ def test_ranks_that_take_too_long_are_ended(tmp_path):
 @pytest.mark.timeout(480)
 def test_quick_run_of_deepzero_and_ddp(tmp_path, capsys):
     file = tmp_path / "samples.json"
-    status = zero.main(
-        ["--quick", "--contenders", "deepzero1:plain,ddp:bf16", "--steps", "4", "--json", str(file), "--timeout", "200"]
-    )
+    chosen = ["--contenders", "deepzero1:plain,ddp:bf16", "--steps", "4", "--json", str(file), "--timeout", "200"]
+    status = zero.main(["--quick", *chosen])
     printed = capsys.readouterr().out
     assert status == 0, printed
     assert "the same work within bf16 noise" in printed
     outcomes = json.loads(file.read_text())["outcomes"]
     for name in ("deepzero1:plain", "ddp:bf16"):
-        (outcome,) = outcomes[name]
-        assert len(outcome["seconds"]["step"]) == 4 and min(outcome["seconds"]["step"]) > 0
-        assert len(outcome["losses"]) == 5
-        assert outcome["parameters"] > 100_000
-        assert outcome["build_peak_bytes"] > 2**20 and outcome["step_peak_bytes"] > 2**20
+        (found,) = outcomes[name]
+        assert len(found["seconds"]["step"]) == 4 and min(found["seconds"]["step"]) > 0
+        assert len(found["losses"]) == 5
+        assert found["parameters"] > 100_000
+        assert found["build_peak_bytes"] > 2**20 and found["step_peak_bytes"] > 2**20
+
+
+# ---- offload on one GPU, where there is none -------------------------------------------------------------------------
+
+
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main(["offload"]) == 2
+    assert "torch sees no NVIDIA GPU here" in capsys.readouterr().err
+
+
+def test_parameters_are_the_models():
+    for shape in ((1, 64), (3, 128)):
+        work = shaped(TINY, *shape)
+        assert work.parameters == sum(p.numel() for p in build_model(work).parameters())
+    base = speed_work("cuda", 16, quick=False)
+    sizes = [shaped(base, *shape).parameters for shape in LADDER]
+    assert sizes == sorted(sizes) and round(sizes[0] / 1e9, 2) == 1.42 and base.parameters == sizes[0]
+
+
+def test_the_ladder_begins_with_the_largest_that_fits():
+    """18 bytes a parameter while zero.Init's shards wait on the host, 16 when the device has room for them."""
+    base = speed_work("cuda", 16, quick=False)
+    host = host_bytes_needed(shaped(base, 32, 4096), "cpu")
+    without = rungs(LADDER, base, host, device_bytes=0)
+    assert (without[0].work.n_layer, without[0].work.n_embd, without[0].init_on) == (32, 4096, "cpu")
+    assert without[0].needed == host > 100 * GIB and without[0].work.checkpointing
+    with_device = rungs(LADDER, base, host, device_bytes=80 * GIB)
+    assert (with_device[0].work.n_layer, with_device[0].init_on) == (36, "device")
+    assert [rung.work for rung in with_device[2:]] == [rung.work for rung in without]
+    assert rungs(LADDER, base, host, device_bytes=20 * GIB) == without, "two bytes each, on at most half of it"
+    assert not rungs(LADDER, base, 20 * GIB, 80 * GIB)
+
+
+def test_who_does_not_fit_on_the_device_is_named(tmp_path):
+    options = gpu.parse(["offload", "--contenders", "plain,s2", "--out", str(tmp_path)])
+    work = replace(speed_work("cuda", 1, quick=False), device="cpu")
+    for device_bytes, names in ((80 * GIB, ["plain", "s2"]), (24 * GIB, ["s2"])):
+        bench = gpu.Bench(options, work, device_bytes, tmp_path)
+        bench.work = replace(work, device="cuda")
+        assert [contender.name for contender in bench.taking_part()] == names
+    assert bench.found["skipped"] == ["deepzero 2, no offload: 26 GiB on the device without offload, which has 24"]
+
+
+def test_nothing_is_begun_that_the_budget_does_not_hold(tmp_path, capsys):
+    assert gpu.main(["offload", "--quick", "--budget-seconds", "1", "--contenders", "s2", "--out", str(tmp_path)]) == 0
+    skipped = results(tmp_path)["skipped"]
+    assert [line.split(":")[0] for line in skipped][:2] == ["bits", "deepzero 2, round 1"]
+    assert skipped[-1].startswith("the largest model, ") and "of 1 left" in skipped[-1]
+    page = (tmp_path / "page.md").read_text()
+    assert gpu.WITHOUT_GPU in page or torch.cuda.is_available()
+    assert all(line in page for line in skipped)
+
+
+def test_pytests_xml(tmp_path):
+    file = tmp_path / "tests.xml"
+    file.write_text(
+        "<testsuites><testsuite><testcase name='a'/><testcase name='b'><failure>assert 1 == 2</failure></testcase>"
+        "<testcase name='c'><skipped/></testcase></testsuite></testsuites>"
+    )
+    found = gpu.read_junit(file)
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 1, 1)
+    text = gpu.bits_text({**found, "seconds": 1.0})
+    assert "1 passed, 1 failed, 1 skipped" in text and "`b`" in text and "assert 1 == 2" in text
+
+
+def test_tables_compare_with_deepspeed_and_judge_losses():
+    leg = {"bytes": 2e9, "seconds": 0.5, "gb_per_second": 4.0, "hidden": 0.75}
+    facts = {"build_seconds": 1.0, "device_bytes": GIB}
+    rows = {
+        "s2": [outcome(0.5, facts=facts), outcome(1.0, 1.5, facts={**facts, "pipeline": {"optimizer_step": leg}})],
+        "ds2": [outcome(2.0, 4.0, losses=(5.0, 4.1), facts=facts)],
+        "s2-late": [outcome(1.0, losses=(5.0, 4.5), facts=facts)],
+        "s3": [Outcome(error="killed")],
+    }
+    speed = {"work": TINY, "rows": rows, "warmup": 1, "blocks": 1, "steps": 1}
+    found = dict(gpu.sections({"speed": speed, "skipped": ["a thing"]}))
+    line = next(row for row in found["Speed and memory"].splitlines() if row.startswith("| deepzero 2  "))
+    assert [cell.strip() for cell in line.split("|")[2:9]] == ["1.000", "0.500", "3", "64", "0.33", "0.25", "1.00"]
+    assert "deepzero 3" not in found["Speed and memory"]
+    assert "**NOT the same work: DeepSpeed 2.**" in found["Losses"] and "not judged: deepzero 2, d" in found["Losses"]
+    assert found["Left out and failed"] == "- a thing\n- s3: killed"
+    assert "75%" in found["The pipeline of the last step"]
+    rows["s2"].reverse()
+    assert "75%" not in gpu.pipeline_table(gpu.measured(rows)), "it is the last round's"
+
+
+@pytest.mark.slow
+def test_a_quick_run_of_the_largest_model(tmp_path, capsys):
+    """Built by zero.Init on the host, stage 3, all of it offloaded: the arena has the size of the closed form."""
+    assert gpu.main(["offload", "--quick", "--parts", "largest", "--out", str(tmp_path)]) == 0
+    (attempt,) = results(tmp_path)["largest"]["attempts"]
+    rung, row = attempt["rung"], attempt["row"]
+    assert attempt["trains"] and row["error"] is None and len(row["losses"]) == 3
+    assert rung["init_on"] == "cpu" and row["parameters"] == Workload(**rung["work"]).parameters
+    on_host = rung["needed"] - INIT_BYTES * row["parameters"]
+    assert row["facts"]["arena_bytes"] == pytest.approx(on_host, rel=0.02)
+    assert {"parameters_fetch", "gradients_to_host", "optimizer_step"} <= set(row["facts"]["pipeline"])
+    assert "trains" in (tmp_path / "page.md").read_text()
+    assert (tmp_path / "workers.log").read_text().startswith("\n=== largest-")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_quick_run_of_everything(tmp_path, capsys):
+    wanted = ["plain", "s2", "s2-half", "s2-late", "s3"]
+    status = gpu.main(["offload", "--quick", "--contenders", ",".join(wanted), "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    found = results(tmp_path)
+    assert found["bits"]["failed"] == 0 and found["bits"]["passed"] + found["bits"]["skipped"] > 5
+    assert sorted(found["speed"]["rows"]) == sorted(wanted) and not found["skipped"]
+    for name in wanted:
+        (row,) = found["speed"]["rows"][name]
+        assert row["error"] is None and len(row["seconds"]["step"]) == 2 and len(row["losses"]) == 5
+    assert "All do the same work" in printed
+
+
+# ---- benchmarks of one thing -----------------------------------------------------------------------------------------
 
 
 def test_cpu_adam_measures_in_turn_and_says_which_bar_is_missed(capsys):
     assert cpu_adam.main(["--elements", "4096", "--rounds", "2", "--threads", "1", "--only", "torch", "chunked"]) == 0
     printed = capsys.readouterr().out
     assert "4,096 elements, 1 threads, 2 rounds" in printed
-    assert {line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")} >= {
-        "torch",
-        "chunked",
-    }
+    names = {line.split("|")[1].strip() for line in printed.splitlines() if line.startswith("| ")}
+    assert names >= {"torch", "chunked"}
     seconds = {"deepspeed": [2.0, 2.0], "torch": [2.0, 1.0], "compiled": [1.0, 9.0, 1.0], "copy": [0.5]}
     bars = cpu_adam.report(seconds, 1000).split("\n\n")[1]
     assert [line.split("|")[5].strip() for line in bars.splitlines()[2:]] == ["met", "MISSED", "MISSED"]
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(0.0005, "pass (+1.00%)"), (0.0006, "FAIL (+1.20%)")])
+def test_loggers_may_cost_one_percent(cost, verdict):
+    def rounds(*means):
+        return [[mean, mean] for mean in means]
+
+    found = {way: rounds(0.05, 0.06, 0.04) for way in monitoring.WAYS}
+    found["all"] = rounds(0.05 + cost, 0.06, 0.04)
+    *lines, last = monitoring.report(found).splitlines()
+    assert last.endswith(verdict)
+    assert lines[2].replace("|", "").split() == ["none", "50.000", "40.000", "1.0000", "1.0000", "1.0000"]
+
+
+def test_every_way_of_watching_sees_the_same_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitoring, "WAYS", {"none": None, "jsonl": (), "tensorboard": ("tensorboard",)})
+    step = monitoring.Step(0.0)
+    found = monitoring.measure(step, 2, 3, {"extra/number": 0.5}, tmp_path)
+    step.engine.destroy()
+    assert {way: [len(part) for part in parts] for way, parts in found.items()} == {way: [3, 3] for way in found}
+    for way in ("jsonl", "tensorboard"):
+        entries = read_metrics(tmp_path / way)
+        assert len(entries) == 9  # with the round that warms up
+        assert all(entry["extra/number"] == 0.5 for entry in entries)
+    assert not (tmp_path / "none").exists()

@@ -22,11 +22,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 CONFIG = DOCS / "config.md"
 COMMANDS = ("pip install -e . && python train.py zero.stage=2", 'pip install -e ".[test]" && pytest')
 CODE = re.compile(r"`((?:deepzero|tests|tools|configs|examples)/[\w/.]*\w|train\.py|\.ci/run)(?::([A-Za-z_][\w.]*))?`")
-MISSING = object()
 
 
 def text(page):
-    """The page."""
     return page.read_text(encoding="utf-8")
 
 
@@ -48,9 +46,8 @@ def headings(page):
 
 def rows(page):
     """The cells of all table rows."""
-    return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in text(page).splitlines() if line[:1] == "|"
-    ]
+    lines = [line.strip("|").split("|") for line in text(page).splitlines() if line[:1] == "|"]
+    return [[cell.strip() for cell in line] for line in lines]
 
 
 def test_readme_shows_the_two_commands_each_by_itself():
@@ -60,25 +57,17 @@ def test_readme_shows_the_two_commands_each_by_itself():
 
 
 def test_ci_finds_the_test_command_in_the_readme():
-    pattern = re.search(r"grep -m1 -E '([^']+)' README\.md", text(ROOT / ".ci" / "run"))
-    assert pattern is not None
-    matching = [line for line in text(ROOT / "README.md").splitlines() if re.search(expression(pattern[1]), line)]
-    assert matching == [COMMANDS[1]]
-
-
-def expression(posix):
-    """A POSIX expression in Python's notation, as far as .ci/run needs it."""
-    return posix.replace("[[:space:]]", r"\s")
+    posix = re.search(r"grep -m1 -E '([^']+)' README\.md", text(ROOT / ".ci" / "run"))[1]
+    pattern = posix.replace("[[:space:]]", r"\s")  # in Python's notation, as far as .ci/run needs it
+    assert [line for line in text(ROOT / "README.md").splitlines() if re.search(pattern, line)] == [COMMANDS[1]]
 
 
 def overrides():
     """What follows ``train.py`` in every command of README and book, once each, with the page's name."""
-    found = {}
+    found, start = {}, r"(?:\$ )?(?:python|torchrun .*|sbatch .*) ?(?<![\w/])(?:\S*/)?train\.(?:py|sbatch) (.*)"
     for page in PAGES:
         for line in "\n".join(fenced(page)).replace("\\\n", " ").splitlines():
-            command = re.match(
-                r"(?:\$ )?(?:python|torchrun .*|sbatch .*) ?(?<![\w/])(?:\S*/)?train\.(?:py|sbatch) (.*)", line
-            )
+            command = re.match(start, line)
             if command and "--" not in command[1] and "…" not in command[1]:
                 found.setdefault(command[1].partition(" #")[0].strip(), page.name)
     return sorted(found.items())
@@ -108,22 +97,16 @@ def settings_of(config, prefix=""):
 def documented():
     """Key to its JSON name ("" for none) and the values in its default cell: the dataclass's, then train.py's."""
     table = [row for row in rows(CONFIG) if len(row) == 4 and re.fullmatch(r"`[a-z0-9_.]+`", row[0])]
-    keys = [row[0] for row in table]
-    assert len(set(keys)) == len(keys)
-    return {
-        row[0].strip("`"): (
-            row[1].strip("`"),
-            [json.loads(v) for v in re.findall(r"`([^`]+)`", row[2]) if v != "train.py"],
-        )
-        for row in table
-    }
+    found = {}
+    for key, name, default, _ in table:
+        assert key.strip("`") not in found
+        values = [json.loads(value) for value in re.findall(r"`([^`]+)`", default) if value != "train.py"]
+        found[key.strip("`")] = name.strip("`"), values
+    return found
 
 
-def test_every_key_is_documented_with_its_default():
+def test_every_key_is_documented_with_its_default_and_what_train_py_starts_from():
     assert {key: values[0] for key, (_, values) in documented().items()} == settings_of(RunConfig())
-
-
-def test_what_train_py_starts_from():
     composed = settings_of(run_config()) | {"train_batch_size": None}
     assert {key: values[-1] for key, (_, values) in documented().items()} == composed
 
@@ -158,16 +141,11 @@ def test_satisfied_keys():
 
 def names_in(paragraph):
     """The words in backquotes in the paragraph of docs/config.md that begins with ``*paragraph*``."""
-    found = re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)
-    assert found is not None
-    return re.findall(r"`(\w+)`", found[0])
+    return re.findall(r"`(\w+)`", re.search(rf"^\*{paragraph}\*.*?\n\n", text(CONFIG), re.S | re.M)[0])
 
 
-def test_blocks_that_may_be_switched_off():
+def test_blocks_may_be_switched_off_and_refused_keys_are_refused():
     assert names_in("Switched off") == [*SWITCHED_OFF, "activation_checkpointing"]
-
-
-def test_refused_keys_are_refused():
     for name in names_in("Refused"):
         place = NOT_IMPLEMENTED[[path.rpartition(".")[2] for path in NOT_IMPLEMENTED].index(name)]
         with pytest.raises(ConfigError, match=f"'{place}' is a DeepSpeed key that deepzero does not implement"):
@@ -189,34 +167,21 @@ def test_schedules_with_their_parameters():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_relative_links_resolve(page):
-    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page))
-    targets = [
-        ((page.parent / link).resolve() if link else page, anchor) for link, anchor in links if "://" not in link
-    ]
-    assert [target for target, _ in targets if not target.exists()] == []
-    assert [(str(target), anchor) for target, anchor in targets if anchor and anchor not in headings(target)] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_pointers_exist(page):
+def test_links_and_pointers_resolve(page):
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", prose(page)):
+        if "://" not in link:
+            target = (page.parent / link).resolve() if link else page
+            assert target.exists() and (not anchor or anchor in headings(target)), f"{link}#{anchor}"
     for file, name in CODE.findall(prose(page)):
         if file.rstrip("/") in ("docs/benchmarks", "examples") or (page.name == "CONTRIBUTING.md" and not name):
             continue
         assert (ROOT / file).exists(), file
         if name:
-            assert defines((ROOT / file).read_text(encoding="utf-8"), name.split(".")), f"{file}:{name}"
-
-
-def defines(source, names):
-    """Whether a Python file defines ``names[0]``, with ``names[1]`` inside it, and so on."""
-    body = ast.parse(source).body
-    for name in names:
-        found = [node for node in body if getattr(node, "name", None) == name]
-        if not found:
-            return False
-        body = found[0].body
-    return True
+            body = ast.parse(text(ROOT / file)).body
+            for part in name.split("."):  # each is defined inside the one before
+                found = [node for node in body if getattr(node, "name", None) == part]
+                assert found, f"{file}:{name}"
+                body = found[0].body
 
 
 def test_the_book_has_every_page_and_no_other():

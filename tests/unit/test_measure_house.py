@@ -42,39 +42,26 @@ def test_lines_comments_and_classes_are_counted(tmp_path: Path) -> None:
     assert all(row.kept for row in table.values())
 
 
-PLANTED = {
-    "an import of offload": (
-        {"deepzero/runtime/zero/x.py": "def f():\n    from deepzero.offload import arena\n"},
-        "files of runtime/zero that import offload",
-    ),
-    "a branch for dry runs": (
-        {"deepzero/comm/x.py": "def f(t):\n    return 1 if t.is_meta else 2\n"},
-        "branches for dry runs in the core",
-    ),
-    "a global": ({"deepzero/x.py": "n = 0\ndef f():\n    global n\n    n = 1\n"}, "module-level mutable state"),
-    "a registry": ({"deepzero/x.py": "R = {}\ndef f(k):\n    R[k] = 1\n"}, "module-level mutable state"),
-    "a list that grows": (
-        {"deepzero/x.py": "R: list = []\ndef f(k):\n    R.append(k)\n"},
-        "module-level mutable state",
-    ),
-    "a thread": (
-        {"deepzero/x.py": "import threading\nthreading.Thread(target=print).start()\n"},
-        "threads started past utils/threads.py",
-    ),
-    "a kind of thread": (
-        {"deepzero/x.py": "from threading import Thread\nclass T(Thread): ...\n"},
-        "threads started past utils/threads.py",
-    ),
-    "a class name twice": ({"deepzero/x.py": "class A: ...\n"}, "class names defined twice in the package"),
-    "a file too long": ({"tests/x.py": "#\n" * 801}, "files of more than 800 lines"),
-    "a function too long": ({"tools/x.py": "def f():\n" + "    1\n" * 80}, "functions of more than 80 lines"),
-}
+OFFLOAD, BRANCHES = "files of runtime/zero that import offload", "branches for dry runs in the core"
+STATE, THREADS = "module-level mutable state", "threads started past utils/threads.py"
+TWICE, FILES = "class names defined twice in the package", "files of more than 800 lines"
+FUNCTIONS = "functions of more than 80 lines"
 
 
-@pytest.mark.parametrize("situation", PLANTED)
-def test_planted(situation: str, tmp_path: Path) -> None:
-    files, what = PLANTED[situation]
-    assert measured(tmp_path, files)[what].now == 1
+@pytest.mark.parametrize(("path", "text", "what"), [
+    ("deepzero/runtime/zero/x.py", "def f():\n    from deepzero.offload import arena\n", OFFLOAD),
+    ("deepzero/comm/x.py", "def f(t):\n    return 1 if t.is_meta else 2\n", BRANCHES),
+    ("deepzero/x.py", "n = 0\ndef f():\n    global n\n    n = 1\n", STATE),
+    ("deepzero/x.py", "R = {}\ndef f(k):\n    R[k] = 1\n", STATE),
+    ("deepzero/x.py", "R: list = []\ndef f(k):\n    R.append(k)\n", STATE),
+    ("deepzero/x.py", "import threading\nthreading.Thread(target=print).start()\n", THREADS),
+    ("deepzero/x.py", "from threading import Thread\nclass T(Thread): ...\n", THREADS),
+    ("deepzero/x.py", "class A: ...\n", TWICE),
+    ("tests/x.py", "#\n" * 801, FILES),
+    ("tools/x.py", "def f():\n" + "    1\n" * 80, FUNCTIONS),
+])  # fmt: skip
+def test_planted(path: str, text: str, what: str, tmp_path: Path) -> None:
+    assert measured(tmp_path, {path: text})[what].now == 1
 
 
 def test_bases_in_the_package_count_and_protocols_do_not(tmp_path: Path) -> None:
@@ -83,9 +70,7 @@ def test_bases_in_the_package_count_and_protocols_do_not(tmp_path: Path) -> None
     assert (row.now, row.note.partition(";")[0]) == (2, "D")
 
 
-def test_above_a_budget_the_status_is_1(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_above_a_budget_the_status_is_1(tmp_path, capsys, monkeypatch) -> None:
     measured(tmp_path, {})
     assert measure_house.main([str(tmp_path)]) == 0
     monkeypatch.setitem(measure_house.FOLDERS, "deepzero", (10, 5))

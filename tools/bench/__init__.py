@@ -1,20 +1,9 @@
 """deepzero beside its peers: the same model, data, precision and clipping, interleaved in one run.
 
-``python -m tools.bench.zero`` is the command. How the files depend on each other, lowest first:
+``python -m tools.bench.zero`` is the command, and ``python -m tools.bench.gpu`` the same for offload on one NVIDIA GPU.
+Their files, lowest first: ``workload`` (model, tokens, numbers that all share), ``contenders`` (who takes part),
+``engines`` and ``peers`` and ``floor`` (how each builds its training step), ``rank`` (one process: build, warm up,
+time), ``launch`` (starts ranks and leaves none behind), ``report`` (ratios, limits, tables, the dated page).
 
-    stats       medians and ratios, nothing else
-    workload    the model, the tokens and the optimizer's numbers that every contender shares
-    contenders  who takes part, in which variants, and what each needs to be installed
-    master_adamw  AdamW with fp32 masters, for the peers that bring none
-    engines     settings, engines of both libraries, one step of them
-    peers · peer_deepspeed · floor   how the other contenders build their training step
-    rank        one rank of one contender: build, warm up, time, measure memory, write one JSON file
-    launch      starts the ranks, with a time limit, and leaves none behind
-    bars        the limits that deepzero sets itself, as pass or fail
-    report      tables for the terminal and the dated page under docs/benchmarks
-    zero        the command line: rounds, and which variants stay after the first one
-
-Three more commands measure one thing each: ``cpu_adam``, ``checkpoints``, and ``gpu``, which is ZeRO-Offload on one
-NVIDIA GPU (gpu_offload: contenders and closed forms; gpu_worker: one contender; gpu_run: processes, budget and results;
-gpu_report: the page).
+Each of the other commands measures one thing, in processes of its own making, with what ``timing`` holds.
 """

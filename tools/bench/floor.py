@@ -21,29 +21,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.bench.group import gather_into, join, reduce_scatter_into
-from tools.bench.rank import Context, Step
+from tools.bench.peers import join
+from tools.bench.rank import Built, Context, Step
 
 PIECE_NUMEL = 25_000_000
 """Communication is also tried in pieces of about this many elements, all launched before the first wait."""
+# torch 2.13 renamed both; releases before it have the older name alone.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def build(context: Context, options: dict[str, Any]) -> dict[str, Step]:
+def build(context: Context, options: dict[str, Any]) -> Built:
     """All parts by name, each as a step function that ignores its batch unless it is ``forward_backward``."""
-    if options:
-        raise ValueError(f"the floor has no options, got {options}")
-    join(context.work)
+    join(context)
     ranks = context.work.ranks
     numel = sum(p.numel() for p in context.model.parameters())
     numel += -numel % ranks
-    pieces = max(1, round(numel / PIECE_NUMEL))
-    steps: dict[str, Step] = {
-        "forward_backward": _forward_backward(context),
-        "adam_shard": _adam(context, numel // ranks),
-        "adam_full": _adam(context, numel),
-    }
-    steps.update(_communication(context, numel, pieces))
-    return steps
+    adam = {"adam_shard": _adam(context, numel // ranks), "adam_full": _adam(context, numel)}
+    return Built({"forward_backward": _forward_backward(context), **adam, **_communication(context, numel)})
 
 
 def _forward_backward(context: Context) -> Step:
@@ -70,44 +65,40 @@ def _adam(context: Context, numel: int) -> Step:
     return step
 
 
-def _communication(context: Context, numel: int, pieces: int) -> dict[str, Step]:
+def _communication(context: Context, numel: int) -> dict[str, Step]:
     ranks = context.work.ranks
     flat = torch.zeros(numel, dtype=torch.bfloat16, device=context.device)
     received = torch.zeros_like(flat)
     shard = torch.zeros(numel // ranks, dtype=torch.bfloat16, device=context.device)
 
-    def cuts(total: int, count: int, unit: int) -> list[slice]:
-        size = -(-total // count)
-        size += -size % unit
-        return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+    def cuts(count: int) -> list[slice]:
+        size = -(-numel // count)
+        size += -size % ranks
+        return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
-    def exchange(count: int) -> list[Callable[[], Any]]:
-        return [
-            partial(dist.all_to_all_single, received[cut], flat[cut], async_op=True)
-            for cut in cuts(numel, count, ranks)
-        ]
+    def exchange(count: int) -> Step:
+        return _all([partial(dist.all_to_all_single, received[cut], flat[cut]) for cut in cuts(count)])
 
-    def gather(count: int) -> list[Callable[[], Any]]:
-        return [
-            partial(gather_into, flat[cut], shard[cut.start // ranks : cut.stop // ranks], async_op=True)
-            for cut in cuts(numel, count, ranks)
-        ]
+    def gather(count: int) -> Step:
+        parts = [(flat[cut], shard[cut.start // ranks : cut.stop // ranks]) for cut in cuts(count)]
+        return _all([partial(ALL_GATHER, *part) for part in parts])
 
+    pieces = max(1, round(numel / PIECE_NUMEL))
     return {
-        "reduce_all_to_all": _all(exchange(1)),
-        "reduce_all_to_all_pieces": _all(exchange(pieces)),
-        "reduce_scatter": _all([partial(reduce_scatter_into, shard, flat, async_op=True)]),
-        "gather": _all(gather(1)),
-        "gather_pieces": _all(gather(pieces)),
-        "all_reduce": _all([partial(dist.all_reduce, flat, async_op=True)]),
+        "reduce_all_to_all": exchange(1),
+        "reduce_all_to_all_pieces": exchange(pieces),
+        "reduce_scatter": _all([partial(REDUCE_SCATTER, shard, flat)]),
+        "gather": gather(1),
+        "gather_pieces": gather(pieces),
+        "all_reduce": _all([partial(dist.all_reduce, flat)]),
     }
 
 
-def _all(launches: list[Callable[[], Any]]) -> Step:
+def _all(collectives: list[Callable[..., Any]]) -> Step:
     """Launch everything, then wait for everything."""
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        for pending in [launch() for launch in launches]:
+        for pending in [launch(async_op=True) for launch in collectives]:
             pending.wait()
         return torch.zeros(())
 

@@ -4,21 +4,20 @@ One rank, so that nothing travels, and layers so small that the arithmetic is a 
 is timed with the plain module and under stage 3, alternately; printed is the difference of medians, divided by layers.
 If the cost per module grows with the model, the hooks do something that they should not.
 
-Two settings: all layers in one bucket, so that a hook finds its parameters there (the cost of asking), and an
-bucket for each layer, so that every module fetches, prefetches and releases (the cost of acting).
+Two settings: all layers in one bucket, so that a hook finds its parameters there (the cost of asking), and a bucket for
+each layer, so that every module fetches, prefetches and releases (the cost of acting).
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from statistics import median
 
 import torch
 from torch import nn
 
 import deepzero
-from tools.bench.stats import median
+from tools.bench.report import columns
+from tools.bench.timing import parser_of, positive, threads, timed
 
 WIDTH = 16
 
@@ -29,39 +28,18 @@ def layers(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
 
 
-def seconds(step: Callable[[], None], repeats: int) -> list[float]:
-    """Wall-clock seconds of each call."""
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-    return times
-
-
 def cost_per_module(count: int, bucket: int, repeats: int) -> float:
     """Microseconds that stage 3 adds to forward and backward of one layer."""
-    x = torch.ones(1, WIDTH)
-    plain = layers(count)
-    config = {
-        "train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket},
-    }
+    x, plain = torch.ones(1, WIDTH), layers(count)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": bucket}
+    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    config = {"train_batch_size": 1, "optimizer": optimizer, "zero_optimization": zero}
     engine, *_ = deepzero.initialize(model=layers(count), config=config)
-
-    def plain_pass() -> None:
-        plain(x).sum().backward()
-        plain.zero_grad(set_to_none=True)
-
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(repeats):
-        theirs += seconds(plain_pass, 1)
-        started = time.perf_counter()
-        engine(x).sum().backward()
-        ours.append(time.perf_counter() - started)
+        theirs.append(timed(lambda: (plain(x).sum().backward(), plain.zero_grad(set_to_none=True))))
+        ours.append(timed(lambda: engine(x).sum().backward()))
         engine.step()
     engine.destroy()
     return (median(ours) - median(theirs)) / count * 1e6
@@ -69,16 +47,16 @@ def cost_per_module(count: int, bucket: int, repeats: int) -> float:
 
 def main() -> None:
     """Print one row for each number of layers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[50, 200, 800])
-    parser.add_argument("--repeats", type=int, default=30)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    print("layers   one bucket   a bucket each   (microseconds per module, forward and backward together)")
-    for count in arguments.layers:
-        asking = cost_per_module(count, 10**9, arguments.repeats)
-        acting = cost_per_module(count, WIDTH * WIDTH, arguments.repeats)
-        print(f"{count:6d} {asking:14.1f} {acting:18.1f}", flush=True)
+    parser = parser_of("hooks", __doc__, repeats=(30, "passes of each kind"))
+    parser.add_argument("--layers", type=positive, nargs="+", default=[50, 200, 800])
+    options = parser.parse_args()
+    with threads(1):
+        buckets = {"one bucket": 10**9, "a bucket each": WIDTH * WIDTH}
+        rows = [(n, {name: cost_per_module(n, size, options.repeats) for name, size in buckets.items()})
+                for n in options.layers]  # fmt: skip
+    cells = {name: lambda row, name=name: f"{row[1][name]:.1f}" for name in buckets}
+    print("microseconds per module, forward and backward together")
+    print(columns(rows, layers=lambda row: str(row[0]), **cells))
 
 
 if __name__ == "__main__":

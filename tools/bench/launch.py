@@ -8,54 +8,50 @@ for minutes.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+import numpy as np
 
 from deepzero.comm.rendezvous import LOOPBACK, host_store, loopback_variables
 from tools.bench.contenders import Contender, Variant
-from tools.bench.stats import mean_over_ranks, slowest_rank
-from tools.bench.workload import Workload
+from tools.bench.workload import Workload, tokens_for
 
 ROOT = Path(__file__).resolve().parents[2]
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass
 class Outcome:
-    """One variant in one round; ``error`` is None when it worked."""
+    """One variant in one round; ``error`` is None when it worked, else there is what its first rank noted before."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    """Piece to step times, each the slowest rank's. Contenders have one piece, ``step``; the floor has several."""
-
+    """Piece to samples, each the slowest rank's, in seconds per step. Contenders have one piece, ``step``; the floor
+    has several."""
     losses: list[float] = field(default_factory=list)
     """Mean over ranks, of every step from the first untimed one."""
-
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     """Piece to processor seconds per step, all threads of one rank together, of the busiest rank. Time in a table that
     is far above it was spent waiting, for another rank or for a processor that somebody else had."""
-
     build_peak_bytes: int = 0
     """Largest resident size until the model is built, of the largest rank."""
-
     step_peak_bytes: int = 0
     """The same, while steps run."""
-
     parameters: int = 0
     wall_seconds: float = 0.0
     """From the start of the processes to their end."""
-
     error: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What rank 0 noted beside: memory of device and host, arena, pipeline."""
 
     @property
     def peak_bytes(self) -> int:
@@ -68,118 +64,125 @@ class Plan:
     """How long each variant runs, and where its files go."""
 
     work: Workload
-    steps: int
     warmup: int
+    blocks: int
+    steps: int
+    """Of a block."""
+    each: bool
+    """Whether a sample is one step, or the mean of a block."""
     timeout_seconds: float
-    tokens_file: Path
     folder: Path
+    place: str = "cpu"
+    """Where the model is drawn; see ``rank.draw_model``."""
 
 
 def run_variant(contender: Contender, variant: Variant, plan: Plan, tag: str) -> Outcome:
-    """Start all ranks of ``variant``, wait, and read what they measured.
-
-    Args:
-        contender: whose variant it is.
-        variant: the configuration to run.
-        plan: lengths and limits.
-        tag: makes the folder of this run unique, for example the number of the round.
-
-    Returns:
-        What the ranks measured, or an outcome whose ``error`` says which rank failed and how.
-    """
+    """Start all ranks of ``variant``, wait, and read what they measured; ``tag`` makes the folder's name unique."""
     folder = plan.folder / f"{tag}-{contender.name}-{variant.name}"
     folder.mkdir(parents=True)
-    spec = folder / "spec.json"
-    fields: dict[str, Any] = {
-        "builder": contender.builder,
-        "options": variant.options,
-        "work": plan.work.to_dict(),
-        "steps": plan.steps,
-        "warmup": plan.warmup,
-        "tokens": str(plan.tokens_file),
-    }
-    spec.write_text(json.dumps(fields))
+    tokens, spec = folder / "tokens.npy", folder / "spec.json"
+    np.save(tokens, tokens_for(plan.work, plan.warmup + plan.blocks * plan.steps))
+    lengths = {name: getattr(plan, name) for name in ("warmup", "blocks", "steps", "each", "place")}
+    build = {"builder": contender.builder, "options": variant.options, "tokens": str(tokens)}
+    spec.write_text(json.dumps({**build, **lengths, "work": asdict(plan.work)}))
     start = time.monotonic()
     error = _run_ranks(spec, plan)
-    if error is not None:
-        return Outcome(error=error, wall_seconds=time.monotonic() - start)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(plan.work.ranks)]
+    seen = [_noted(folder, rank) for rank in range(plan.work.ranks)]
+    return _outcome([found for found in seen[: 1 if error else None] if found], error, time.monotonic() - start)
+
+
+def _outcome(ranks: list[dict[str, Any]], error: str | None, wall_seconds: float) -> Outcome:
+    """The slowest, busiest and largest rank's numbers."""
+    if not ranks:
+        return Outcome(error=error, wall_seconds=wall_seconds)
+
+    def pieces(key: str) -> Iterator[tuple[str, list[Any]]]:
+        return ((piece, [rank[key][piece] for rank in ranks]) for piece in ranks[0].get(key, {}))
+
     return Outcome(
-        seconds={piece: slowest_rank([r["seconds"][piece] for r in results]) for piece in results[0]["seconds"]},
-        cpu_seconds={piece: max(r["cpu_seconds"][piece] for r in results) for piece in results[0]["cpu_seconds"]},
-        losses=mean_over_ranks([r["losses"] for r in results]),
-        build_peak_bytes=max(r["build_peak_bytes"] for r in results),
-        step_peak_bytes=max(r["step_peak_bytes"] for r in results),
-        parameters=max(r["parameters"] for r in results),
-        wall_seconds=time.monotonic() - start,
+        # strict: ranks that timed different numbers of steps would pair the wrong ones.
+        seconds={piece: [max(step) for step in zip(*several, strict=True)] for piece, several in pieces("seconds")},
+        cpu_seconds={piece: max(several) for piece, several in pieces("cpu_seconds")},
+        losses=[sum(step) / len(step) for step in zip(*(rank.get("losses", []) for rank in ranks), strict=True)],
+        **{name: max(rank.get(name, 0) for rank in ranks) for name in ("build_peak_bytes", "step_peak_bytes")},
+        parameters=ranks[0].get("parameters", 0),
+        facts=ranks[0].get("facts", {}),
+        wall_seconds=wall_seconds,
+        error=error,
     )
 
 
+def _noted(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank has written so far; nothing, before it is built."""
+    file = folder / f"{rank}.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
 def _run_ranks(spec: Path, plan: Plan) -> str | None:
-    """None when every rank ended well and wrote its file, else one line or a few that say what went wrong."""
-    store = open_store()
+    """None when every rank came to its end, else one line or a few that say what went wrong."""
+    store = host_store(0, timedelta(seconds=300))  # on a port of this machine that no other can reach
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(plan.work.ranks):
-            with open(spec.parent / f"{rank}.log", "wb") as log:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tools.bench.rank", str(spec)],
-                        env=rank_environment(plan.work, rank, store.port),
-                        cwd=spec.parent,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        return _wait(processes, spec, plan)
+            command = [sys.executable, "-m", "tools.bench.rank", str(spec)]
+            environment = rank_environment(plan.work, rank, store.port)
+            processes.append(start(command, spec.parent / f"{rank}.log", spec.parent, environment))
+        return _wait(processes, spec.parent, plan.timeout_seconds)
     finally:
         end_all(processes)
 
 
-def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
-    """The parent's environment plus what ``env://`` rendezvous, thread counts and the import path need.
+def start(command: Sequence[str], log: Path, cwd: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process in a session of its own, which prints to ``log``."""
+    with open(log, "wb") as printed:
+        where = {"cwd": cwd, "env": environment, "start_new_session": True}
+        return subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **where)
 
-    Args:
-        work: the workload.
-        rank: whose environment.
-        port: of the store that this process has opened, so that no rank opens one to the world.
-    """
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
+
+def rank_environment(work: Workload, rank: int, port: int) -> dict[str, str]:
+    """The parent's environment, and ``env://`` rendezvous at the store that this process has opened at ``port``."""
+    environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        # DeepSpeed's compilation asks for ninja by name, and pip puts it beside the interpreter.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(work.ranks),
         "LOCAL_WORLD_SIZE": str(work.ranks),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store to the world
         **loopback_variables(),
         "OMP_NUM_THREADS": str(work.threads),
-        "DEEPZERO_BENCH_DEVICE": work.device,
     }
+    # torch.compile's helpers would each take some hundred MiB of what is being measured.
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    environment.pop("DEEPZERO_DEVICE", None)
+    # On the CPU deepzero is kept off a GPU that may be there.
+    return {**environment, "DEEPZERO_DEVICE": "cpu"} if work.device == "cpu" else environment
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], spec: Path, plan: Plan) -> str | None:
-    deadline = time.monotonic() + plan.timeout_seconds
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, timeout_seconds: float) -> str | None:
+    deadline = time.monotonic() + timeout_seconds
+
+    def unfinished() -> list[int]:
+        return [rank for rank in range(len(processes)) if not _noted(folder, rank).get("done")]
+
     while True:
         codes = [process.poll() for process in processes]
-        written = [(spec.parent / f"{rank}.json").exists() for rank in range(len(processes))]
-        for rank, code in enumerate(codes):
-            # A rank that has written its numbers may end as it likes: some peers are noisy in their exit handlers.
-            if code not in (None, 0) and not written[rank]:
-                return f"rank {rank} ended with {code}: {tail(spec.parent / f'{rank}.log')}"
+        # A rank that has written its last number may end as it likes: some peers are noisy in their exit handlers.
+        failed = [rank for rank in unfinished() if codes[rank] not in (None, 0)] if any(codes) else []
+        if failed:
+            code, log = codes[failed[0]], tail(folder / f"{failed[0]}.log")
+            killed = " (by the system, for want of memory?)" if code == -signal.SIGKILL else ""
+            return f"rank {failed[0]} ended with {code}{killed}: {log}"
         if all(code is not None for code in codes):
-            absent = [rank for rank, done in enumerate(written) if not done]
-            return f"ranks {absent} ended without a result" if absent else None
+            return f"ranks {unfinished()} ended without a result" if unfinished() else None
         if time.monotonic() > deadline:
-            waiting = [rank for rank, done in enumerate(written) if not done]
-            if not waiting:
+            if not (waiting := unfinished()):
                 return None
-            log = spec.parent / f"{waiting[0]}.log"
-            return f"ranks {waiting} not done after {plan.timeout_seconds:.0f} s: {tail(log)}"
+            return f"ranks {waiting} not done after {timeout_seconds:.0f} s: {tail(folder / f'{waiting[0]}.log')}"
         time.sleep(0.05)
 
 
@@ -192,24 +195,11 @@ def end_all(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
+def end_on_signals() -> None:
+    """A plain ``kill`` (``timeout`` sends it too) ends like Ctrl-C: ranks killed, scratch folder removed."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 def tail(log: Path, characters: int = 1500) -> str:
     """The end of what a process printed, for an error."""
-    text = log.read_text(errors="replace").strip()
-    return text[-characters:] or "(it printed nothing)"
-
-
-def open_store() -> TCPStore:
-    """Where ranks meet, on a port of this machine that no other can reach; closed when nobody holds it any more."""
-    return host_store(0, timedelta(seconds=300))
-
-
-def version_of(package: str) -> str | None:
-    """The installed version of a package, or None; reads metadata only, imports nothing."""
-    from importlib import metadata
-
-    if importlib.util.find_spec(package) is None:
-        return None
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return log.read_text(errors="replace").strip()[-characters:] or "(it printed nothing)"

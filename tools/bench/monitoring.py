@@ -1,7 +1,7 @@
 """What watching a run costs, in step time: ``python -m tools.bench.monitoring``.
 
 One rank with as many threads as it is given, so that nothing else waits and a logger's thread has to take its time from
-somewhere. The model is enlarged until a step takes ``--step-ms``. Five ways of watching the same engine take turns in
+somewhere. The batch is enlarged until a step takes ``--step-ms``. Five ways of watching the same engine take turns in
 blocks of ``--block`` steps, in another order in every round:
 
 - ``none``: no monitor at all;
@@ -18,16 +18,13 @@ added to each step's entry, for what stage 3, offload and the error meter report
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
-import platform
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
 
 import torch
 
@@ -36,59 +33,39 @@ from deepzero.config.run import LoggerConfig, ModelConfig
 from deepzero.models.gpt import GPT
 from deepzero.monitor.async_logger import Background
 from deepzero.monitor.monitor import Monitor, Workload, make_monitor
-from tools.bench.arguments import positive
-from tools.bench.stats import median
+from tools.bench.report import print_machine, table
+from tools.bench.timing import natural, parser_of, threads, timed
 
 WAYS: dict[str, tuple[str, ...] | None] = {
     "none": None, "jsonl": (), "wandb": ("wandb",), "tensorboard": ("tensorboard",), "all": ("wandb", "tensorboard"),
 }  # fmt: skip
 LIMIT = 1.01
 """The bar: all loggers on cost at most 1 % of step time."""
-
-LAYERS = 2
 TOKENS = 64
 
 
 class Step:
-    """One optimizer step of a GPT under stage 2, with the batch that makes it take long enough.
-
-    Args:
-        seconds: that a step should take.
-    """
+    """One optimizer step of a GPT under stage 2, with the batch that makes it take about ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
-        self.batch = 1
-        config: dict[str, Any] = {
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 2},
-            "gradient_accumulation_steps": 1,
-        }
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-4}}
+        zero = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 2}, "train_batch_size": 1}
         torch.manual_seed(0)
-        shape = ModelConfig(n_layer=LAYERS, n_head=4, n_embd=128, block_size=TOKENS)
-        model = GPT(shape)
-        self.engine, *_ = deepzero.initialize(model=model, config={**config, "train_batch_size": 1})
-        self.tokens = torch.randint(shape.vocab_size, (1, TOKENS + 1))
+        shape = ModelConfig(n_layer=2, n_head=4, n_embd=128, block_size=TOKENS)
+        self.engine, *_ = deepzero.initialize(model=GPT(shape), config={"optimizer": optimizer, **zero})
+        self.batch, self.tokens = 1, torch.randint(shape.vocab_size, (1, TOKENS + 1))
         while (took := self.shortest()) < 0.9 * seconds:
             self.batch = max(self.batch + 1, round(self.batch * seconds / took))
             self.tokens = torch.randint(shape.vocab_size, (self.batch, TOKENS + 1))
 
     def shortest(self) -> float:
         """Seconds of the shortest of some steps: what the machine does when nobody disturbs it."""
-        for _ in range(3):  # memory that is touched for the first time
-            self()
-        return min(_timed(self) for _ in range(10))
+        # The first three touch memory for the first time.
+        return min([timed(self) for _ in range(13)][3:])
 
     def __call__(self) -> None:
-        """Forward, backward, step."""
         self.engine.backward(self.engine(self.tokens[:, :-1].contiguous(), self.tokens[:, 1:].contiguous()))
         self.engine.step()
-
-
-def _timed(act: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    act()
-    return time.perf_counter() - started
 
 
 def watcher(names: tuple[str, ...], folder: Path) -> Monitor:
@@ -96,13 +73,6 @@ def watcher(names: tuple[str, ...], folder: Path) -> Monitor:
     work = Workload(10**6, 1000, 1e6, 1, None, 1.0)
     cfg = LoggerConfig(names=names, wandb_mode="offline")
     return make_monitor(work, cfg, folder, {"bench": "monitoring"}, stream=io.StringIO())
-
-
-def settle(monitor: Monitor) -> None:
-    """Wait until all loggers are done with what they were given."""
-    for sink in monitor.sinks:
-        if isinstance(sink, Background):
-            sink.settle()
 
 
 def block(step: Step, monitor: Monitor | None, count: int, extra: dict[str, float]) -> list[float]:
@@ -114,8 +84,9 @@ def block(step: Step, monitor: Monitor | None, count: int, extra: dict[str, floa
         if monitor is not None:
             record = {**vars(step.engine.last_step), **step.engine.step_metrics(), **extra}
             monitor.step(record, time.perf_counter() - started)
-            if number == count - 1:
-                settle(monitor)
+            for sink in monitor.sinks if number == count - 1 else ():
+                if isinstance(sink, Background):
+                    sink.settle()
         seconds.append(time.perf_counter() - started)
     return seconds
 
@@ -127,53 +98,43 @@ def measure(step: Step, rounds: int, count: int, extra: dict[str, float], folder
     for number in range(rounds + 1):
         for way in order.sample(list(WAYS), len(WAYS)):
             seconds = block(step, monitors[way], count, extra)
-            if number:  # the first round warms up: W&B's first row takes 0.3 s
-                found[way].append(seconds)
+            found[way] += [seconds] if number else []  # the first round warms up: W&B's first row takes 0.3 s
     for monitor in filter(None, monitors.values()):
         monitor.stopped("the benchmark is over", {})
     return found
 
 
-def table(found: dict[str, list[list[float]]]) -> list[str]:
+def report(found: dict[str, list[list[float]]]) -> str:
     """One line for each way, and the verdict."""
     pooled = {way: [second for part in rounds for second in part] for way, rounds in found.items()}
-    means = {way: [sum(part) / len(part) for part in rounds] for way, rounds in found.items()}
-    lines = [f"{'':12}{'median ms':>11}{'min ms':>10}{'of medians':>12}{'of minima':>11}{'round by round':>16}"]
-    ratios = {}
+    means = {way: [fmean(part) for part in rounds] for way, rounds in found.items()}
+    ratios = {way: median(values) / median(pooled["none"]) for way, values in pooled.items()}
+    rows = []
     for way, values in pooled.items():
         own = median([mine / plain for mine, plain in zip(means[way], means["none"], strict=True)])
-        ratios[way] = median(values) / median(pooled["none"])
-        lowest = min(values) / min(pooled["none"])
-        lines.append(
-            f"{way:12}{median(values) * 1e3:11.3f}{min(values) * 1e3:10.3f}{ratios[way]:12.4f}{lowest:11.4f}{own:16.4f}"
-        )
-    verdict = "pass" if ratios["all"] <= LIMIT else "FAIL"
-    return [
-        *lines,
-        f"bar: all loggers on cost at most {LIMIT - 1:.0%}, by medians: {verdict} ({ratios['all'] - 1:+.2%})",
-    ]
+        numbers = (ratios[way], min(values) / min(pooled["none"]), own)
+        times = (f"{median(values) * 1e3:.3f}", f"{min(values) * 1e3:.3f}")
+        rows.append([way, *times, *(f"{number:.4f}" for number in numbers)])
+    verdict = f"{'pass' if ratios['all'] <= LIMIT else 'FAIL'} ({ratios['all'] - 1:+.2%})"
+    lines = table(["way", "median ms", "min ms", "of medians", "of minima", "round by round"], rows)
+    return f"{lines}\n\nbar: all loggers on cost at most {LIMIT - 1:.0%}, by medians: {verdict}"
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-ms", type=positive, default=50)
-    parser.add_argument("--rounds", type=positive, default=20)
-    parser.add_argument("--block", type=positive, default=20)
-    parser.add_argument("--threads", type=positive, default=os.cpu_count() or 1)
-    parser.add_argument("--extra", type=int, default=10)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    step = Step(arguments.step_ms / 1000)
-    extra = {f"extra/number_{i}": i + 0.5 for i in range(arguments.extra)}
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {arguments.threads} threads, torch "
-        f"{torch.__version__}; batch {step.batch} of {TOKENS} tokens, "
-        f"{arguments.rounds} rounds of {arguments.block} steps"
-    )
-    with tempfile.TemporaryDirectory(prefix="deepzero-monitoring-") as folder:
-        found = measure(step, arguments.rounds, arguments.block, extra, Path(folder))
-    print("\n".join(table(found)), flush=True)
+    parser = parser_of(
+        "monitoring", __doc__, step_ms=(50, "a step is made to take"), rounds=(20, "that count"),
+        block=(20, "steps of one way in a row"), threads=(os.cpu_count() or 1, "of the step"),
+    )  # fmt: skip
+    parser.add_argument("--extra", type=natural, default=10, help="more numbers in each step's entry")
+    options = parser.parse_args()
+    with threads(options.threads), tempfile.TemporaryDirectory(prefix="deepzero-monitoring-") as folder:
+        step = Step(options.step_ms / 1000)
+        batches = f"batch {step.batch} of {TOKENS} tokens, {options.rounds} rounds of {options.block} steps"
+        print_machine(f"{options.threads} threads; {batches}")
+        extra = {f"extra/number_{i}": i + 0.5 for i in range(options.extra)}
+        found = measure(step, options.rounds, options.block, extra, Path(folder))
+    print(report(found), flush=True)
     step.engine.destroy()
 
 

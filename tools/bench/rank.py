@@ -2,17 +2,21 @@
 
 The order is the same for everybody, so that times and memory mean the same:
 
-    import      torch, the model's code and the contender's own packages
-    build       the fp32 model from the seed, then whatever the contender makes of it; *build peak*
-    warm up     untimed steps: first touches, compiled kernels, rebuilt buckets
-    time        steps one after the other with nothing between them; *step peak*
-    write       one JSON file, before the process group is left, so that a noisy exit loses nothing
+    build       the fp32 model from the seed, then whatever the contender makes of it; *build seconds, build peak*
+    warm up     untimed steps: first touches, compiled kernels, rebuilt buckets, the recorded plan of stage 3
+    time        blocks of steps with nothing between them; *step peak*
+    end         a delayed update is finished; what the host holds
+
+After every one of them, and after every block, ``RANK.json`` is written anew, so that a process that is ended in the
+middle has still said how far it came; ``done`` is written before the process group is left, so that a noisy exit loses
+nothing. A sample is one step, after which this rank's own device is waited for as in a loop that logs its loss; or
+(``each: false``) the mean of a block, in which nothing waits: a copy that runs into the next step is part of offload's
+design, and a wait after every step would take that away.
 
 Peak memory is the kernel's VmHWM (the process's largest resident size ever). It is reset between build and steps, where
-the kernel allows that, to tell the two apart; the reported peak is the larger one. What the imports alone take is not
-read here, since every package imports some of itself late: ``zero.py`` runs each variant once with a tiny model for
-that.
-On CUDA the peak is what torch's allocator reserved.
+the kernel allows that, to tell the two apart; the reported peak is the larger one. On CUDA it is what torch's allocator
+reserved. What the imports alone take is not read here, since every package imports some of itself late: ``zero.py``
+runs each variant once with a tiny model for that.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import resource
@@ -33,9 +38,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from tools.bench.group import barrier, leave
 from tools.bench.workload import Workload, batch, build_model
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,126 +55,174 @@ class Context:
     rank: int
     device: torch.device
     model: nn.Module
-    """fp32, on the CPU, the same values on every rank."""
+    """fp32, the same values on every rank; on the CPU, unless the spec wants it drawn elsewhere."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a builder returns: steps by the name of the piece that they time (the floor has several), and facts.
+
+    ``facts`` is called with ``build``, ``block`` and ``end``, and returns what is to be noted after that phase.
+    """
+
+    steps: dict[str, Step]
+    facts: Callable[[str], dict[str, Any]] = lambda phase: {}
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write ``file`` in one go, so that whoever reads it finds the old text or the new one."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+class Memory:
+    """Peaks of this rank on its device, and what the host has less since this object was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        from deepzero.offload.pinned_arena import available_host_bytes
+
+        self.device, self._available = device, available_host_bytes
+        self._before, self._taken = available_host_bytes() or 0, 0
+        if device.type == "cuda":
+            torch.cuda.init()  # its peaks cannot be reset before
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new peak, where the kernel allows it; otherwise build and steps share one."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+
+    def peak(self) -> int:
+        """Peak bytes since :meth:`reset`."""
+        return torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else peak_resident()
+
+    def facts(self) -> dict[str, int]:
+        """The most that the allocator had given out, and that the system had less, pinned pages included."""
+        self._taken = max(self._taken, self._before - (self._available() or 0))
+        device = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        return {"device_bytes": device, "host_bytes": self._taken, "resident_bytes": peak_resident()}
 
 
 def peak_resident() -> int:
     """The process's largest resident size in bytes: VmHWM, which can be reset, where there is a ``/proc``."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
 
 
-def reset_peak(device: torch.device) -> None:
-    """Start a new peak, where the kernel allows it; otherwise build and steps share one."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+def draw_model(place: str, work: Workload, device: torch.device) -> nn.Module:
+    """The model on the ``cpu``, or on the ``device`` (a CPU would take a minute for some billions of values).
 
-
-def peak(device: torch.device) -> int:
-    """Peak bytes of this rank since :func:`reset_peak`."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident()
-
-
-def pick_device(work: Workload, local_rank: int) -> torch.device:
-    """This rank's device, made current; on CPU the number of threads is set too."""
-    if work.device == "cuda":
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    torch.set_num_threads(work.threads)
-    return torch.device("cpu")
-
-
-def timed_steps(
-    step: Step, context: Context, tokens: np.ndarray, warmup: int, steps: int
-) -> tuple[list[float], list[float], float]:
-    """Run ``warmup + steps`` steps.
-
-    Returns:
-        Seconds of each timed step; this rank's loss of every step, the untimed ones included; and the processor time of
-        one timed step, over all threads of this process.
+    ``init-cpu`` and ``init-device``: inside ``zero.Init(dtype=bfloat16)``, whose shards wait on that side.
     """
-    seconds: list[float] = []
-    losses: list[torch.Tensor] = []
-    cpu_start = 0.0
-    for number in range(warmup + steps):
-        inputs, targets = (t.to(context.device) for t in batch(context.work, tokens, number, context.rank))
-        if number == warmup:
-            barrier()
-            _synchronize(context.device)
-            cpu_start = time.process_time()
-        # Only the wait for this rank's own device stands between two steps, as in a training loop that logs its loss.
-        start = time.perf_counter()
-        losses.append(step(inputs, targets))
-        _synchronize(context.device)
-        if number >= warmup:
-            seconds.append(time.perf_counter() - start)
-    cpu_seconds = (time.process_time() - cpu_start) / steps
-    return seconds, [float(loss) for loss in losses], cpu_seconds
+    if place == "cpu":
+        return build_model(work)
+    with contextlib.ExitStack() as stack:
+        if place.startswith("init-"):
+            from deepzero.zero import Init
+
+            remote = "cpu" if place == "init-cpu" else None
+            stack.enter_context(Init(dtype=torch.bfloat16, remote_device=remote))
+        stack.enter_context(device)
+        return build_model(work)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def run(spec: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Everything between import and write; see the module's docstring."""
-    work = Workload(**spec["work"])
-    device = pick_device(work, int(os.environ["LOCAL_RANK"]))
+def timed_block(
+    step: Step, batches: list[list[torch.Tensor]], device: torch.device, each: bool
+) -> tuple[list[float], list[torch.Tensor], float]:
+    """Run one step for each batch, with nothing else between the marks of the clock.
+
+    Returns:
+        Seconds of each step, or their mean; this rank's losses; and the processor time of all threads together.
+    """
+    losses: list[torch.Tensor] = []
+    if dist.is_initialized():
+        dist.barrier()
+    synchronize(device)
+    cpu_started, marks = time.process_time(), [time.perf_counter()]
+    for number, (inputs, targets) in enumerate(batches, 1):
+        losses.append(step(inputs, targets))
+        if each or number == len(batches):
+            synchronize(device)
+            marks.append(time.perf_counter())
+    cpu_seconds, steps = time.process_time() - cpu_started, 1 if each else len(batches)
+    return [(end - start) / steps for start, end in itertools.pairwise(marks)], losses, cpu_seconds
+
+
+def run(spec: dict[str, Any], rank: int, note: Callable[..., None]) -> None:
+    """Everything from build to end; see the module's docstring. ``note`` adds facts to the file."""
+    work, blocks, steps = Workload(**spec["work"]), spec["blocks"], spec["steps"]
+    device = torch.device("cpu")
+    if work.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(work.threads)
     module, function = spec["builder"].split(":")
     build = getattr(importlib.import_module(f"tools.bench.{module}"), function)
     tokens = np.load(spec["tokens"])
-    context = Context(work, rank, device, build_model(work))
-    built = build(context, spec["options"])
-    pieces: dict[str, Step] = built if isinstance(built, dict) else {"step": built}
-    # The builder may have replaced the model's parameters; holding the context's model as well would count it twice
-    # only if the builder had copied it, which a user's script would do too.
-    build_peak = peak(device)
-    reset_peak(device)
+
+    memory, started = Memory(device), time.perf_counter()
+    # The builder may replace the model's parameters. That this context holds the model counts them twice only where
+    # the builder has copied it, and then a user's script would hold it too.
+    context = Context(work, rank, device, draw_model(spec["place"], work, device))
+    built: Built = build(context, spec["options"])
+    synchronize(device)
+    facts = {"build_seconds": time.perf_counter() - started, **memory.facts(), **built.facts("build")}
+    note(parameters=work.parameters, build_peak_bytes=memory.peak(), facts=facts)
+    memory.reset()
 
     seconds: dict[str, list[float]] = {}
-    losses: dict[str, list[float]] = {}
     cpu_seconds: dict[str, float] = {}
-    for name, step in pieces.items():
-        barrier()
-        timed = timed_steps(step, context, tokens, spec["warmup"], spec["steps"])
-        seconds[name], losses[name], cpu_seconds[name] = timed
-    return {
-        "seconds": seconds,
-        "losses": next(iter(losses.values())),
-        "cpu_seconds": cpu_seconds,
-        "build_peak_bytes": build_peak,
-        "step_peak_bytes": peak(device),
-        "parameters": sum(p.numel() for p in context.model.parameters()),
-    }
-
-
-def end_with_parent() -> None:
-    """Ask Linux to kill this rank when the benchmark that started it dies, even of a signal it cannot catch."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    all_losses: dict[str, list[float]] = {}
+    for name, step in built.steps.items():
+        seconds[name], all_losses[name], cpu_used, done = [], [], 0.0, 0
+        for number, count in enumerate([spec["warmup"]] + [steps] * blocks):
+            batches = [[t.to(device) for t in batch(work, tokens, done + i, rank)] for i in range(count)]
+            took, losses, cpu = timed_block(step, batches, device, spec["each"])
+            all_losses[name] += [float(loss) for loss in losses]
+            done += count
+            if number:  # the first is the warm-up
+                seconds[name] += took
+                cpu_used += cpu
+                cpu_seconds[name] = cpu_used / (number * steps)
+            facts.update({**memory.facts(), **built.facts("block")})
+            measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "step_peak_bytes": memory.peak()}
+            note(**measured, losses=next(iter(all_losses.values())), facts=facts)
+    facts.update(built.facts("end"))
+    note(done=True, facts={**facts, **memory.facts()})
 
 
 def main() -> None:
-    """Read the spec, run, write ``RANK.json`` beside it."""
-    end_with_parent()
-    spec_file = Path(sys.argv[1])
-    rank = int(os.environ["RANK"])
-    result = run(json.loads(spec_file.read_text()), rank)
-    target = spec_file.parent / f"{rank}.json"
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(result))
-    partial.replace(target)
-    leave()
+    """Read the spec, run, keep ``RANK.json`` beside it up to date."""
+    if sys.platform == "linux":
+        # Linux kills this rank when the benchmark that started it dies, even of a signal that cannot be caught; and
+        # ends it before others when memory runs out: the one that waits for it has to tell.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    spec_file, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    known: dict[str, Any] = {"done": False}
+
+    def note(**more: Any) -> None:
+        known.update(more)
+        replace_file(spec_file.parent / f"{rank}.json", json.dumps(known))
+
+    run(json.loads(spec_file.read_text()), rank, note)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

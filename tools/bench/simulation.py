@@ -12,17 +12,13 @@ copying one after the other. What is measured should lie between them, or near t
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -39,33 +35,14 @@ from deepzero.planning.clusters import Cluster
 from deepzero.planning.dry_run import ClusterShape, TrainStep, dry_run
 from deepzero.planning.simulate import simulate
 from tools.bench import report
-from tools.bench.arguments import positive
+from tools.bench.timing import multiple_of, parser_of, timed
 from tools.bench.workload import Workload
 
 CASES: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3},
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "stage 2, optimizer on the host": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }
 WARMUP = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case."""
-
-    case: str
-    measured_seconds: float
-    simulated_seconds: float
-    sequence_seconds: float
-    """Simulated, nothing overlapped."""
-
-    @property
-    def error(self) -> float:
-        """Of the simulated step, relative to the measured one: 0.1 is a tenth too long."""
-        return self.simulated_seconds / self.measured_seconds - 1
 
 
 def settings(case: str, micro_batch: int) -> dict[str, Any]:
@@ -99,12 +76,9 @@ def _step_seconds(config: dict[str, Any], model: ModelConfig, micro_batch: int, 
     seconds = []
     for _ in range(WARMUP + steps):
         process_group.barrier()
-        began = time.perf_counter()
-        engine.backward(engine(ids, ids))
-        engine.step()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(timed(lambda: (engine.backward(engine(ids, ids)), engine.step())))
     engine.destroy()
-    return statistics.median(seconds[WARMUP:])
+    return median(seconds[WARMUP:])
 
 
 def predict(case: str, cluster: Cluster, model: ModelConfig, micro_batch: int, ranks: int) -> tuple[float, float]:
@@ -119,48 +93,18 @@ def predict(case: str, cluster: Cluster, model: ModelConfig, micro_batch: int, r
     return line.seconds, sum(span.end - span.start for span in line.spans)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """For the terminal and the page."""
-    cells = [
-        [
-            row.case,
-            f"{row.measured_seconds * 1e3:.0f}",
-            f"{row.simulated_seconds * 1e3:.0f}",
-            f"{row.error:+.0%}",
-            f"{row.sequence_seconds * 1e3:.0f}",
-            f"{row.sequence_seconds / row.measured_seconds - 1:+.0%}",
-        ]
-        for row in rows
-    ]
-    return report.table(["case", "measured ms", "overlapped ms", "error", "in sequence ms", "error"], cells)
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.simulation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--ranks", type=positive, default=2)
-    parser.add_argument("--steps", type=positive, default=8, help="timed steps of each case (default 8)")
-    parser.add_argument("--micro-batch", type=positive, default=2, help="sequences per rank and step (default 2)")
-    parser.add_argument("--layers", type=positive, default=6)
-    parser.add_argument("--width", type=positive, default=512, help="a multiple of 64")
-    parser.add_argument("--tokens", type=positive, default=256, help="per sequence")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page there")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, simulate, print. 0, however large the error is; 1 where a rank failed; 2 for bad options."""
-    options = _parse(arguments)
-    if options.width % 64:
-        print(f"--width {options.width}: heads are 64 wide; give a multiple of 64", file=sys.stderr)
-        return 2
-    model = ModelConfig(
-        n_layer=options.layers, n_embd=options.width, n_head=options.width // 64, block_size=options.tokens,
-        vocab_size=8192,
+    parser = parser_of(
+        "simulation", __doc__,
+        ranks=(2, "processes"), steps=(8, "timed steps of each case"), micro_batch=(2, "sequences per rank and step"),
+        layers=(6, "of the model"), tokens=(256, "per sequence"),
     )  # fmt: skip
+    parser.add_argument("--width", type=multiple_of(64), default=512, help="heads are 64 wide (default 512)")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the page there")
+    options = parser.parse_args(arguments)
+    sizes = {"n_layer": options.layers, "n_embd": options.width, "n_head": options.width // 64}
+    model = ModelConfig(**sizes, block_size=options.tokens, vocab_size=8192)
     load = report.load_fact(Workload())
     environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with tempfile.TemporaryDirectory(prefix="deepzero-simulation-") as folder:
@@ -172,20 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 1
         found = json.loads(path.read_text(encoding="utf-8"))
-    cluster = Cluster(**found["cluster"])
-    rows = [
-        Row(case, seconds, *predict(case, cluster, model, options.micro_batch, options.ranks))
-        for case, seconds in found["seconds"].items()
-    ]
-    text = table(rows)
+    cluster, rows = Cluster(**found["cluster"]), []
+    for case, measured in found["seconds"].items():
+        ends = predict(case, cluster, model, options.micro_batch, options.ranks)
+        cells = [text for end in ends for text in (f"{end * 1e3:.0f}", f"{end / measured - 1:+.0%}")]
+        rows.append([case, f"{measured * 1e3:.0f}", *cells])
+    text = report.table(["case", "measured ms", "overlapped ms", "error", "in sequence ms", "error"], rows)
     print(text)
     if options.page is not None:
         numbers = "\n".join(f"- {name}: {value:.4g}" for name, value in vars(cluster).items() if type(value) is float)
         size = sum(p.numel() for p in GPT(model).parameters())
         facts = [*report.machine_facts(Workload()), load, f"commit {report.commit()}", f"{size:,} parameters, bf16"]
         sections = [("Steps, measured and simulated", text), ("The probed cluster", numbers)]
-        command = report.command_line("tools.bench.simulation")
-        page = report.page_text(date.today().isoformat(), facts, sections, command)
+        page = report.page_text(facts, sections, report.command_line("simulation"))
         options.page.write_text(page, encoding="utf-8")
     return 0
 

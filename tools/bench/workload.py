@@ -3,15 +3,12 @@
 All contenders build the model from the same seed in fp32, read the same tokens in the same order, and train with AdamW
 on fp32 masters with fp32 moments under bf16 computation, the global gradient norm clipped. What a contender may choose
 freely is *how* it does that.
-
-The tokens are pairs of bytes of the Python standard library's source, the most frequent pairs of them, so the text is
-real and uses the whole vocabulary. They depend on the installed Python, which is the same for all contenders of a run.
 """
 
 from __future__ import annotations
 
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +27,22 @@ class Workload:
     vocab_size: int = 8192
     block_size: int = 256
     """Tokens per sequence."""
-
     micro_batch: int = 1
     """Sequences per rank and step; there is no accumulation."""
-
     ranks: int = 2
     threads: int = 1
     """Intra-op threads of each rank, on CPU."""
-
     device: str = "cpu"
     """``cpu`` (gloo) or ``cuda`` (NCCL, one GPU per rank)."""
-
     lr: float = 1e-4
     """Low and constant, so that the losses of the contenders stay comparable without a warm-up."""
-
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
     """Largest global gradient norm."""
-
     seed: int = 1234
-
     checkpointing: bool = False
     """Activation checkpointing: blocks are computed again in the backward pass."""
 
@@ -64,16 +54,15 @@ class Workload:
     @property
     def adamw(self) -> dict[str, Any]:
         """Keyword arguments of ``torch.optim.AdamW``."""
-        return {
-            "lr": self.lr,
-            "betas": (self.beta1, self.beta2),
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        betas = (self.beta1, self.beta2)
+        return {"lr": self.lr, "betas": betas, "eps": self.eps, "weight_decay": self.weight_decay}
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, for JSON."""
-        return asdict(self)
+    @property
+    def parameters(self) -> int:
+        """Elements of the GPT: two tables of the vocabulary, positions, blocks, norms and biases; 97,835,520 here."""
+        width = self.n_embd
+        block = 12 * width * width + 13 * width
+        return 2 * self.vocab_size * width + self.block_size * width + self.n_layer * block + 2 * width
 
 
 TINY = Workload(n_layer=2, n_embd=64, n_head=2, vocab_size=256, block_size=32)
@@ -81,68 +70,43 @@ TINY = Workload(n_layer=2, n_embd=64, n_head=2, vocab_size=256, block_size=32)
 
 
 def build_model(work: Workload) -> nn.Module:
-    """The GPT in fp32 on torch's default device, with the same initial values in every contender and on every rank.
+    """The GPT in fp32 on torch's default device: ``forward(input_ids, labels) -> mean cross-entropy``; untied head.
 
-    The head is untied: 97.8 M parameters at the default size. The values depend on the device, which is the CPU unless
-    the caller says otherwise.
-
-    Returns:
-        A module with ``forward(input_ids, labels) -> mean cross-entropy``.
+    Every contender and every rank gets the same initial values. They depend on the device.
     """
     from deepzero.config.run import ModelConfig
     from deepzero.models.gpt import GPT
 
     torch.manual_seed(work.seed)
-    config = ModelConfig(
-        name="bench",
-        vocab_size=work.vocab_size,
-        block_size=work.block_size,
-        n_layer=work.n_layer,
-        n_head=work.n_head,
-        n_embd=work.n_embd,
-        tied=False,
-        activation_checkpointing=work.checkpointing,
-    )
-    return GPT(config)
-
-
-def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The list of transformer blocks, which FSDP2 wraps one by one: the model's first ``ModuleList``."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            return module
-    raise ValueError(f"{type(model).__name__} has no ModuleList of blocks to shard one by one")
+    sizes = {name: getattr(work, name) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")}
+    return GPT(ModelConfig(name="bench", tied=False, activation_checkpointing=work.checkpointing, **sizes))
 
 
 def make_tokens(vocab_size: int, count: int) -> np.ndarray:
-    """``count`` tokens of standard library source, as int64 in ``[0, vocab_size)``.
+    """``count`` tokens of the Python standard library's source, as int64 in ``[0, vocab_size)``.
 
     Two bytes make one token. The ``vocab_size - 1`` most frequent pairs get the numbers from 1, frequent ones first;
-    every other pair is token 0.
+    every other pair is token 0. So the text is real and uses the whole vocabulary.
     """
-    need = 2 * count
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = bytearray()
+    folder, text = Path(sysconfig.get_paths()["stdlib"]), bytearray()
     # Modules of the top folder, in name order: some 6 MB, enough for thousands of steps, read in milliseconds.
     for path in sorted(folder.glob("*.py")):
         text += path.read_bytes()
-        if len(text) >= need:
+        if len(text) >= 2 * count:
             break
     if not text:
         raise FileNotFoundError(f"no Python source in {folder}; the benchmark reads its text there")
-    data = np.frombuffer(bytes(text), dtype=np.uint8)
-    data = np.resize(data, need)  # repeats the text when it is shorter than asked for
+    data = np.resize(np.frombuffer(bytes(text), dtype=np.uint8), 2 * count)  # a text too short is repeated
     pairs = data[0::2].astype(np.int64) * 256 + data[1::2]
-    frequency = np.bincount(pairs, minlength=65536)
+    common = np.argsort(-np.bincount(pairs, minlength=65536), kind="stable")[: vocab_size - 1]
     numbers = np.zeros(65536, dtype=np.int64)
-    common = np.argsort(-frequency, kind="stable")[: vocab_size - 1]
     numbers[common] = np.arange(1, len(common) + 1)
     return numbers[pairs]
 
 
-def tokens_needed(work: Workload, steps: int) -> int:
-    """Tokens that ``steps`` optimizer steps read, the last target included."""
-    return steps * work.tokens_per_step + 1
+def tokens_for(work: Workload, steps: int) -> np.ndarray:
+    """The tokens that ``steps`` optimizer steps read, the last target included."""
+    return make_tokens(work.vocab_size, steps * work.tokens_per_step + 1)
 
 
 def batch(work: Workload, tokens: np.ndarray, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

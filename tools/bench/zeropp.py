@@ -14,39 +14,32 @@ behind the step, ``max(t0, bytes/bandwidth)``, and none of it, ``t0 + bytes/band
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
-import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
-
-if __package__ in (None, ""):  # run as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from tools.bench.arguments import positive
-from tools.bench.engines import settings_of
-from tools.bench.stats import median
-from tools.bench.workload import TINY, Workload, batch, build_model, make_tokens, tokens_needed
+from tools.bench.engines import settings_of, step_of
+from tools.bench.report import table
+from tools.bench.timing import parser_of, timed
+from tools.bench.workload import TINY, Workload, batch, build_model, tokens_for
 
 RANKS, PER_NODE = 4, 2
-QWZ, HPZ, QGZ = (
-    {"zero_quantized_weights": True},
-    {"zero_hpz_partition_size": PER_NODE},
-    {"zero_quantized_gradients": True},
-)
+QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+HPZ, MICS = {"zero_hpz_partition_size": PER_NODE}, {"mics_shard_size": PER_NODE}
 VARIANTS: dict[str, dict[str, Any]] = {
     "stage 3": {},
     "qwZ": QWZ,
     "hpZ": HPZ,
     "qgZ": QGZ,
     "qwZ + hpZ + qgZ": {**QWZ, **HPZ, **QGZ},
-    "MiCS": {"mics_shard_size": PER_NODE},
-    "MiCS + qwZ + qgZ": {"mics_shard_size": PER_NODE, **QWZ, **QGZ},
+    "MiCS": MICS,
+    "MiCS + qwZ + qgZ": {**MICS, **QWZ, **QGZ},
 }
 UNTHROTTLED = 0.0
 
@@ -57,15 +50,12 @@ class Link:
     def __init__(self) -> None:
         self.bytes_per_second = UNTHROTTLED
         self._free_at = 0.0
-        self._noted = 0.0
-
-    def send(self, between_bytes: float) -> None:
-        """A launch has been entered in the ledger."""
-        self._noted = between_bytes
+        self.noted = 0.0
+        """Bytes of the launch that the ledger has entered last."""
 
     def arrival(self) -> float:
         """When what was noted last will have arrived, on the clock of ``time.perf_counter``."""
-        sent, self._noted = self._noted, 0.0
+        sent, self.noted = self.noted, 0.0
         if not self.bytes_per_second or not sent:
             return 0.0
         self._free_at = max(time.perf_counter(), self._free_at) + sent / self.bytes_per_second
@@ -82,7 +72,7 @@ def throttle() -> Link:
 
     def recorded(self: Ledger, *entry: Any, **more: Any) -> None:
         record(self, *entry, **more)
-        link.send(entry[4] if len(entry) > 4 else 0.0)
+        link.noted = entry[4] if len(entry) > 4 else 0.0
 
     def launched(self: Pending, *arguments: Any) -> None:
         begin(self, *arguments)
@@ -90,11 +80,9 @@ def throttle() -> Link:
 
     def waited(self: Pending) -> None:
         wait(self)
-        left = self.__dict__.get("arrival", 0.0) - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+        time.sleep(max(0.0, self.__dict__.get("arrival", 0.0) - time.perf_counter()))
 
-    Ledger.record, Pending.__init__, Pending.wait = recorded, launched, waited  # type: ignore[method-assign]
+    Ledger.record, Pending.__init__, Pending.wait = recorded, launched, waited
     return link
 
 
@@ -107,98 +95,81 @@ def make_engine(work: Workload, changes: dict[str, Any]) -> Any:
     return deepzero.initialize(model=build_model(work), config=config)[0]
 
 
-def rank_program(settings: dict[str, Any]) -> None:
+def rank_program(
+    work: Workload, steps: int, rounds: int, bandwidths: list[float], variants: list[str], file: str
+) -> None:  # fmt: skip
     """One rank: blocks of steps of all variants, with and without a slow link; rank 0 writes what it measured."""
     import torch.distributed as dist
 
-    work, steps = Workload(**settings["work"]), settings["steps"]
     torch.set_num_threads(1)
     link = throttle()
-    names = [name for name in VARIANTS if name in settings["variants"]]
-    engines = {name: make_engine(work, VARIANTS[name]) for name in names}
-    rank = dist.get_rank()
-    tokens = make_tokens(work.vocab_size, tokens_needed(work, steps))
+    engines = {name: make_engine(work, VARIANTS[name]) for name in VARIANTS if name in variants}
+    rank, tokens = dist.get_rank(), tokens_for(work, max(steps, 3))
 
     def block(engine: Any, count: int) -> float:
+        step = step_of(engine)
         dist.barrier()
-        started = time.perf_counter()
-        for number in range(count):
-            inputs, targets = batch(work, tokens, number % steps, rank)
-            engine.backward(engine(inputs, targets))
-            engine.step()
-        dist.barrier()
-        return (time.perf_counter() - started) / count
+        return timed(lambda: ([step(*batch(work, tokens, n, rank)) for n in range(count)], dist.barrier())) / count
 
     for engine in engines.values():
         block(engine, 3)  # records the plan, compiles, touches all memory
     reports = {name: engine.report()["communication"] for name, engine in engines.items()}
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for _ in range(settings["rounds"]):
-        for bandwidth in (UNTHROTTLED, *settings["bandwidths"]):
+    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in engines}
+    for _ in range(rounds):
+        for bandwidth in (UNTHROTTLED, *bandwidths):
             for name, engine in engines.items():
                 link.bytes_per_second = bandwidth / PER_NODE
                 seconds[name].setdefault(str(bandwidth), []).append(block(engine, steps))
                 link.bytes_per_second = UNTHROTTLED
     if rank == 0:
-        sent = {
-            name: {kind: entry["measured"]["between_node_bytes"] for kind, entry in report.items()}
-            for name, report in reports.items()
-        }
-        Path(settings["folder"], "measured.json").write_text(json.dumps({"seconds": seconds, "between": sent}))
+        sent = {name: sum(entry["measured"]["between_node_bytes"] for entry in found.values())
+                for name, found in reports.items()}  # fmt: skip
+        Path(file).write_text(json.dumps({"seconds": seconds, "between": sent}))
     dist.barrier()
 
 
-def print_report(measured: dict[str, Any], bandwidths: list[float], quick: bool) -> None:
+def print_report(measured: dict[str, Any], bandwidths: list[float]) -> None:
     """The two tables, in Markdown."""
-    totals = {name: sum(kinds.values()) for name, kinds in measured["between"].items()}
+    totals = measured["between"]
     base = next(iter(totals))
-    if quick:
-        print("--quick: does everything run? The times mean nothing.\n")
-    print("| variant | between nodes, MB per rank and step | of stage 3's |\n| --- | --- | --- |")
-    for name, total in totals.items():
-        print(f"| {name} | {total / 1e6:.2f} | {total / totals[base]:.3f} |")
-    print("\n| link of a node | variant | step, s | of stage 3's | hidden, s | exposed, s | between the two |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    sizes = [[name, f"{total / 1e6:.2f}", f"{total / totals[base]:.3f}"] for name, total in totals.items()]
+    print(table(["variant", "between nodes, MB per rank and step", "of stage 3's"], sizes) + "\n")
+    rows = []
     for bandwidth in (UNTHROTTLED, *bandwidths):
+        label = f"{bandwidth / 1e9:g} GB/s" if bandwidth else "not throttled"
         reference = median(measured["seconds"][base][str(bandwidth)])
         for name, runs in measured["seconds"].items():
             step, t0 = median(runs[str(bandwidth)]), median(runs[str(UNTHROTTLED)])
-            label = f"{bandwidth / 1e9:g} GB/s" if bandwidth else "not throttled"
-            row = f"| {label} | {name} | {step:.3f} | {step / reference:.3f} |"
+            ends = ["", "", ""]
             if bandwidth:
                 travel = totals[name] / (bandwidth / PER_NODE)
                 low, high = max(t0, travel), t0 + travel
-                print(
-                    f"{row} {low:.3f} | {high:.3f} | {'yes' if low <= step * 1.05 and step <= high * 1.05 else 'no'} |"
-                )
-            else:
-                print(f"{row} | | |")
+                ends = [f"{low:.3f}", f"{high:.3f}", "yes" if low <= step * 1.05 and step <= high * 1.05 else "no"]
+            rows.append([label, name, f"{step:.3f}", f"{step / reference:.3f}", *ends])
+    head = ["link of a node", "variant", "step, s", "of stage 3's", "hidden, s", "exposed, s", "between the two"]
+    print(table(head, rows))
 
 
 def main() -> None:
     """Measure and print."""
     from deepzero.launch.launcher import launch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=positive, default=4, help="steps in a block")
-    parser.add_argument("--rounds", type=positive, default=3)
-    parser.add_argument("--bandwidth", type=float, nargs="+", default=[0.1, 0.025], help="of a node's link, in GB/s")
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
-    parser.add_argument("--quick", action="store_true", help="a tiny model: does everything run?")
+    parser = parser_of("zeropp", __doc__, steps=(4, "steps in a block"), rounds=(3, "that count"))
+    add = parser.add_argument
+    add("--bandwidth", type=float, nargs="+", default=[0.1, 0.025], help="of a node's link, in GB/s")
+    add("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    add("--quick", action="store_true", help="a tiny model: does everything run?")
     given = parser.parse_args()
-    size = TINY.to_dict() if given.quick else {**Workload().to_dict(), "n_layer": 6, "n_embd": 384, "n_head": 6}
-    work = Workload(**{**size, "ranks": RANKS})
-    folder = Path(tempfile.mkdtemp(prefix="deepzero-bench-"))
-    settings = {
-        "work": work.to_dict(), "steps": given.steps, "rounds": given.rounds, "folder": str(folder),
-        "bandwidths": [value * 1e9 for value in given.bandwidth], "variants": given.variants,
-    }  # fmt: skip
+    work = replace(TINY if given.quick else Workload(n_layer=6, n_embd=384, n_head=6), ranks=RANKS)
+    bandwidths = [value * 1e9 for value in given.bandwidth]
     environment = {"DEEPZERO_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    try:
-        launch(str(Path(__file__).resolve()), "rank_program", (settings,), nproc=RANKS, environment=environment)
-        print_report(json.loads((folder / "measured.json").read_text()), settings["bandwidths"], given.quick)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="deepzero-bench-") as folder:
+        file = Path(folder, "measured.json")
+        arguments = (work, given.steps, given.rounds, bandwidths, given.variants, str(file))
+        launch(__file__, "rank_program", arguments, nproc=RANKS, environment=environment)
+        if given.quick:
+            print("--quick: does everything run? The times mean nothing.\n")
+        print_report(json.loads(file.read_text()), bandwidths)
 
 
 if __name__ == "__main__":
