@@ -6,10 +6,9 @@
     4  write      this rank's shard, hashed on the way, flushed                              each rank for itself
     5  commit     rank 0, when all shards are there: manifest, mark, rename, ``latest``; then what is too old goes
 
-Steps 1-3 are what training waits for; 4 and 5 run in a thread. The thread talks to the other ranks' threads through
-notes (``StoreMailbox``), never through the process group, which belongs to the training thread. On Linux it has the
-lowest priority, which helps where a core is idle now and then; where none is, what it costs is its processor time, and
-that is kept small (``shard_file.py``). When training has found that a rank is gone, the thread waits no longer either.
+Steps 1-3 are what training waits for; 4 and 5 run in a thread, on Linux of the lowest priority. It talks to the other
+ranks' threads through notes (``StoreMailbox``), never through the process group, which belongs to the training thread.
+When training has found that a rank is gone, the thread waits no longer either.
 
 **Nobody waits for a disk in a collective**, whose time-out (``comm.timeout_seconds``) is made for networks. Ranks wait
 for each other's disks by notes too, for as long as the other one's process lives and something has reached its disk
@@ -64,13 +63,12 @@ _FOLDERS = threading.Lock()
 
 @dataclass(frozen=True)
 class Target:
-    """Where a save goes."""
+    """Where a save goes, and how many of like tags stay; None: all."""
 
     folder: Path
     tag: str
     save_latest: bool
     keep_last: int | None
-    """Remove older checkpoints of like tags; None: keep all."""
 
 
 class Saver:

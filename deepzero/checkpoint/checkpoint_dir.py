@@ -112,12 +112,11 @@ def find(load_dir: str | Path, tag: str | None) -> Path:
 def _complete(path: Path) -> Path:
     if is_complete(path):
         return path
+    problem = f"not complete ({COMMIT} is missing): the save was interrupted, or files are lost"
     if any(path.glob("mp_rank_*")) or any(path.glob("*zero_pp_rank_*")):
-        raise CheckpointError(
-            f"{path} is a checkpoint of DeepSpeed's own format, which holds pickles; export it there with zero_to_fp32 "
-            "to safetensors, and load those"
-        )
-    raise CheckpointError(f"{path} is not complete ({COMMIT} is missing): the save was interrupted, or files are lost")
+        instead = "export it there with zero_to_fp32 to safetensors, and load those"
+        problem = f"a checkpoint of DeepSpeed's own format, which holds pickles; {instead}"
+    raise CheckpointError(f"{path} is {problem}")
 
 
 def _no_latest(folder: Path) -> str:
@@ -231,15 +230,11 @@ def check_replaceable(path: Path) -> None:
     Raises:
         CheckpointError: ``path`` is a file, or a folder with something else in it.
     """
-    if path.is_dir() and not path.is_symlink():
-        free = is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir())
-    else:
-        free = not os.path.lexists(path)
-    if not free:
-        raise CheckpointError(
-            f"{path} is there and is no checkpoint of deepzero, so it is not replaced; save under another tag, or "
-            "remove it"
-        )
+    folder = path.is_dir() and not path.is_symlink()
+    ours = folder and (is_complete(path) or (path / MANIFEST).exists() or not any(path.iterdir()))
+    if os.path.lexists(path) and not ours:
+        what = f"{path} is there and is no checkpoint of deepzero, so it is not replaced"
+        raise CheckpointError(f"{what}; save under another tag, or remove it")
 
 
 def clear_remains(folder: Path) -> None:

@@ -37,16 +37,16 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StateRun:
-    """Elements of one trained parameter that this rank stores and reads."""
+    """Elements of one trained parameter that this rank stores and reads: from ``start`` within the parameter.
+
+    The optimizer's tensor is this run or, in stage 0, the whole parameter; in it the run begins at ``first``.
+    """
 
     name: str
     start: int
-    """First element, within the parameter."""
     numel: int
     master: torch.Tensor
-    """The optimizer's tensor: this run, or in stage 0 the whole parameter."""
     first: int
-    """Where in :attr:`master` the run begins."""
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """The run, 1-D, out of a tensor of the master's extent."""

@@ -58,14 +58,12 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the model that is going to be written."""
+    """One tensor of the model to be written: safetensors' name of its dtype, further names where it is tied."""
 
     name: str
     dtype: str
-    """safetensors' name of it."""
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
-    """Further names, of tied weights."""
 
     @property
     def nbytes(self) -> int:
@@ -213,10 +211,8 @@ def _check_folder(folder: Path, older: list[Path], replace: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; name the folder that the model's files go to")
     if older and not replace:
-        raise CheckpointError(
-            f"{folder} holds {older[0].name} already, and nothing is overwritten unasked: choose another folder, or "
-            "replace it with --force (force=True)"
-        )
+        instead = "choose another folder, or replace it with --force (force=True)"
+        raise CheckpointError(f"{folder} holds {older[0].name} already, and nothing is overwritten unasked: {instead}")
 
 
 def _write_file(path: Path, plans: Sequence[TensorPlan], values: Iterator[torch.Tensor]) -> None:
@@ -287,15 +283,13 @@ def _wanted(stored: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written."""
+    """What an export has written, and the names of parameters that the checkpoint does not hold."""
 
     folder: Path
     files: tuple[str, ...]
     tensors: int
     bytes: int
-    """Of all tensors."""
     left_out: tuple[str, ...]
-    """Parameters that the checkpoint does not hold."""
 
 
 def export(

@@ -97,7 +97,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     makers: dict[str, Any] = {
         "$float": float,
         "$bytes": bytes.fromhex,
-        "$dtype": _dtype,
+        "$dtype": lambda name: {key: kind for key, kind in vars(torch).items() if isinstance(kind, torch.dtype)}[name],
         "$tensor": lambda name: tensors[name].reshape(value["shape"]),
         "$array": lambda name: tensors[name].reshape(value["shape"]).numpy(),
         "$tuple": lambda items: tuple(decode(items, tensors)),
@@ -106,13 +106,6 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "$dict": lambda pairs: dict(decode(pairs, tensors)),
     }
     return makers[kind](value[kind])
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
-    return found
 
 
 def tensor_names(value: Any) -> dict[str, list[int]]:

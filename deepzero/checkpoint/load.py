@@ -158,17 +158,15 @@ class Loader:
         keys = {key for info in infos for key in info.tensors} - {MASTER, PARAMETER}
         numbers_there = {key for info in infos for key in info.state}
         if here != there and (not mine or (mine, numbers) != (keys, numbers_there)):
+            names = ", ".join(sorted(keys | numbers_there)) or "none"
             raise CheckpointError(
-                f"{path} has the state of {there} ({', '.join(sorted(keys | numbers_there)) or 'none'}), and this "
-                f"run's optimizer is {here}; {advice}"
+                f"{path} has the state of {there} ({names}), and this run's optimizer is {here}; {advice}"
             )
         if here != there and self._rank == 0:
             log.warning("%s: the state of %s goes into %s, which keeps the same names", path, there, here)
         if len(saved["groups"]) != len(optimizer.param_groups):
-            raise CheckpointError(
-                f"{path} has {len(saved['groups'])} optimizer groups, and this run has {len(optimizer.param_groups)}; "
-                f"{advice}"
-            )
+            counts = f"{len(saved['groups'])} optimizer groups, and this run has {len(optimizer.param_groups)}"
+            raise CheckpointError(f"{path} has {counts}; {advice}")
         trained = {name: group for name, group in self.holdings.trained().items() if name in self._stored_as}
         for name, group in trained.items():
             index = self._info(name).optimizer_group
@@ -180,9 +178,8 @@ class Loader:
                 )
         lost = [name for name in trained if not self._info(name).trained]
         if lost and self.strict:
-            raise CheckpointError(
-                f"{path} has no optimizer state for {lost[0]!r}, which was not trained when it was saved; {advice}"
-            )
+            what = f"no optimizer state for {lost[0]!r}, which was not trained when it was saved"
+            raise CheckpointError(f"{path} has {what}; {advice}")
 
     # ---- 3 read ------------------------------------------------------------------------------------------------------
 

@@ -33,13 +33,12 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Elements that somebody wants."""
+    """Elements that somebody wants: ``into``, 1-D, gets ``start … start + numel``, converted to its dtype."""
 
     key: str
     name: str
     start: int
     into: torch.Tensor
-    """1-D; gets the elements ``start … start + numel``, converted to its dtype."""
 
 
 class CheckpointReader:
@@ -213,14 +212,12 @@ def remaining(blocks: int, runs: Iterable[Run]) -> list[Run]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file, ours or somebody else's."""
+    """One tensor of a safetensors file, ours or somebody else's, and where in the file it begins."""
 
     name: str
     dtype: str
-    """safetensors' name of it."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
 
     @property
     def numel(self) -> int:

@@ -36,14 +36,14 @@ from deepzero.version import __version__
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What a save needs to know."""
+    """This rank's shard, over the live tensors; the manifest without files; the bytes of all shards.
+
+    Manifests are the same on all ranks but for what only rank 0 has (client state, schedule).
+    """
 
     plan: ShardPlan
-    """Of this rank's shard, over the live tensors."""
     manifest: Manifest
-    """Without files; the same on all ranks but for what only rank 0 has (client state, schedule)."""
     total_bytes: int
-    """Of all shards."""
 
 
 def collect(

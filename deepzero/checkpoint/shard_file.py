@@ -51,13 +51,12 @@ def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: d
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of elements on its way into a shard."""
+    """A run of elements on its way into a shard: 1-D and contiguous."""
 
     key: str
     name: str
     start: int
     tensor: torch.Tensor
-    """1-D and contiguous."""
 
 
 @dataclass(frozen=True)

@@ -127,13 +127,14 @@ def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> Iterator[s
     if len(info.crc32) != 8 * info.blocks:
         raise ValueError(f"{len(info.crc32)} digits of CRC-32 for {info.blocks} blocks of {name}")
     bad: list[tuple[int, int]] = []
-    for block in _blocks(path, info.block_bytes):
-        digest.update(block)
-        report.bytes += len(block)
-        own = block[: max(0, info.bytes - number * info.block_bytes)]  # without what was appended to the file
-        if number < info.blocks and zlib.crc32(own) != info.block_crc(number):
-            bad.append((number, number + 1))
-        number += 1
+    with open(path, "rb", buffering=READ_BYTES) as file:
+        while block := file.read(min(info.block_bytes, size + 1)):  # a damaged manifest may give any block size
+            digest.update(block)
+            report.bytes += len(block)
+            own = block[: max(0, info.bytes - number * info.block_bytes)]  # without what was appended to the file
+            if number < info.blocks and zlib.crc32(own) != info.block_crc(number):
+                bad.append((number, number + 1))
+            number += 1
     if number < info.blocks:
         bad.append((number, info.blocks))
     for first, last in merge(bad):
@@ -143,21 +144,6 @@ def _check_bytes(report: VerifyReport, name: str, info: ShardInfo) -> Iterator[s
         )
     if not bad and info.sha256 is not None and digest.hexdigest() != info.sha256:
         yield f"{name}: its SHA-256 is not the manifest's"
-
-
-def _blocks(path: Path, block_bytes: int) -> Iterator[memoryview]:
-    """The file in blocks; the memory is used again."""
-    wanted = max(1, READ_BYTES // block_bytes) * block_bytes
-    buffer = bytearray(min(wanted, path.stat().st_size + 1))  # a damaged manifest may give any block size
-    with open(path, "rb", buffering=0) as file:
-        while True:
-            filled = 0
-            while filled < len(buffer) and (count := file.readinto(memoryview(buffer)[filled:])):
-                filled += count
-            for start in range(0, filled, block_bytes):
-                yield memoryview(buffer)[start : min(start + block_bytes, filled)]
-            if filled < len(buffer):
-                return
 
 
 def _lost(info: ShardInfo, start: int, end: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig
 from deepzero.offload.activations import build_host_activations
 from deepzero.offload.offload_states import StateOffloader
-from deepzero.runtime.diagnostics import gather_report, params_sha256, whole_state_dict
+from deepzero.runtime.diagnostics import gather_report, params_sha256, used_bytes, whole_state_dict
 from deepzero.runtime.engine import StepRecord
 
 
@@ -41,7 +41,9 @@ class DeepSpeedEngine(EngineGetters):
         lr_scheduler: Any = None,
         total_steps: int | None = None,
     ) -> None:
+        numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
         super().__init__(model, optimizer, config, lr_scheduler, total_steps)
+        self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
         self.checkpointer = Checkpointer(self)
         self.offloader = StateOffloader(self, self.checkpointer.wait)
         if config.activation_checkpointing.cpu_checkpointing:

@@ -5,37 +5,29 @@ Source: the properties and methods of these names in DeepSpeed's ``runtime/engin
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from deepzero.comm import process_group
-from deepzero.config.engine import EngineConfig
-from deepzero.runtime.diagnostics import gradient_norms, used_bytes
+from deepzero.runtime.diagnostics import gradient_norms
 from deepzero.runtime.engine import Engine
 
 
 class EngineGetters(Engine):
-    """An :class:`Engine` with DeepSpeed's getters. Arguments are the engine's."""
+    """An :class:`Engine` with DeepSpeed's getters."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: EngineConfig,
-        lr_scheduler: Any = None,
-        total_steps: int | None = None,
-    ) -> None:
-        numel = sum(param.numel() for param in model.parameters())
-        super().__init__(model, optimizer, config, lr_scheduler, total_steps)
-        self.model_numel = numel
-        self.global_rank, self.world_size = self.comm.rank, self.comm.world_size
-        self.local_rank = process_group.local_rank()
-        self.device, self.ledger, self.stage = self.comm.device, self.comm.ledger, self.zero.stage
-        self.training_dataloader: DataLoader[Any] | None = None
-        self.bytes_at_build = used_bytes(self.device)
+    model_numel: int
+    """Elements of the whole model, before anything was partitioned."""
+    training_dataloader: DataLoader[Any] | None = None
+
+    global_rank = property(attrgetter("comm.rank"))
+    world_size = property(attrgetter("comm.world_size"))
+    local_rank = property(lambda self: process_group.local_rank())
+    device = property(attrgetter("comm.device"))
+    ledger = property(attrgetter("comm.ledger"))
+    stage = property(attrgetter("zero.stage"))
 
     # ---- batch -------------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def split(word: str) -> tuple[str, str, str]:
 def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]) -> str:
     """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists.
 
-    ``configs`` is the folder of the config groups; ``valid_keys`` gives every dotted key, and is asked only if one is not.
+    ``configs`` is the folder of the config groups; ``valid_keys`` gives every dotted key, asked for if one is unknown.
     """
     if isinstance(error, ConfigError):
         return str(error)

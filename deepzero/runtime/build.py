@@ -168,8 +168,7 @@ def build_zero(
             partitioning = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, offload)
             groups = partitioning.groups
         else:
-            place_model(model, planned, comm, dtypes.compute)
-            groups = list(build_groups(names, planned, placements, config, comm, dtypes.compute, offload))
+            groups = list(place_model(model, planned, placements, config, comm, offload))
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
@@ -261,28 +260,24 @@ def _moment_bytes(optimizer: torch.optim.Optimizer, config: EngineConfig, device
 # ---- move ------------------------------------------------------------------------------------------------------------
 
 
-def place_model(model: nn.Module, planned: Sequence[GroupLayout], comm: Communicator, dtype: torch.dtype) -> None:
-    """Stages 0-2: all but the groups' parameters goes to the device, with rank 0's values, one by one."""
-    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
-    # the device after it; what follows gives them rank 0's values.
-    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
-    place_buffers(model, comm)
-    # Frozen parameters have no master and no place in the layout; they are cast where they are.
-    placed = {param for group in planned for param in group.params}
-    for param in (p for p in model.parameters() if p not in placed):
-        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
-
-
-def build_groups(
-    names: dict[nn.Parameter, str],
+def place_model(
+    model: nn.Module,
     planned: Sequence[GroupLayout],
     placements: Sequence[OffloadPlan],
     config: EngineConfig,
     comm: Communicator,
-    dtype: torch.dtype,
     offload: Offload | None,
 ) -> list[FlatParamGroup]:
-    """Stages 0-2: move the trainable parameters into flat buffers."""
+    """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
+    # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
+    # the device after it; what follows gives them rank 0's values.
+    model._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(comm.device))
+    place_buffers(model, comm)
+    # Frozen parameters have no master and no place in the layout; they are cast where they are, one by one.
+    dtype, names = Dtypes.of(config).compute, {param: name for name, param in model.named_parameters()}
+    placed = {param for group in planned for param in group.params}
+    for param in (p for p in names if p not in placed):
+        place_whole(param, comm, dtype if is_real(param) and not param.requires_grad else param.dtype)
     # Group by group: within one, the model's memory is freed before its masters and its flat buffer are taken.
     allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [

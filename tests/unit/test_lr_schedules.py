@@ -34,48 +34,42 @@ def used(kind, params, steps, lr=1.0, total=None):
     return out
 
 
-class TestOwnCurves:
-    def test_constant_leaves_the_rate_alone(self):
-        assert used("constant", {}, 5, lr=0.3) == [0.3] * 5
+UP = {"warmup_steps": 3, "total_steps": 12, "decay_steps": 4}
 
-    def test_cosine_warms_up_without_a_zero_and_peaks_once(self):
-        rates = used("warmup_cosine", {"warmup_steps": 4, "total_steps": 20, "min_lr_ratio": 0.1}, 20, lr=2.0)
-        assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0], rel=1e-12)
-        assert rates.count(max(rates)) == 1
-        assert all(a > b for a, b in itertools.pairwise(rates[4:])), "it falls from the peak to the end"
-        assert rates[12] == pytest.approx(2.0 * 0.55, rel=1e-12), "halfway down: the mean of 1 and 0.1"
-        assert 0.2 < rates[-1] < 0.23, "the last step is just above the floor"
 
-    def test_cosine_stays_on_its_floor(self):
-        rates = used("warmup_cosine", {"total_steps": 5, "min_lr_ratio": 0.25}, 9)
-        assert rates[0] == 1.0
-        assert rates[5:] == pytest.approx([0.25] * 4, rel=1e-12)
+@pytest.mark.parametrize(("kind", "params", "rates"), [
+    ("constant", {}, [1.0] * 5),
+    # A run that is over stays on the cosine's floor.
+    ("warmup_cosine", {"total_steps": 2, "min_lr_ratio": 0.25}, [1.0, 0.625, 0.25, 0.25, 0.25]),
+    # Three straight parts; and without warm-up to a ratio.
+    ("warmup_stable_decay", UP, [0.25, 0.5, 0.75, *[1.0] * 6, 0.75, 0.5, 0.25, 0.0]),
+    ("warmup_stable_decay", {"total_steps": 4, "decay_steps": 2, "min_lr_ratio": 0.5}, [1, 1, 1, 0.75, 0.5, 0.5]),
+    # A fifth by default: ceil(11 / 5) = 3 steps of decay, the first of them still at 1.
+    ("warmup_stable_decay", {"total_steps": 11}, [*[1.0] * 9, 2 / 3, 1 / 3]),
+])  # fmt: skip
+def test_own_curves(kind, params, rates):
+    assert used(kind, params, len(rates)) == pytest.approx(rates, rel=1e-12)
+    assert used(kind, params, len(rates), lr=0.3) == pytest.approx([0.3 * rate for rate in rates], rel=1e-12)
 
-    def test_stable_decay_has_three_straight_parts(self):
-        rates = used("warmup_stable_decay", {"warmup_steps": 3, "total_steps": 12, "decay_steps": 4}, 13)
-        assert rates == [0.25, 0.5, 0.75, *[1.0] * 6, 0.75, 0.5, 0.25, 0.0]
 
-    def test_stable_decay_ends_at_its_ratio(self):
-        rates = used("warmup_stable_decay", {"total_steps": 4, "decay_steps": 2, "min_lr_ratio": 0.5}, 6)
-        assert rates == [1.0, 1.0, 1.0, 0.75, 0.5, 0.5]
+def test_cosine_warms_up_without_a_zero_and_peaks_once():
+    rates = used("warmup_cosine", {"warmup_steps": 4, "total_steps": 20, "min_lr_ratio": 0.1}, 20, lr=2.0)
+    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0], rel=1e-12)
+    assert rates.count(max(rates)) == 1
+    assert all(a > b for a, b in itertools.pairwise(rates[4:])), "it falls from the peak to the end"
+    assert rates[12] == pytest.approx(2.0 * 0.55, rel=1e-12), "halfway down: the mean of 1 and 0.1"
+    assert 0.2 < rates[-1] < 0.23, "the last step is just above the floor"
 
-    def test_stable_decay_takes_a_fifth_by_default(self):
-        rates = used("warmup_stable_decay", {"total_steps": 11}, 11)
-        assert sum(rate < 1.0 for rate in rates) == 2, "ceil(11 / 5) = 3 steps of decay, the first of them still at 1"
-        assert rates[-3:] == pytest.approx([1.0, 2 / 3, 1 / 3], rel=1e-12)
 
-    @pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay"])
-    def test_run_shorter_than_its_warmup(self, kind):
-        rates = used(kind, {"warmup_steps": 9, "total_steps": 4}, 4)
-        assert all(0.0 < rate <= 0.4 for rate in rates)
-        assert rates[0] == 0.1
-
-    @pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay"])
-    def test_length_of_the_run_is_the_default(self, kind):
-        params = {"warmup_steps": 2}
-        assert used(kind, params, 9, total=9) == used(kind, {**params, "total_steps": 9}, 9)
-        assert used(kind, {**params, "total_steps": None}, 9, total=9) == used(kind, params, 9, total=9)
-        assert used(kind, {**params, "total_steps": 30}, 9, total=9) == used(kind, {**params, "total_steps": 30}, 9)
+@pytest.mark.parametrize("kind", ["warmup_cosine", "warmup_stable_decay"])
+def test_length_of_the_run(kind):
+    """It is the default; and it may be shorter than the warm-up."""
+    params = {"warmup_steps": 2}
+    assert used(kind, params, 9, total=9) == used(kind, {**params, "total_steps": 9}, 9)
+    assert used(kind, {**params, "total_steps": None}, 9, total=9) == used(kind, params, 9, total=9)
+    assert used(kind, {**params, "total_steps": 30}, 9, total=9) == used(kind, {**params, "total_steps": 30}, 9)
+    short = used(kind, {"warmup_steps": 9, "total_steps": 4}, 4)
+    assert short[0] == 0.1 and all(0.0 < rate <= 0.4 for rate in short)
 
 
 class TestScheduler:
@@ -220,20 +214,35 @@ def theirs():
     logger.setLevel(level)
 
 
-def same_as_deepspeed(theirs, kind, params, make, steps=60):
-    """Rates and betas of every optimizer step, and the saved state, are those of DeepSpeed's class."""
-    ours_opt, their_opt = make(), make()
-    ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
-    other = getattr(theirs, kind)(their_opt, **params)
-    for step in range(steps):
-        for mine, group in zip(ours_opt.param_groups, their_opt.param_groups, strict=True):
-            assert mine["lr"] == pytest.approx(group["lr"], rel=1e-12, abs=1e-15), f"optimizer step {step}"
-            if "betas" in group:
-                assert mine["betas"] == pytest.approx(group["betas"], rel=1e-12), f"optimizer step {step}"
-        assert ours.state_dict() == other.state_dict()
-        ours.step()
-        other.step()
-        assert ours.get_last_lr() == pytest.approx(other.get_last_lr(), rel=1e-12, abs=1e-15)
+def situations():
+    """Type and parameters, and the learning rates of the optimizer's groups; with betas where Adam is named."""
+    totals = [(1, 40), (7, 40), (30, 31), (30, 30), (30, 20)]
+    for kind in ("log", "linear"):
+        for steps in (1, 2, 7, 30):
+            warmup = {"warmup_num_steps": steps, "warmup_type": kind}
+            for rates in ({}, {"warmup_min_lr": 0.02}, {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": 3.0}):
+                yield "WarmupLR", {**warmup, **rates}, adam, (0.5, 2)
+        for steps, total in totals:
+            params = {"warmup_num_steps": steps, "total_num_steps": total, "warmup_type": kind}
+            yield "WarmupDecayLR", params, sgd, ()
+            yield "WarmupDecayLR", {**params, "warmup_max_lr": [0.5, 2], "warmup_min_lr": 0.1}, sgd, (1, 2)
+            yield "WarmupCosineLR", params, sgd, (0.3, 5)
+            yield "WarmupCosineLR", {**params, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}, sgd, ()
+    momenta = {"cycle_min_mom": 0.75, "cycle_max_mom": [0.9, 0.95]}
+    for second in (None, 1, 5, 13):
+        cycle = {"cycle_min_lr": [0.01, 0.1], "cycle_max_lr": 1.5, "cycle_first_step_size": 7, **momenta}
+        cycle["cycle_second_step_size"] = second
+        for stairs in (
+            {},
+            {"cycle_first_stair_count": 3},
+            {"cycle_first_stair_count": 2, "cycle_second_stair_count": 5},
+        ):
+            decays = {"decay_step_size": 3, "decay_lr_rate": 0.7, "decay_mom_rate": 0.01}, {"decay_step_size": 4}
+            for decay in ({}, *decays):
+                yield "OneCycle", {**cycle, **stairs, **decay}, adam, (1, 1)
+    plain = {"cycle_min_lr": 0.01, "cycle_max_lr": 1.5, "cycle_first_step_size": 7}
+    yield "OneCycle", plain, sgd, ()
+    yield "OneCycle", {**plain, "cycle_momentum": False}, adam, ()
 
 
 class TestAgainstDeepSpeed:
@@ -247,50 +256,21 @@ class TestAgainstDeepSpeed:
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12, abs=1e-15)
             scheduler.step()
 
-    @pytest.mark.parametrize("kind", ["log", "linear"])
-    @pytest.mark.parametrize("steps", [1, 2, 7, 30])
-    @pytest.mark.parametrize(
-        "rates", [{}, {"warmup_min_lr": 0.02}, {"warmup_min_lr": [0.1, 0.2], "warmup_max_lr": 3.0}]
-    )
-    def test_warmup(self, theirs, kind, steps, rates):
-        same_as_deepspeed(
-            theirs, "WarmupLR", {"warmup_num_steps": steps, "warmup_type": kind, **rates}, lambda: adam(0.5, 2)
-        )
-
-    @pytest.mark.parametrize("kind", ["log", "linear"])
-    @pytest.mark.parametrize(("steps", "total"), [(1, 40), (7, 40), (30, 31), (30, 30), (30, 20)])
-    def test_warmup_decay(self, theirs, kind, steps, total):
-        params = {"warmup_num_steps": steps, "total_num_steps": total, "warmup_type": kind}
-        same_as_deepspeed(theirs, "WarmupDecayLR", params, sgd)
-        same_as_deepspeed(
-            theirs, "WarmupDecayLR", {**params, "warmup_max_lr": [0.5, 2], "warmup_min_lr": 0.1}, lambda: sgd(1, 2)
-        )
-
-    @pytest.mark.parametrize("kind", ["log", "linear"])
-    @pytest.mark.parametrize(("steps", "total"), [(1, 40), (7, 40), (30, 31), (30, 30), (30, 20)])
-    def test_warmup_cosine(self, theirs, kind, steps, total):
-        params = {"warmup_num_steps": steps, "total_num_steps": total, "warmup_type": kind}
-        same_as_deepspeed(theirs, "WarmupCosineLR", params, lambda: sgd(0.3, 5))
-        same_as_deepspeed(theirs, "WarmupCosineLR", {**params, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}, sgd)
-
-    @pytest.mark.parametrize("second", [None, 1, 5, 13])
-    @pytest.mark.parametrize(
-        "stairs", [{}, {"cycle_first_stair_count": 3}, {"cycle_first_stair_count": 2, "cycle_second_stair_count": 5}]
-    )
-    @pytest.mark.parametrize(
-        "decay", [{}, {"decay_step_size": 3, "decay_lr_rate": 0.7, "decay_mom_rate": 0.01}, {"decay_step_size": 4}]
-    )
-    def test_one_cycle_with_momentum(self, theirs, second, stairs, decay):
-        params = {
-            "cycle_min_lr": [0.01, 0.1], "cycle_max_lr": 1.5, "cycle_first_step_size": 7,
-            "cycle_second_step_size": second, "cycle_min_mom": 0.75, "cycle_max_mom": [0.9, 0.95], **stairs, **decay,
-        }  # fmt: skip
-        same_as_deepspeed(theirs, "OneCycle", params, lambda: adam(1, 1))
-
-    def test_one_cycle_without_momentum(self, theirs):
-        params = {"cycle_min_lr": 0.01, "cycle_max_lr": 1.5, "cycle_first_step_size": 7}
-        same_as_deepspeed(theirs, "OneCycle", params, sgd)
-        same_as_deepspeed(theirs, "OneCycle", {**params, "cycle_momentum": False}, adam)
+    @pytest.mark.parametrize(("kind", "params", "make", "lrs"), list(situations()))
+    def test_rates_betas_and_states(self, theirs, kind, params, make, lrs):
+        """Of every optimizer step, those of DeepSpeed's class."""
+        ours_opt, their_opt = make(*lrs), make(*lrs)
+        ours = build_scheduler(SchedulerConfig(kind, params), ours_opt)
+        other = getattr(theirs, kind)(their_opt, **params)
+        for step in range(60):
+            for mine, group in zip(ours_opt.param_groups, their_opt.param_groups, strict=True):
+                assert mine["lr"] == pytest.approx(group["lr"], rel=1e-12, abs=1e-15), f"optimizer step {step}"
+                if "betas" in group:
+                    assert mine["betas"] == pytest.approx(group["betas"], rel=1e-12), f"optimizer step {step}"
+            assert ours.state_dict() == other.state_dict()
+            ours.step()
+            other.step()
+            assert ours.get_last_lr() == pytest.approx(other.get_last_lr(), rel=1e-12, abs=1e-15)
 
     def test_continuing_from_an_iteration(self, theirs):
         params = {"warmup_num_steps": 9, "last_batch_iteration": 4}
