@@ -2,10 +2,9 @@
 
 Prefetching is launching the next one; overlapping is not waiting yet. Every launch is written into the ledger.
 
-Every collective here is one that all ranks call in the same order with the same extents. Callers guarantee that; the
-reducer does by launching buckets in one planned order (``reduce_order``), never in that of arrival. Where ranks run
-different modules all the same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out
-and makes every rank raise.
+All ranks call them in the same order with the same extents. Callers guarantee that; the reducer does by launching
+buckets in one planned order (``reduce_order``), never in that of arrival. Where ranks run different modules all the
+same, an observer (:class:`~deepzero.comm.flight_recorder.GroupObserver`) finds out and makes every rank raise.
 """
 
 from __future__ import annotations

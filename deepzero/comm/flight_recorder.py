@@ -168,9 +168,9 @@ class GroupObserver:
         return (None if self._group is None else self._group()) is world and (self._group is None) == (world is None)
 
     @contextlib.contextmanager
-    def blocking(self, kind: str, where: str = "") -> Iterator[None]:
+    def blocking(self, kind: str) -> Iterator[None]:
         """Around a collective that returns when it is complete."""
-        self.trail.waiting = self.trail.launch(kind, where)
+        self.trail.waiting = self.trail.launch(kind, "")
         try:
             with profiler_ranges.span("wait", note=kind):
                 yield

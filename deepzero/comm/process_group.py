@@ -34,24 +34,19 @@ _LOCAL_RANKS = {"SLURM_LOCALID": "SLURM_PROCID", "OMPI_COMM_WORLD_LOCAL_RANK": "
 
 # ---- a world that is not there ---------------------------------------------------------------------------------------
 #
-# A dry run (`deepzero/planning/`) runs the engine's own code on torch's `meta` device, where a tensor has a shape and
-# no values, while `fake_process_group` lasts: this process then is, say, rank 17 of 1,024, every collective is counted
-# and none is started, and whatever ranks tell each other, all of them say the same. torch has a process group of its
-# own that does nothing; it would have to be *the* process group, and no run could be planned in a rank of another.
+# A dry run (`deepzero/planning/`) runs the engine's own code on torch's `meta` device while `fake_process_group` lasts:
+# this process then is, say, rank 17 of 1,024, every collective is counted and none is started, and whatever ranks tell
+# each other, all of them say the same. torch's own fake group would have to be *the* process group of this process.
 
 
 @dataclass(frozen=True)
 class FakeRank:
-    """Who this process is taken to be.
-
-    ``device_type`` is what the meta device stands for: it decides what a buffer is kept for, and how gradients are
-    summed. ``ranks_of_host`` ranks share a machine, for ``comm.ranks_per_node=null``.
-    """
+    """Who this process is taken to be."""
 
     rank: int
     world_size: int
-    device_type: Literal["cpu", "cuda"]
-    ranks_of_host: int
+    device_type: Literal["cpu", "cuda"]  # what the meta device stands for
+    ranks_of_host: int  # that share a machine, for ``comm.ranks_per_node=null``
 
 
 _fake_rank: FakeRank | None = None
@@ -64,11 +59,7 @@ def fake_rank() -> FakeRank | None:
 
 @contextlib.contextmanager
 def fake_process_group(who: FakeRank) -> Iterator[None]:
-    """Inside, this process is ``who``.
-
-    Raises:
-        ValueError: a rank that such a world does not have.
-    """
+    """Inside, this process is ``who``. A rank that such a world does not have is a ValueError."""
     global _fake_rank
     if not 0 <= who.rank < who.world_size:
         raise ValueError(f"rank {who.rank} of {who.world_size} ranks: they are numbered 0 to {who.world_size - 1}")
@@ -256,13 +247,10 @@ def broadcast_object(value: Any, src: int = 0) -> Any:
 
 
 def broadcast_tensor(tensor: torch.Tensor, src: int, kind: str = "broadcast_tensor") -> None:
-    """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step.
-
-    It travels as bytes: a model's buffers and frozen parameters have dtypes that no backend takes (uint16, fp8, bits).
-    ``kind`` is its name in messages about ranks that wait.
-    """
+    """Every rank's contiguous ``tensor`` becomes rank ``src``'s. Blocking: for what is not part of a step."""
     if _talks():
         with flight_recorder.observer().blocking(kind):
+            # As bytes: a model's buffers and frozen parameters have dtypes that no backend takes (uint16, fp8, bits).
             dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=src)
 
 
@@ -272,10 +260,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def gather_object(value: Any, dst: int = 0) -> list[Any] | None:
-    """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective.
-
-    Each rank sends as many bytes as the longest value has.
-    """
+    """Rank ``dst`` gets every rank's picklable ``value``, in rank order; the others get None. A collective."""
     return _collect("gather_object", value, dst)
 
 
@@ -358,11 +343,7 @@ def _seal(value: Any) -> torch.Tensor:
 
 
 def _unseal(sealed: torch.Tensor) -> Any:
-    """What a rank has sealed.
-
-    Raises:
-        RuntimeError: no rank has; it is not unpickled, since that could run anything.
-    """
+    """What a rank has sealed. Anything else is not unpickled, since that could run anything, and is a RuntimeError."""
     message = sealed.cpu().numpy().tobytes()
     digest, pickled = message[:32], message[32:]
     if not hmac.compare_digest(digest, hmac.digest(_secret(), pickled, "sha256")):

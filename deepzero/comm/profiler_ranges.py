@@ -48,24 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-VERBS = {
-    "forward": "the model's forward pass",
-    "backward": "the backward pass, if the engine runs it",
-    "boundary": "4: flush, wait for the last reductions",
-    "agree": "5: this rank's share of the norm, and the ranks' agreement on it",
-    "step": "5: the optimizer; with offload one for each bucket on the host",
-    "publish": "6: new parameters go to the other ranks",
-    "fetch": "a gather is launched",
-    "release": "gathered values are let go",
-    "reduce": "gradients are laid into a bucket, and the bucket is sent",
-    "launch": "the call that starts a collective; on gloo it may stand still",
-    "wait": "the program stands still until a collective is complete; on a GPU the stream is told to",
-    "D2H": "a copy from the device to the host",
-    "H2D": "a copy from the host to the device",
-    "in_flight": "a collective from its launch until it is known to be complete; in a lane of its own",
-}
-"""What a range can be, with the numbers of the book's page on a training step."""
-
+# What a range can be: the engine's phases, what happens to buckets, what travels; docs/traces.md says what each is.
+_PHASES = ("forward", "backward", "boundary", "agree", "step", "publish")
+VERBS = (*_PHASES, "fetch", "release", "reduce", "launch", "wait", "D2H", "H2D", "in_flight")
 _NAME = re.compile(r"zero\.(\w+)(?: bucket (\d+))?(?: \(([^()]*)\))?(?: (.*))?")
 _BUCKET = re.compile(r"bucket (\d+)")
 _BRACKETS = str.maketrans("()", "[]")

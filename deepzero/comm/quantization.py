@@ -159,10 +159,7 @@ def _kind_of(tensor: torch.Tensor) -> str:
 class Quantizer:
     """Packs and unpacks messages of one format.
 
-    Args:
-        form: of its messages.
-        kernel: ``plain`` torch, ``compiled``, or ``auto``: plain, unless :meth:`prepare` finds that compiling pays.
-            Both give the same bits on a CPU.
+    Its kernel is ``plain`` torch, ``compiled``, or ``auto``: plain, unless :meth:`prepare` finds that compiling pays.
 
     Example:
         >>> form = Format(bits=8, block=64)

@@ -121,10 +121,9 @@ def elements_sent(numel: int, world_size: int, rank: int) -> int:
 
 
 def reduce_scatter(tensor: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
-    """Sum over ranks, of which this rank gets its part: the finished chunk, a 1-D view into ``tensor``.
+    """Sum over ranks, in place; this rank gets its part, chunk (r+1) mod W, a 1-D view into ``tensor``.
 
-    ``tensor`` is contiguous, of one shape and dtype on every rank. It works in place: afterwards chunk (r+1) mod W
-    holds the sum and the others hold partial sums that mean nothing. ``watch`` is told every hop.
+    The other chunks hold partial sums that mean nothing. ``watch`` is told every hop.
     """
     # After hop t this rank's chunk (r - t) mod W is the sum over t + 1 ranks: the one with which its journey began, and
     # those that it has passed. After W - 1 hops it is the sum over all, and that chunk is (r + 1) mod W.

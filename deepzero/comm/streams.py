@@ -90,10 +90,7 @@ def storage_ptr_of(tensor: torch.Tensor) -> int:
 
 
 def data_ptr_of(tensor: torch.Tensor) -> int:
-    """Where its first element lies: ``data_ptr()``, and on the meta device a number that bytes can be added to as well.
-
-    What has no elements lies nowhere, at 0.
-    """
+    """Where its first element lies; 0 for none. On the meta device a number that bytes can be added to as well."""
     if not tensor.is_meta:
         return int(tensor.data_ptr())
     if not tensor.numel():
@@ -102,8 +99,5 @@ def data_ptr_of(tensor: torch.Tensor) -> int:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a storage of its own, so that views of the alias are told from views of the tensor.
-
-    On the meta device, where there is no memory, a tensor of the same kind.
-    """
+    """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
     return {"meta": torch.empty_like}.get(tensor.device.type, torch.from_dlpack)(tensor)

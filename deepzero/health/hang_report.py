@@ -148,9 +148,13 @@ class RollCall:
             silent = [rank for rank in range(board.world_size) if rank not in states and rank not in gone]
             if timed_out and (over or not silent):
                 text = summary(states, gone, board.world_size, float(call or 0))
-                return Diagnosis(TIMEOUT, board.rank, text).write(board)
+                Diagnosis(TIMEOUT, board.rank, text).write(board)
+                return
+            if over and silent:
+                it = "it was killed or its machine is" if len(silent) == 1 else "they were killed or their machines are"
+                Diagnosis(MISSING, board.rank, f"{listed(silent)} gave no sign of life: {it} gone").write(board)
             if over:
-                return Diagnosis(MISSING, board.rank, _missing_text(silent)).write(board) if silent else None
+                return
             time.sleep(POLL_SECONDS)
 
     def say(self) -> None:
@@ -238,11 +242,6 @@ def listed(ranks: Iterable[int]) -> str:
     """
     *most, last = _shorten([f"rank {rank}" for rank in ranks])
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _missing_text(ranks: list[int]) -> str:
-    it = "it was killed or its machine is" if len(ranks) == 1 else "they were killed or their machines are"
-    return f"{listed(ranks)} gave no sign of life: {it} gone"
 
 
 def summary(states: Mapping[int, State], gone: Mapping[int, DepartedRank], world_size: int, seconds: float) -> str:

@@ -8,19 +8,11 @@ from typing import Any
 
 _HOME = {
     "deepzero.runtime.zero.module_registry": ("set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module"),
-    "deepzero.runtime.zero.tensor_fragment": (
-        "safe_get_full_fp32_param",
-        "safe_get_full_grad",
-        "safe_get_full_optimizer_state",
-        "safe_get_local_fp32_param",
-        "safe_get_local_grad",
-        "safe_get_local_optimizer_state",
-        "safe_set_full_fp32_param",
-        "safe_set_full_grad",
-        "safe_set_full_optimizer_state",
-        "safe_set_local_fp32_param",
-        "safe_set_local_grad",
-        "safe_set_local_optimizer_state",
+    # safe_get_full_fp32_param, safe_set_local_optimizer_state, …
+    "deepzero.runtime.zero.tensor_fragment": tuple(
+        f"safe_{verb}_{extent}_{what}"
+        for verb, extent in (("get", "full"), ("get", "local"), ("set", "full"), ("set", "local"))
+        for what in ("fp32_param", "grad", "optimizer_state")
     ),
 }
 __all__ = [name for names in _HOME.values() for name in names]

@@ -13,7 +13,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -32,36 +31,35 @@ SAVE_EVERY = 3
 KEEP_LAST = 2
 
 
-def slow_disk(seconds: float) -> None:
+def slow_disk(seconds):
     """Writing takes its time, and so does everything around a commit: there are instants to be killed at."""
     put, replace, flush = shard_file.put, Path.replace, folders.flush_folder
 
-    def slow_put(file: Any, view: memoryview) -> None:
+    def slow_put(file, view):
         put(file, view[: len(view) // 2])
         time.sleep(seconds / 40)
         put(file, view[len(view) // 2 :])
 
-    def slow_replace(self: Path, target: Any) -> Path:
+    def slow_replace(self, target):
         time.sleep(seconds / 20)
         moved = replace(self, target)
         time.sleep(seconds / 20)
         return moved
 
-    def slow_flush(path: Path) -> None:
+    def slow_flush(path):
         time.sleep(seconds / 20)
         flush(path)
 
     # Those who can wait have thirty seconds, and three.
     async_save.GONE_SECONDS, async_save.BEAT_SECONDS, hang_report.ROLL_CALL_SECONDS = 2.0, 0.5, 1.0
     shard_file.put, folders.flush_folder = slow_put, slow_flush
-    Path.replace = slow_replace  # type: ignore[method-assign]
+    Path.replace = slow_replace
 
 
-def live(job: dict[str, Any], rank: int) -> int:
+def live(job, rank):
     """One rank of one life: go on from the newest checkpoint, compare with the reference, train and save."""
-    engine = start(
-        make_model(), stage=job["stage"], bucket=900, precision=job["precision"], comm={"timeout_seconds": 60}
-    )
+    settings = {"stage": job["stage"], "bucket": 900, "precision": job["precision"], "comm": {"timeout_seconds": 60}}
+    engine = start(make_model(), **settings)
     world, folder = job["world"], Path(job["folder"])
     record = Path(job["record"]) if job.get("record") else None
     reference = None if record else json.loads(Path(job["reference"]).read_text())
@@ -75,8 +73,7 @@ def live(job: dict[str, Any], rank: int) -> int:
                 print(f"loaded {found}, which is not the reference's step")
                 return WRONG
         Path(job["alive"], f"loaded{rank}").touch()
-    losses: dict[int, float] = {}
-    hashes: dict[int, str] = {}
+    losses, hashes = {}, {}
     while engine.global_steps < job["until"]:
         step = engine.global_steps
         for ids, labels in my_micro_batches(step, rank, world, 2, 1):
@@ -96,20 +93,19 @@ def live(job: dict[str, Any], rank: int) -> int:
     return DONE
 
 
-def save(engine: Any, folder: Path, step: int) -> None:
+def save(engine, folder, step):
     """By turns in the background and not."""
     behind = step // SAVE_EVERY % 2 == 0
     engine.save_checkpoint(folder, f"step_{step}", {"step": step}, asynchronous=behind, keep_last=KEEP_LAST)
 
 
-def born(job: dict[str, Any], rank: int) -> None:
+def born(job, rank):
     """The child of a fork; ends as a program does, with what is registered for its end."""
     log = os.open(Path(job["logs"]) / f"life{job['life']}-rank{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), DEEPZERO_LAUNCH_FOLDER=job["meeting"]
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]))
+    os.environ["DEEPZERO_LAUNCH_FOLDER"] = job["meeting"]
     status = FAILED
     try:
         torch.set_num_threads(1)
@@ -124,13 +120,13 @@ def born(job: dict[str, Any], rank: int) -> None:
         os._exit(status)
 
 
-def main(jobs: Path, events: Path) -> None:
+def main(jobs, events):
     """Fork what the jobs say, and tell who has ended, until a job says that it is over."""
     parent = os.getppid()
     handed = 0
     assert len(os.listdir("/proc/self/task")) == 1, "a fork of a process with threads is not sound"
 
-    def tell(**event: Any) -> None:
+    def tell(**event):
         with events.open("a") as file:
             file.write(json.dumps(event) + "\n")
 

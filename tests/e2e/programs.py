@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 
@@ -25,21 +24,20 @@ from deepzero.launch import launcher, rank_process  # noqa: E402
 from deepzero.launch.rank_process import on_stop_request  # noqa: E402
 
 
-def misbehave(how: str, folder: str) -> None:
+def misbehave(how, folder):
     """Join the group, leave a sign of life, then do what ``how`` says."""
     if how == "never":
         raise ValueError("no rank ever joins")
     process_group.init_distributed(timeout_seconds=6 if how == "freeze" else 600)
-    rank = process_group.rank()
-    (Path(folder) / "folder").write_text(os.environ.get("DEEPZERO_LAUNCH_FOLDER", ""), encoding="utf-8")
-    (Path(folder) / f"alive{rank}").write_text(str(os.getpid()), encoding="ascii")
-    if rank == 1:
-        if how == "raise":
-            raise ValueError("rank 1 has had enough")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "exit":
-            sys.exit(5)
+    rank, folder = process_group.rank(), Path(folder)
+    (folder / "folder").write_text(os.environ.get("DEEPZERO_LAUNCH_FOLDER", ""), encoding="utf-8")
+    (folder / f"alive{rank}").write_text(str(os.getpid()), encoding="ascii")
+    if rank == 1 and how == "raise":
+        raise ValueError("rank 1 has had enough")
+    if rank == 1 and how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "exit":
+        sys.exit(5)
     if how == "config":
         raise ConfigError("zero.stage=7: no such stage")
     while how in ("raise", "kill", "exit"):
@@ -47,31 +45,31 @@ def misbehave(how: str, folder: str) -> None:
     while how == "talk":
         process_group.all_gather_object("are you there?")
         time.sleep(0.01)
-    if how == "sleep":
-        time.sleep(600)
-    if how in ("lose", "freeze"):
-        train(rank, signal.SIGKILL if how == "lose" else signal.SIGSTOP)
-    if how == "again":
-        fail_twice(rank, Path(folder))
-    if how == "note":
-        leave_a_note(rank)
-    if how in ("save", "save and fail"):
-        save_slowly(Path(folder))
-        if how == "save and fail":
-            raise ValueError("all ranks alike")
-    if how in ("stop", "stubborn"):
-        wait_for_the_stop(rank, Path(folder), how == "stubborn")
+    act = {
+        "sleep": lambda: time.sleep(600),
+        "lose": lambda: train(rank, signal.SIGKILL),
+        "freeze": lambda: train(rank, signal.SIGSTOP),
+        "again": lambda: fail_twice(rank, folder),
+        "note": lambda: leave_a_note(rank),
+        "save": lambda: save_slowly(folder),
+        "save and fail": lambda: save_slowly(folder),
+        "stop": lambda: wait_for_the_stop(rank, folder, False),
+        "stubborn": lambda: wait_for_the_stop(rank, folder, True),
+    }
+    act[how]()
+    if how == "save and fail":
+        raise ValueError("all ranks alike")
     process_group.shutdown()
 
 
-def save_slowly(folder: Path) -> None:
+def save_slowly(folder):
     """Begin to save, and end."""
     import deepzero
     from deepzero.checkpoint import shard_file
 
     put = shard_file.put
 
-    def slow(file: BinaryIO, view: memoryview) -> None:
+    def slow(file, view):
         time.sleep(0.2)
         put(file, view)
 
@@ -81,7 +79,7 @@ def save_slowly(folder: Path) -> None:
     engine.save_checkpoint(folder / "checkpoints", tag="last", asynchronous=True)
 
 
-def train(rank: int, number: signal.Signals) -> None:
+def train(rank, number):
     """Steps with a collective each; in the middle of the fifth, rank 1 gets the signal."""
     comm = Communicator(torch.device("cpu"), Ledger(), Chaos(ChaosConfig(), rank))
     for step in range(1, 100):
@@ -92,7 +90,7 @@ def train(rank: int, number: signal.Signals) -> None:
         comm.exchange("gradients.reduce_scatter", parts, [torch.empty(1000) for _ in parts], where="bucket 0").wait()
 
 
-def fail_twice(rank: int, folder: Path) -> None:
+def fail_twice(rank, folder):
     """Killed in the first attempt, an exception in the second, success in the third."""
     attempt = rank_process.restart_count()
     with (folder / f"attempts{rank}").open("a", encoding="ascii") as file:
@@ -105,7 +103,7 @@ def fail_twice(rank: int, folder: Path) -> None:
     process_group.barrier()
 
 
-def leave_a_note(rank: int) -> None:
+def leave_a_note(rank):
     """The first attempt leaves a note and fails, the others read it."""
     text = f"rank {rank}, restart {rank_process.restart_count()}, note {rank_process.recall('run_dir')}\n"
     os.write(1, text.encode())  # in one piece, since the ranks share the pipe
@@ -116,7 +114,7 @@ def leave_a_note(rank: int) -> None:
         raise ValueError("try again")
 
 
-def wait_for_the_stop(rank: int, folder: Path, stubborn: bool) -> None:
+def wait_for_the_stop(rank, folder, stubborn):
     """Go on until a rank was asked to stop, then end in order; a stubborn one never does."""
     asked = threading.Event()
     on_stop_request(asked.set, grace_seconds=1.0 if stubborn else 20.0)
@@ -129,29 +127,26 @@ def wait_for_the_stop(rank: int, folder: Path, stubborn: bool) -> None:
     (folder / f"left{rank}").touch()
 
 
-def pause(number: int, error: launcher.RankFailed) -> None:
+def pause(number, error):
     """Long enough for a signal between two attempts."""
     print(f"before restart {number}", flush=True)
     time.sleep(60)
 
 
-def main() -> None:
+def main():
     """``python programs.py HOW FOLDER``: launch two ranks, and say how it ended; under torchrun, be one of them."""
     here, (how, folder) = str(Path(__file__).resolve()), sys.argv[1:]
     if launcher.under_launcher():
         rank_process.run_here(misbehave, how, folder)
         return
-    environment = {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"}
+    restarts = {"max_restarts": 3} if how in ("again", "never", "pause", "config") else {}
+    restarts |= {"on_restart": pause} if how == "pause" else {}
+    arguments, environment = (
+        ("again" if how == "pause" else how, folder),
+        {"OMP_NUM_THREADS": "1", "DEEPZERO_DEVICE": "cpu"},
+    )
     try:
-        launcher.launch(
-            here,
-            "misbehave",
-            ("again" if how == "pause" else how, folder),
-            nproc=2,
-            environment=environment,
-            max_restarts=3 if how in ("again", "never", "pause", "config") else 0,
-            on_restart=pause if how == "pause" else None,
-        )
+        launcher.launch(here, "misbehave", arguments, nproc=2, environment=environment, **restarts)
     except launcher.Interrupted as error:
         print(f"interrupted by {error.signum}")
     except (launcher.RankFailed, ConfigError) as error:

@@ -38,10 +38,8 @@ class Line:
     reference: Path
     until: int
     generation: int = 0
-    newest: int = 0
-    """The step that ``latest`` has named."""
-    complete: int = 0
-    """Checkpoints that lay there after the last kill."""
+    newest: int = 0  # the step that ``latest`` has named
+    complete: int = 0  # checkpoints that lay there after the last kill
 
     @property
     def checkpoints(self):
@@ -55,12 +53,9 @@ class Tally:
     kills: int = 0
     during_save: int = 0
     after_load: int = 0
-    alone: int = 0
-    """Ranks that survived the kill of the other one …"""
-    slowest: float = 0.0
-    """… and the longest that one of them took to end by itself."""
-    left_behind: int = 0
-    """Folders of interrupted saves that lay there after a kill."""
+    alone: int = 0  # ranks that survived the kill of the other one …
+    slowest: float = 0.0  # … and the longest that one of them took to end by itself
+    left_behind: int = 0  # folders of interrupted saves that lay there after a kill
 
 
 class Zygote:
@@ -68,10 +63,7 @@ class Zygote:
 
     def __init__(self, command, folder):
         self.command, self.folder = command, folder
-        self.lives = 0
-        self.ended = {}
-        self._read = 0
-        self._pids = []
+        self.lives, self.ended, self._read, self._pids = 0, {}, 0, []
         (folder / "logs").mkdir()
         (folder / "jobs").touch()
         runs.wait_until((folder / "events").exists, "the imports")
@@ -230,22 +222,15 @@ def kills(zygote, lines, count, seed):
     return tally
 
 
-@pytest.mark.slow
-def test_four_kills(zygote):
-    tally = kills(zygote, [make_line(zygote, 2, "bf16", 60)], 4, seed=0)
-    assert tally.during_save >= 1
+THREE = ((2, "bf16"), (2, "fp32"), (1, "bf16"))
 
 
-@pytest.mark.exhaustive
-def test_twelve_kills(zygote):
-    tally = kills(zygote, [make_line(zygote, 2, "fp32", 60)], 12, seed=2)
-    assert tally.during_save >= 3
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(1500)
-def test_two_hundred_kills(zygote):
-    lines = [make_line(zygote, *place, 150) for place in ((2, "bf16"), (2, "fp32"), (1, "bf16"))]
-    tally = kills(zygote, lines, 200, seed=1)
-    assert tally.during_save >= 60
-    assert tally.after_load >= 60
+@pytest.mark.parametrize(("lines", "until", "count", "seed", "during_save", "after_load"), [
+    pytest.param(THREE[:1], 60, 4, 0, 1, 0, marks=pytest.mark.slow),
+    pytest.param(THREE[1:2], 60, 12, 2, 3, 0, marks=pytest.mark.exhaustive),
+    pytest.param(THREE, 150, 200, 1, 60, 60, marks=pytest.mark.exhaustive),
+], ids=["four", "twelve", "two hundred"])  # fmt: skip
+def test_kills(zygote, lines, until, count, seed, during_save, after_load):
+    tally = kills(zygote, [make_line(zygote, *place, until) for place in lines], count, seed)
+    assert tally.during_save >= during_save and tally.after_load >= after_load
