@@ -165,7 +165,7 @@ class ChunkedAdam:
         self.chunk = chunk
         # For each thread fp32 room for a chunk of the parameter and one of the gradient. Kept: fresh memory costs more
         # than the casts. One optimizer does not step twice at once.
-        self._rooms: list[torch.Tensor] = []
+        self._rooms: list[tuple[torch.Tensor, ...]] = []
 
     def ready(self, variants: Iterable[Variant]) -> None:
         """Nothing has to be made."""
@@ -181,15 +181,17 @@ class ChunkedAdam:
         block = self.chunk * max(1, min(BLOCK, numel // (4 * threads * self.chunk)))
         starts = range(0, numel, block)
         while len(self._rooms) < min(threads, len(starts)):
-            self._rooms.append(torch.empty(2, self.chunk, dtype=torch.float32))
+            self._rooms.append(torch.empty(2, self.chunk, dtype=torch.float32).unbind())
 
         def work(thread: int, start: int) -> None:
-            rooms = self._rooms[thread]
             views = [itertools.repeat(None) if t is None else t[start : start + block].split(self.chunk) for t in flat]
             for param, exp_avg, exp_avg_sq, grad, out in zip(*views, strict=False):
-                n = param.numel()
-                wide = rooms[0, :n].copy_(param) if copies_param else param
-                fused(wide, rooms[1, :n].copy_(grad) if copies_grad else grad, exp_avg, exp_avg_sq)
+                # Views are made for the last chunk alone: they cost a part of what a chunk does.
+                wide, divided = self._rooms[thread]
+                if (n := param.numel()) < self.chunk:
+                    wide, divided = wide[:n], divided[:n]
+                wide = wide.copy_(param) if copies_param else param
+                fused(wide, divided.copy_(grad) if copies_grad else grad, exp_avg, exp_avg_sq)
                 if copies_param:
                     param.copy_(wide)
                 if out is not None:
@@ -208,7 +210,7 @@ def _fused(numbers: Numbers, device: torch.device) -> Lines:
         lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2, weight_decay=numbers.weight_decay, eps=numbers.eps,
         amsgrad=False, maximize=False, grad_scale=None if numbers.scale == 1.0 else number(fill_value=numbers.scale),
     )  # fmt: skip
-    return lambda *tensors: kernel(*([tensor] for tensor in tensors), [], step)
+    return lambda param, grad, exp_avg, exp_avg_sq: kernel([param], [grad], [exp_avg], [exp_avg_sq], [], step)
 
 
 def update_on_device(segment: Segment, numbers: Numbers) -> None:

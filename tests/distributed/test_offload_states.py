@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import deepzero
+from deepzero.offload import offload_states
 from deepzero.offload.offload_states import HOST_STATES, STATES, STATES_TO_DEVICE, STATES_TO_HOST, StatesOffloadedError
 from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
 from tests.distributed.pool import on_ranks
@@ -100,37 +101,34 @@ def check_same(results):
             assert result == reference, f"variant {number}"
 
 
-@pytest.mark.parametrize(("stage", "precision"), ALL)
-def test_same_bits(ranks, stage, precision):
-    aways = [(None, False), (None, True)] + [([name], False) for name in STATES]
-    check_same(ranks.run(variants, stage, precision, {}, aways, world_size=2))
+ONCE, TWICE = [(None, False)], [(None, False), (None, True)]
+SITUATIONS = [
+    *(pytest.param(*p.values, {}, [*TWICE, *(([n], False) for n in STATES)], 2, marks=p.marks) for p in ALL),
+    *(
+        (stage, "fp16", {"fp16": {"initial_scale_power": 8}}, [*ONCE, (["optim_states", "hp_params"], False)], 2)
+        for stage in (2, 3)
+    ),
+    # Chaos puts copies off.
+    *(pytest.param(s, "bf16", {"chaos": 3}, TWICE, 2, marks=[] if s == 3 else EXHAUSTIVE) for s in (1, 2, 3)),
+    # Alone, and of uneven extents.
+    *(
+        pytest.param(3, "bf16", {"persistent": persistent}, ONCE, world, marks=[] if world == 1 else EXHAUSTIVE)
+        for persistent in (False, True)
+        for world in (1, 3)
+    ),
+    # What is in the arena stays.
+    *(
+        pytest.param(stage, "bf16", {"offload": True}, [*ONCE, (["optim_states"], False)], 2,
+                     marks=[] if stage == 2 else EXHAUSTIVE)
+        for stage in (1, 2, 3)
+    ),
+    (3, "bf16", {"offload": "parameters"}, [*ONCE, (["lp_params"], False)], 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fp16(ranks, stage):
-    aways = [(None, False), (["optim_states", "hp_params"], False)]
-    check_same(ranks.run(variants, stage, "fp16", {"fp16": {"initial_scale_power": 8}}, aways, world_size=2))
-
-
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=EXHAUSTIVE) for stage in (1, 2))])
-def test_chaos_puts_copies_off(ranks, stage):
-    check_same(ranks.run(variants, stage, "bf16", {"chaos": 3}, [(None, False), (None, True)], world_size=2))
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_stage_3_alone_and_uneven(ranks, world):
-    for persistent in (False, True):
-        check_same(ranks.run(variants, 3, "bf16", {"persistent": persistent}, [(None, False)], world_size=world))
-
-
-@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=EXHAUSTIVE) for stage in (1, 3))])
-def test_what_is_in_the_arena_stays(ranks, stage):
-    aways = [(None, False), (["optim_states"], False)]
-    check_same(ranks.run(variants, stage, "bf16", {"offload": True}, aways, world_size=2))
-
-
-def test_parameters_in_the_arena_stay(ranks):
-    check_same(ranks.run(variants, 3, "bf16", {"offload": "parameters"}, [(None, False), (["lp_params"], False)]))
+@pytest.mark.parametrize(("stage", "precision", "options", "aways", "world"), SITUATIONS)
+def test_same_bits(ranks, stage, precision, options, aways, world):
+    check_same(ranks.run(variants, stage, precision, options, aways, world_size=world))
 
 
 def accumulated(rank, world, stage, precision, away):
@@ -152,13 +150,11 @@ def accumulated(rank, world, stage, precision, away):
     return norms, engine.params_sha256()
 
 
-def accumulations(rank, world, stage, precision):
-    return [accumulated(rank, world, stage, precision, away) for away in (False, True)]
-
-
 @pytest.mark.parametrize(("stage", "precision"), ALL)
-def test_in_the_middle_of_accumulation(ranks, stage, precision):
-    check_same(ranks.run(accumulations, stage, precision, world_size=2))
+@on_ranks()
+def test_in_the_middle_of_accumulation(rank, world, stage, precision):
+    here, away = (accumulated(rank, world, stage, precision, away) for away in (False, True))
+    assert here == away
 
 
 @pytest.mark.parametrize(("stage", "precision"), ALL)
@@ -343,26 +339,18 @@ def dropped(rank, world, stage, away):
     return engine.params_sha256()
 
 
-def both_dropped(rank, world, stage):
-    return [dropped(rank, world, stage, away) for away in (False, True)]
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-def test_zero_grad_while_away(ranks, stage):
-    check_same(ranks.run(both_dropped, stage, world_size=2))
+@on_ranks()
+def test_zero_grad_while_away(rank, world, stage):
+    assert dropped(rank, world, stage, away=False) == dropped(rank, world, stage, away=True)
 
 
 @on_ranks()
 def test_a_host_without_room(rank, world):
     engine = start(2, "bf16")
     one_step(engine, rank, world)
-    from deepzero.offload import offload_states
-
-    genuine = offload_states.available_host_bytes
-    offload_states.available_host_bytes = lambda: 1000 if rank == 1 else None
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload_states, "available_host_bytes", lambda: 1000 if rank == 1 else None)
         with pytest.raises(RuntimeError, match="GiB are available" if rank == 0 else "GiB"):
             engine.offload_states()
-    finally:
-        offload_states.available_host_bytes = genuine
     one_step(engine, rank, world)

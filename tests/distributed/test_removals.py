@@ -88,11 +88,11 @@ UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "optimizer_offload.HostShard.finish: self._last.finish()": AGREED,
+    "optimizer_offload.HostShard.finish: self._copy.finish()": AGREED,
     "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
     "partitioned_bucket.PartitionedBucket.release: self.wait(show=False)": UNUSED,
-    "offload_states.StateOffloader._come_to_rest: self.engine.zero.reducer.drain()": UNUSED,
+    "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
     "activations.HostActivations.watching: self._ahead.popitem()[1][1].wait()": UNUSED,
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,

@@ -101,21 +101,13 @@ class TestBits:
             torchs.step()
         assert same(ours, torchs)
 
+    @pytest.mark.parametrize("kernel", ["compiled", NUMBA])
     @pytest.mark.parametrize("mode", MODES, ids=str)
-    def test_compiled_gives_the_bits_of_its_lines(self, mode, monkeypatch):
-        """Here the lines stand in for the compiled; that both have the same bits is asked whenever one is compiled."""
+    def test_compiled_gives_the_bits_of_its_lines(self, kernel, mode, monkeypatch):
+        """The lines stand in for C++; that both have the same bits is asked whenever something is compiled."""
         monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
         monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         forget_compiled(monkeypatch)
-        self.check_the_bits_of_the_lines("compiled", mode)
-
-    @pytest.mark.skipif(bool(why_not("numba")), reason=why_not("numba"))
-    @pytest.mark.parametrize("mode", MODES, ids=str)
-    def test_numba_gives_the_bits_of_the_lines(self, mode):
-        self.check_the_bits_of_the_lines("numba", mode)
-
-    @staticmethod
-    def check_the_bits_of_the_lines(kernel, mode):
         (mine,), (theirs,) = leaves(1000), leaves(1000)
         ours = CPUAdam([mine], kernel=kernel, **mode)
         m, v = torch.zeros(1000), torch.zeros(1000)
