@@ -234,6 +234,15 @@ def test_optimizers_that_do_not_fit(rank, world):
         deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
     with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
         deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
+    frozen = make_model().requires_grad_(False)
+    for arguments, words in (
+        ({"model": 5}, "initialize needs model=, a torch.nn.Module; it got int"),
+        ({"model": model, "model_parameters": [1, 2]}, "model_parameters holds int objects: give parameters"),
+        ({"model": model, "model_parameters": []}, "nothing can be trained: model_parameters is empty"),
+        ({"model": frozen}, "nothing can be trained: model has no parameter that requires a gradient"),
+    ):
+        with pytest.raises(deepzero.ConfigError, match=words):
+            deepzero.initialize(**arguments, config=config(stage=1))
 
 
 class Numbers(torch.utils.data.Dataset):

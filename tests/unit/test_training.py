@@ -130,6 +130,24 @@ def way_on(monkeypatch, run_dir, step, *overrides):
     return Command(("python", "train.py"), overrides, {}, False).way_on(run_dir, 10)
 
 
+def test_a_record_that_cannot_be_written_leaves_no_folder(monkeypatch, tmp_path):
+    """Hydra's record of a run on a full disk; that of an earlier start stays."""
+
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    command = Command(("python", "train.py"), (), {"config.yaml": "a: 1"}, False)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", full)
+        command.keep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    command.keep(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "write_text", full)
+        command.keep(tmp_path)
+    assert (tmp_path / ".hydra" / "config.yaml").read_text() == "a: 1"
+
+
 def test_what_was_typed_with_the_folder(monkeypatch, tmp_path):
     assert Command(("python", "train.py"), (), {}, False).way_on(tmp_path, 10) == "", "nothing was saved"
     typed = ["zero.stage=2", "optimizer.betas=[0.9, 0.95]", "hydra.run.dir=outputs/${now:%H}", "train.resume=null"]
