@@ -49,10 +49,7 @@ def flush_parents(path: Path) -> None:
 def write_whole(path: Path, content: bytes, suffix: str = "tmp") -> None:
     """Put a small file in its place, whole or not at all; :func:`flush_folder` makes its name last.
 
-    Args:
-        path: its place.
-        content: its bytes.
-        suffix: of the name that it has until then; of this process's own, where several may write.
+    Until then its name has ``suffix``: of this process's own, where several may write.
     """
     temporary = path.with_name(f".{path.name}.{suffix}")
     try:
@@ -68,13 +65,10 @@ def write_whole(path: Path, content: bytes, suffix: str = "tmp") -> None:
 
 
 class Flushes:
-    """Lets a file reach the disk while it grows, so that no single flush takes long.
+    """Lets a file that is open for writing reach the disk while it grows, so that no single flush takes long.
 
     What is written waits in the system's memory, a fifth of all there is. To flush that at once took longer than other
     ranks had patience for, who see nothing of it until it is over.
-
-    Args:
-        file: open for writing.
     """
 
     def __init__(self, file: BinaryIO) -> None:

@@ -50,7 +50,7 @@ class Sink(Protocol):
 
 
 class Background:
-    """A sink behind a queue and a thread.
+    """A sink behind a queue, for ``room`` entries, and a thread.
 
     Args:
         name: for the messages.

@@ -38,12 +38,7 @@ STOPPED = "stopped by SIG"
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Valid JSON of nested mappings, sequences and scalars.
-
-    Example:
-        >>> to_json({"loss": 0.1 + 0.2, "grad_norm": float("inf")})
-        '{"loss": 0.30000000000000004, "grad_norm": null}'
-    """
+    """Valid JSON of nested mappings, sequences and scalars."""
     return json.dumps(_clean(value), indent=indent, allow_nan=False, ensure_ascii=False)
 
 
@@ -65,10 +60,6 @@ def scalars(kind: Kind, entry: Mapping[str, Any]) -> dict[str, float]:
     """Every number of an entry but the step, under the name that loggers show it by.
 
     W&B and TensorBoard make a section of what stands before the first slash: ``kind``, or a name's own section.
-
-    Example:
-        >>> scalars("train", {"step": 3, "loss": 2.5, "skipped": False, "mfu": None, "comm/hidden_fraction": 0.75})
-        {'train/loss': 2.5, 'train/skipped': 0.0, 'comm/hidden_fraction': 0.75}
     """
     return {
         key if "/" in key else f"{kind}/{key}": float(value)

@@ -28,14 +28,7 @@ _PEAKS: tuple[tuple[str, float | None, float, float], ...] = (
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Operations per second that one device can do in bf16, fp16 or fp32; None when it is not known.
-
-    Example:
-        >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
-        989400000000000.0
-        >>> peak_flops("a CPU", "bf16") is None
-        True
-    """
+    """Operations per second that one device can do in bf16, fp16 or fp32; None when it is not known."""
     column = ("bf16", "fp16", "fp32").index(dtype)
     tera = next((peaks[column] for name, *peaks in _PEAKS if name in device_name), None)
     return None if tera is None else tera * 1e12

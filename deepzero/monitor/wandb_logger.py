@@ -136,13 +136,7 @@ class WandB:
 
 
 def memory_rows(summary: Mapping[str, Any]) -> list[list[Any]]:
-    """Bytes held by one rank, by category, in the order of the columns; empty when nothing was trained.
-
-    Example:
-        >>> memory_rows({"memory": {"masters": {"predicted": 40, "measured": 40}, "activations": {"predicted": None,
-        ...     "measured": 9}}})
-        [['masters', 40, 40, 1.0], ['activations', None, 9, None]]
-    """
+    """Bytes held by one rank, by category, in the order of the columns; empty when nothing was trained."""
     held = summary.get("memory") or {}
     return [[name, v["predicted"], v["measured"], _ratio(v["predicted"], v["measured"])] for name, v in held.items()]
 

@@ -233,12 +233,7 @@ def our_events(recorder: profiler_ranges.Recorder, pid: int, base_ns: int) -> li
 
 
 def lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The lane of each span: the first in which nothing overlaps with it. ``spans`` are sorted by their begin.
-
-    Example:
-        >>> lanes([(0, 10), (5, 20), (10, 30), (12, 13)])
-        [0, 1, 0, 2]
-    """
+    """The lane of each span: the first in which nothing overlaps with it. ``spans`` are sorted by their begin."""
     ends, chosen = list[int](), []
     for began, ended in spans:
         free = next((lane for lane, end in enumerate(ends) if end <= began), len(ends))

@@ -40,14 +40,14 @@ class Layers(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
-def recorded(rank, world, folder, changes, **profiler):
-    """Steps under the profiler; the metrics of those that it records."""
+def recorded(rank, world, folder, changes, steps=3 + ACTIVE, profiler=None):
+    """Steps under the profiler; the metrics of those that it records by default."""
     torch.manual_seed(0)
-    engine = start(Layers(), bucket=WIDTH * WIDTH + WIDTH, overlap=True, **changes)
-    cfg = ProfilerConfig(enabled=True, wait=1, warmup=1, active=ACTIVE, ranks=tuple(range(world)), **profiler)
+    engine = start(Layers(), **changes)
+    cfg = {"wait": 1, "warmup": 1, "active": ACTIVE, "ranks": tuple(range(world)), **(profiler or {})}
     metrics = []
-    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
-        for step in range(3 + ACTIVE):
+    with trace(ProfilerConfig(enabled=True, **cfg), Path(folder), rank, engine.ledger.held_now) as end_of_step:
+        for step in range(steps):
             one_step(engine, rank, world, step)
             metrics.append(engine.step_metrics())
             end_of_step()
@@ -56,12 +56,21 @@ def recorded(rank, world, folder, changes, **profiler):
     return [{**entry, "still_on": on} for entry in metrics[2 : 2 + ACTIVE]]
 
 
+def traced(ranks, folder, changes, steps, active):
+    """The only trace file of such a run."""
+    ranks.run(recorded, str(folder), changes, steps, {"wait": 0, "ranks": (0,), "active": active}, world_size=2)
+    (path,) = (folder / "traces").iterdir()
+    return path
+
+
+SEVERAL = {"bucket": WIDTH * WIDTH + WIDTH, "overlap": True}
+"""Buckets, and reductions beside the backward pass."""
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 RUNS = {
-    "stage 2": {"stage": 2},
-    "stage 3": {"stage": 3, "zero": WHOLE},
-    "offload": {"stage": 3, "zero": {**WHOLE, "offload_optimizer": {"device": "cpu"},
-     "offload_param": {"device": "cpu"}}},
-}  # fmt: skip
+    "stage 2": {"stage": 2, **SEVERAL},
+    "stage 3": {"stage": 3, "zero": WHOLE, **SEVERAL},
+    "offload": {"stage": 3, "zero": {**WHOLE, **ON_HOST}, **SEVERAL},
+}
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -213,21 +222,10 @@ def test_it_ends_with_the_recorded_steps(run):
     assert steps == [f"ProfilerStep#{2 + k}" for k in range(ACTIVE)]
 
 
-def delayed(rank, world, folder):
-    zero = {"offload_optimizer": {"device": "cpu", "delayed_update": True, "delay_after_steps": 0}}
-    engine = start(Layers(), stage=2, zero=zero)
-    cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=2, ranks=(0,))
-    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
-        for step in range(4):
-            one_step(engine, rank, world, step)
-            end_of_step()
-    engine.destroy()
-
-
 def test_a_delayed_update_has_a_lane_of_its_own(ranks, tmp_path):
     """Torch's profiler does not see the thread that makes it."""
-    ranks.run(delayed, str(tmp_path), world_size=2)
-    (path,) = (tmp_path / "traces").iterdir()
+    zero = {"offload_optimizer": {"device": "cpu", "delayed_update": True, "delay_after_steps": 0}}
+    path = traced(ranks, tmp_path, {"stage": 2, "zero": zero}, steps=4, active=2)
     updates = [event for event in events_of(path) if event.get("cat") == "delayed update"]
     found = [Label.parse(event["name"]) for event in updates]
     assert set(found) == {Label("step", 0, "head.bias", "delayed"), Label("step", 1, "blocks.0.weight", "delayed")}
@@ -275,7 +273,7 @@ def test_one_rank_sends_nothing(rank, world):
 def test_a_folder_that_cannot_be_written_stops_nothing(rank, world, tmp_path):
     (tmp_path / "traces").write_text("a file in the folder's place", encoding="utf-8")
     with log_lines() as said:
-        assert len(recorded(rank, world, tmp_path, {"stage": 2})) == ACTIVE and profiler_ranges.recorder() is None
+        assert len(recorded(rank, world, tmp_path, RUNS["stage 2"])) == ACTIVE and profiler_ranges.recorder() is None
     (line,) = said
     assert line.startswith(f"profiler: no trace in {tmp_path / 'traces'}: FileExistsError")
     assert (tmp_path / "traces").is_file()
@@ -285,41 +283,20 @@ def test_a_folder_that_cannot_be_written_stops_nothing(rank, world, tmp_path):
 def test_a_profiler_that_fails_stops_nothing(rank, world, tmp_path):
     failing = mock.patch.object(torch.profiler.profile, "step", side_effect=RuntimeError("no profiler today"))
     with log_lines() as said, failing:
-        assert len(recorded(rank, world, tmp_path, {"stage": 2})) == ACTIVE and profiler_ranges.recorder() is None
+        assert len(recorded(rank, world, tmp_path, RUNS["stage 2"])) == ACTIVE and profiler_ranges.recorder() is None
     assert said == ["profiler: RuntimeError: no profiler today; training goes on without"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_several_cycles_give_a_trace_each(ranks, tmp_path):
-    ranks.run(cycles, str(tmp_path), world_size=2)
+    cycles = {"wait": 0, "active": 1, "repeat": 2, "ranks": (1,), "memory": False, "with_stack": True}
+    ranks.run(recorded, str(tmp_path), {"stage": 2}, 5, cycles, world_size=2)
     paths = sorted((tmp_path / "traces").glob("rank1.*.pt.trace.json"))
     assert [[step.number for step in Trace(path).steps] for path in paths] == [[1], [3]]
     assert all(label.verb != "in_flight" or label.note for path in paths for label in labels_of(path))
 
 
-def stage_0(rank, world, folder):
-    engine = start(Layers(), stage=0)
-    cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=1, ranks=(0,))
-    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
-        for step in range(2):
-            one_step(engine, rank, world, step)
-            end_of_step()
-    engine.destroy()
-
-
 def test_stage_0_names_its_reductions(ranks, tmp_path):
-    ranks.run(stage_0, str(tmp_path), world_size=2)
-    (path,) = (tmp_path / "traces").iterdir()
-    labels = labels_of(path)
+    labels = labels_of(traced(ranks, tmp_path, {"stage": 0}, steps=2, active=1))
     assert {label.verb for label in labels} >= {"reduce", "launch", "wait", "in_flight", "agree"}
     assert all(label.place for label in labels if label.note.startswith("gradients.")), labels
-
-
-def cycles(rank, world, folder):
-    engine = start(Layers(), stage=2)
-    cfg = ProfilerConfig(enabled=True, wait=0, warmup=1, active=1, repeat=2, ranks=(1,), memory=False, with_stack=True)
-    with trace(cfg, Path(folder), rank, engine.ledger.held_now) as end_of_step:
-        for step in range(5):
-            one_step(engine, rank, world, step)
-            end_of_step()
-    engine.destroy()

@@ -58,29 +58,20 @@ def test_a_missing_value_is_a_gap():
 
 @pytest.mark.parametrize("points", [[], [(1, None)], [(1, math.inf), (2, math.nan)]])
 def test_nothing_to_draw_is_no_chart(points):
-    assert svg.chart("x", "T", [svg.Line("loss", points, "c1")], "step", str) == ""
+    assert svg.chart("x", "T", [svg.Line("loss", points, "c1")], "step", str) == svg.bar_chart("b", "T", []) == ""
 
 
-def test_one_value_is_a_dot_in_the_middle_of_an_axis():
+def test_few_values_have_an_axis():
     drawn = chart([svg.Line("loss", [(1, 5.0)], "c1")])
-    assert 'cx="223"' in drawn
-    assert not paths(drawn)
-
-
-def test_equal_values_have_an_axis():
+    assert 'cx="223"' in drawn and not paths(drawn), "one value is a dot in the middle"
     (path,) = paths(chart([svg.Line("scale", [(1, 0.0), (2, 0.0)], "c1")], zero=True))
-    places = {float(y) for y in re.findall(r" ([\d.]+)", path)}
-    assert places == {svg.HEIGHT - svg.BOTTOM}
+    assert {float(y) for y in re.findall(r" ([\d.]+)", path)} == {svg.HEIGHT - svg.BOTTOM}
 
 
-def test_crosses_stand_where_steps_were_skipped():
-    drawn = chart([svg.Line("loss", [(1, 1.0), (3, 2.0)], "c1")], crosses=[2.0])
+def test_crosses_stand_where_steps_were_skipped_and_words_are_escaped():
+    drawn = chart([svg.Line("<b>\x1b&", [(1, 1.0), (3, 2.0)], "c1")], crosses=[2.0])
     assert drawn.count('class="cross"') == 1
     assert f"M{svg.Frame((1, 3), (1, 2)).across(2) - 3:.1f} " in drawn
-
-
-def test_words_are_escaped_and_without_control_characters():
-    drawn = chart([svg.Line("<b>\x1b&", [(1, 1.0), (2, 2.0)], "c1")])
     assert "<title>&lt;b&gt;?&amp;</title>" in drawn
 
 
@@ -106,4 +97,3 @@ def test_bars_end_where_they_are_measured_and_are_marked_where_expected():
     ElementTree.fromstring(drawn)
     assert re.findall(r'width="([\d.]+)" height="11"', drawn) == ["190", "95"]
     assert re.findall(r'class="expected" x1="([\d.]+)"', drawn) == ["384"]
-    assert svg.bar_chart("b", "T", []) == ""

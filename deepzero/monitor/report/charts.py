@@ -9,7 +9,7 @@ import numpy as np
 
 from deepzero.monitor.report import svg
 from deepzero.monitor.report.html import figures, legend, paragraph
-from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number
+from deepzero.monitor.report.run_data import EXPOSED, IN_FLIGHT, Run, number, shown
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
 LAYERS = {
@@ -66,10 +66,10 @@ def offload(run: Run) -> str:
     lines, named = [], []
     for place, part in enumerate(run.offload_parts):
         name, colour = part.replace("_", " "), f"c{1 + place % 8}"
-        took, hidden = run.typical(f"offload/{part}/seconds"), run.typical(f"offload/{part}/hidden")
-        words = [] if took is None else [short_seconds(took)]
+        took = shown(run.typical(f"offload/{part}/seconds"), short_seconds)
+        hidden = shown(run.typical(f"offload/{part}/hidden"), "{:.0%} hidden".format)
         lines.append(svg.Line(name, run.series(f"offload/{part}/seconds"), colour))
-        named.append((name, colour, ", ".join(words + ([] if hidden is None else [f"{hidden:.0%} hidden"]))))
+        named.append((name, colour, ", ".join(filter(None, (took, hidden)))))
     title = "Offload pipeline, seconds a step"
     return figures([svg.chart("offload", title, lines, STEP, short_seconds, note=legend(named), zero=True)])
 
@@ -134,12 +134,7 @@ def points_of(rank: Mapping[str, Any]) -> Points:
 
 
 def chosen_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak.
-
-    Example:
-        >>> chosen_ranks([{"points": [{"seconds": 0, "held": {"parameters": k % 7}}]} for k in range(9)])
-        [0, 6]
-    """
+    """Of those that have points all of a few; of many the first, and those with the highest and the lowest peak."""
     peaks = {place: peak_of(rank) for place, rank in enumerate(ranks) if points_of(rank)}
     if len(ranks) <= MOST_RANKS or not peaks:
         return list(peaks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from deepzero.monitor.metrics_file import METRICS, SUMMARY
@@ -11,7 +11,7 @@ from deepzero.monitor.report import svg
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.charts import STEP
 from deepzero.monitor.report.html import document, figures, paragraph, section, table, text
-from deepzero.monitor.report.run_data import EXPOSED, Run, number
+from deepzero.monitor.report.run_data import EXPOSED, Run, number, shown
 from deepzero.monitor.report.savings import ALIKE, MOMENT, like_stage_2, savings_of
 from deepzero.monitor.report.sections import title
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds, text_columns
@@ -59,7 +59,7 @@ def _by_category(runs: Sequence[Run], names: Sequence[str]) -> list[list[str]]:
             *(value if len(value) <= SHOWN else f"…{value[-SHOWN:]}" for value in said),
             *(short_bytes(run.held(category)) if run.account("memory") else "–" for category in held),
             _sent(run) or "–",
-            "–" if (took := run.typical("step_seconds")) is None else short_seconds(took),
+            shown(run.typical("step_seconds"), short_seconds) or "–",
             (_loss(run) or "–") + (f" ({state})" if state != "finished" else ""),
         ])  # fmt: skip
     return rows
@@ -113,22 +113,22 @@ def _what_differs(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
     yield table(["key", *names], rows) if rows else ""
 
 
+FIGURES: dict[str, Callable[[Run], str | None]] = {
+    "loss": _loss,
+    "tokens/s": lambda run: shown(run.typical("tokens_per_second"), short_number),
+    "step": lambda run: shown(run.typical("step_seconds"), short_seconds),
+    "waited": lambda run: shown(run.typical(EXPOSED), short_seconds),
+    "state, device": lambda run: short_bytes(saved.here_bytes) if (saved := savings_of(run)) else None,
+    "state, host": lambda run: short_bytes(saved.host) if (saved := savings_of(run)) else None,
+    "saved": lambda run: f"{saved.part:.0%}" if (saved := savings_of(run)) else None,
+    "sent a step": _sent,
+}
+
+
 def _numbers(runs: Sequence[Run], names: Sequence[str]) -> Iterable[str]:
     """Speed, memory and volume of each."""
-    rows: list[list[str | None]] = []
-    for run, name in zip(runs, names, strict=True):
-        saved, times = savings_of(run), (run.typical("step_seconds"), run.typical(EXPOSED))
-        rows.append([
-            name,
-            _loss(run),
-            None if (speed := run.typical("tokens_per_second")) is None else short_number(speed),
-            *(None if seconds is None else short_seconds(seconds) for seconds in times),
-            *((None,) * 3 if saved is None
-              else (short_bytes(saved.here_bytes), short_bytes(saved.host), f"{saved.part:.0%}")),
-            _sent(run),
-        ])  # fmt: skip
-    head = ["run", "loss", "tokens/s", "step", "waited", "state, device", "state, host", "saved", "sent a step"]
-    yield table(head, rows, range(1, 9))
+    rows = [[name, *(figure(run) for figure in FIGURES.values())] for run, name in zip(runs, names, strict=True)]
+    yield table(["run", *FIGURES], rows, range(1, 9))
     note = "Loss: of validation where there is one. Speed: medians, without the first and the recorded step. State: "
     note += "parameters, gradients, masters and moments of one rank; saved: against plain data parallelism."
     yield paragraph(note, "soft")

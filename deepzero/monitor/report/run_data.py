@@ -6,14 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from deepzero.config.run import RunConfig
 from deepzero.monitor.metrics_file import METRICS, SUMMARY, TIMELINE, read_lines
-from deepzero.utils.formatting import flatten
+from deepzero.utils.formatting import flatten, short_bytes
 
 DEVICE_STATES = ("parameters", "secondary", "gradients", "masters", "moments")
 """The model state: what ZeRO cuts."""
@@ -28,15 +28,16 @@ way, and the part of the latter that was hidden."""
 
 
 def number(value: Any) -> float | None:
-    """A finite number as a float; anything else, NaN and true included, is None.
-
-    Example:
-        >>> number(2), number(float("nan")), number("2"), number(True)
-        (2.0, None, None, None)
-    """
+    """A finite number as a float; anything else, NaN and true included, is None."""
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, (int, float))):
         return None
     return float(value) if math.isfinite(value) else None
+
+
+def shown(value: Any, words: Callable[[float], str] = short_bytes) -> str | None:
+    """A finite number in words; None where there is none."""
+    known = number(value)
+    return None if known is None else words(known)
 
 
 class Run:
@@ -146,12 +147,7 @@ def _whole(value: Any, least: int) -> int | None:
 
 
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with dotted keys, as on the command line: without ``engine.``.
-
-    Example:
-        >>> flat({"engine": {"zero": {"stage": 2}}, "train": {"steps": 5}})
-        {'zero.stage': 2, 'train.steps': 5}
-    """
+    """Nested settings with dotted keys, as on the command line: without ``engine.``."""
     leaves = flatten(settings).items()
     return {key.removeprefix("engine."): list(value) if isinstance(value, tuple) else value for key, value in leaves}
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from deepzero.monitor.metrics_file import REPORT, put
 from deepzero.monitor.report import charts
 from deepzero.monitor.report.bottlenecks import limits_of
 from deepzero.monitor.report.html import cards, document, folded, paragraph, section, table, text
-from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, defaults, number
+from deepzero.monitor.report.run_data import EXPOSED, HIDDEN, HOST_STATES, Run, defaults, number, shown
 from deepzero.monitor.report.savings import ALIKE, MOMENT, WHAT_STAGES_DO, headline, like_stage_2, savings_of, textbook
 from deepzero.utils.formatting import short_bytes, short_number, short_seconds
 
@@ -68,10 +67,10 @@ def _first_figures(run: Run) -> Iterable[tuple[str, str]]:
         yield short_bytes(saved.plain_bytes), "the same under plain data parallelism"
     if run.account("communication"):
         yield short_bytes(run.total_sent()), "sent by one rank in one step"
-    if (usual := run.typical("tokens_per_second")) is not None:
-        yield short_number(usual), "tokens per second (median)"
-    if (took := run.typical("step_seconds")) is not None:
-        yield short_seconds(took), "a step (median)"
+    if usual := shown(run.typical("tokens_per_second"), short_number):
+        yield usual, "tokens per second (median)"
+    if took := shown(run.typical("step_seconds"), short_seconds):
+        yield took, "a step (median)"
     for key, name, least in (("val_loss", "validation loss", 2), ("loss", "training loss", 1)):
         losses = [y for _, y in run.series(key) if y is not None]
         if len(losses) >= least:
@@ -93,8 +92,8 @@ def _states(run: Run) -> Iterable[str]:
         rows = []
         for name, here in saved.here.items():
             if here or name in saved.plain:
-                rows.append([name, *map(_size, (saved.plain.get(name, 0.0), saved.predicted[name], here))])
-        rows.append(["together", *map(_size, (saved.plain_bytes, sum(saved.predicted.values()), saved.here_bytes))])
+                rows.append([name, *map(shown, (saved.plain.get(name, 0.0), saved.predicted[name], here))])
+        rows.append(["together", *map(shown, (saved.plain_bytes, sum(saved.predicted.values()), saved.here_bytes))])
         form = textbook(run)
         yield paragraph(
             f"Model state, {MOMENT.partition(' (')[0]}; mean over ranks. Plain data parallelism is what a rank would "
@@ -105,10 +104,10 @@ def _states(run: Run) -> Iterable[str]:
         yield table(["", "plain data parallelism", "this run, predicted", "this run, measured"], rows, (1, 2, 3))
         if saved.host:
             yield paragraph("Of the model state in host memory:")
-            host = [[name, _size(run.held(name, "predicted")), _size(run.held(name))] for name in HOST_STATES]
+            host = [[name, shown(run.held(name, "predicted")), shown(run.held(name))] for name in HOST_STATES]
             yield table(["", "predicted", "measured"], host, (1, 2))
     rows = [
-        [name, *(_size(entry.get(column)) for column in ("predicted", "measured", "largest"))]
+        [name, *(shown(entry.get(column)) for column in ("predicted", "measured", "largest"))]
         for name, entry in run.account("memory").items()
     ]
     if rows:
@@ -141,11 +140,11 @@ def _memory_step(run: Run) -> Iterable[str]:
             )
     words += " Numbers above: 3 first gradient, 4 boundary, 5 optimizer step, 6 publish (docs/step.md)."
     words += " Activations are not in the ledger and not in the picture."
-    shown = charts.chosen_ranks(ranks)
-    events = sum(int(number(ranks[rank].get("events")) or 0) for rank in shown)
-    kept = sum(len(charts.points_of(ranks[rank])) for rank in shown)
+    drawn = charts.chosen_ranks(ranks)
+    events = sum(int(number(ranks[rank].get("events")) or 0) for rank in drawn)
+    kept = sum(len(charts.points_of(ranks[rank])) for rank in drawn)
     words += f" {kept:,} of {events:,} events are shown." * (kept < events)
-    if len(shown) < len(ranks):
+    if len(drawn) < len(ranks):
         words += f" Of {len(ranks)} ranks: the first, and those with the highest and the lowest peak."
     yield paragraph(words)
     yield pictures
@@ -171,10 +170,10 @@ def _communication(run: Run) -> Iterable[str]:
     rows = []
     for kind, entry in account.items():
         measured, predicted = entry.get("measured") or {}, entry.get("predicted")
-        expected = _size(predicted.get("bytes")) if isinstance(predicted, dict) else None
+        expected = shown(predicted.get("bytes")) if isinstance(predicted, dict) else None
         numbers = (f"{number(measured.get(name)) or 0:,.0f}" for name in ("calls", "elements", "padding_elements"))
-        between = _size(measured.get("between_node_bytes"))
-        rows.append([kind, expected, _size(measured.get("bytes")), *numbers, between])
+        between = shown(measured.get("between_node_bytes"))
+        rows.append([kind, expected, shown(measured.get("bytes")), *numbers, between])
     head = ["kind", "predicted", "measured", "calls", "elements", "padding", "between nodes"]
     yield folded("All kinds, in numbers", table(head, rows, range(1, 7))) if rows else ""
     exposed, hidden = run.typical(EXPOSED), run.typical(HIDDEN)
@@ -186,11 +185,6 @@ def _communication(run: Run) -> Iterable[str]:
             words += f"; {hidden:.0%} of the time in which some was under way was hidden"
         yield paragraph(f"{words}.")
     yield charts.overlap(run)
-
-
-def _size(value: Any) -> str | None:
-    known = number(value)
-    return None if known is None else short_bytes(known)
 
 
 def _settings(run: Run) -> Iterable[str]:

@@ -207,12 +207,12 @@ def chart(
     crosses: Sequence[float] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """A figure of areas and lines over one x axis; the empty string when there is nothing to draw.
+    """A figure of areas and lines, which lie over them, above one x axis; empty when there is nothing to draw.
 
     Args:
         ident: unique on the page.
         title: above the picture.
-        lines: what is drawn; areas lie under the others.
+        lines: what is drawn.
         x_name: under the axis.
         y_label: a tick's words, unit included.
         note: under the picture, as HTML; None: a legend where there are several lines.
