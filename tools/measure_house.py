@@ -40,8 +40,8 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/training": (960, 380),
     "deepzero/compat": (450, 1200),
     "deepzero": (36_400, 23_500),
-    "tools": (4780, 2700),
-    "tests": (27_150, 17_000),
+    "tools": (4733, 2700),
+    "tests": (26_150, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). ``deepzero/runtime`` is counted without ``zero/``."""
 

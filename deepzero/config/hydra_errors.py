@@ -54,10 +54,7 @@ def split(word: str) -> tuple[str, str, str]:
 def explain(error: Exception, configs: Path, valid_keys: Callable[[], list[str]]) -> str:
     """Hydra's error as one message; a misspelt key or choice comes with the nearest one that exists.
 
-    Args:
-        error: what Hydra or OmegaConf raised.
-        configs: the folder of the config groups.
-        valid_keys: gives every dotted key; asked only when one is unknown.
+    ``configs`` is the folder of the config groups; ``valid_keys`` gives every dotted key, asked for if one is unknown.
     """
     if isinstance(error, ConfigError):
         return str(error)

@@ -229,8 +229,7 @@ def _nothing(*_: object) -> None:
 def quiet(level: int = logging.WARNING) -> Iterator[None]:
     """What an engine says of itself when it is built is about a run; warnings are about the settings, and stay.
 
-    Args:
-        level: of what is heard. ``ERROR`` where a run has given the warnings itself.
+    At ``level`` ERROR they go too, where a run has given them itself.
     """
     logger = logging.getLogger("deepzero")
     before = logger.level

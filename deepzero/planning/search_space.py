@@ -147,13 +147,7 @@ class Space:
         return (*self.question.words, *ours, *setting.extra)
 
     def variants(self, best: Setting, limit: int, numel: int) -> list[tuple[str, ...]]:
-        """Further overrides to try on a setting.
-
-        Args:
-            best: the fastest so far.
-            limit: elements of a bucket as it is cut now.
-            numel: of the model.
-        """
+        """Further overrides to try on the fastest setting so far, whose buckets have up to ``limit`` elements."""
         zero = self.run.engine.zero
         found: list[tuple[str, ...]] = []
         if not any(map(self.fixed, _BUCKETS)):

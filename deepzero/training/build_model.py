@@ -31,11 +31,9 @@ def build_model(run: RunConfig) -> GPT | HFModel:
 
 def sequences(run: RunConfig, corpus: Corpus) -> tuple[TokenSequences, TokenSequences]:
     """The corpus for training and for validation, cut into sequences of the model's length."""
-    size, vocabulary = run.model.block_size, run.model.vocab_size
-    return (
-        TokenSequences(corpus.train, size, "training corpus", vocabulary),
-        TokenSequences(corpus.val, size, "validation corpus", vocabulary),
-    )
+    shape = run.model
+    train = TokenSequences(corpus.train, shape.block_size, "training corpus", shape.vocab_size)
+    return train, TokenSequences(corpus.val, shape.block_size, "validation corpus", shape.vocab_size)
 
 
 def program_of(run: RunConfig, world_size: int) -> TrainStep:
@@ -61,10 +59,8 @@ def preflight(run: RunConfig, world_size: int, device: str) -> None:
     optimizer = build_optimizer(run.engine.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     check_elementwise(optimizer)
     build_scheduler(run.engine.scheduler, optimizer, run.train.steps)
-    corpus = load_corpus(run.data)
-    if corpus.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={run.model.vocab_size}: data={run.data.name} has {corpus.vocab_size} different tokens"
-        )
+    corpus, size = load_corpus(run.data), run.model.vocab_size
+    if corpus.vocab_size > size:
+        raise ConfigError(f"model.vocab_size={size}: data={run.data.name} has {corpus.vocab_size} different tokens")
     train_data, _ = sequences(run, corpus)
     GlobalBatchSampler(len(train_data), batch.global_batch, run.train.seed)

@@ -57,9 +57,7 @@ NO_FOLDER = ("hydra.run.dir=.", "hydra.output_subdir=null")
 class CommandLine:
     """One call of ``train.py``: a run, or a sweep of runs.
 
-    Args:
-        train: the program of each rank, ``train(run, run_dir, command)``.
-        program: the file that defines it.
+    ``train(run, run_dir, command)`` is the program of each rank, and ``program`` the file that defines it.
     """
 
     def __init__(self, train: Callable[[RunConfig, str, Command], None], program: Path) -> None:

@@ -122,11 +122,7 @@ def ranks_in_full(peaks: Sequence[int]) -> list[int]:
 class StepTimeline:
     """Records the chosen step on every rank; rank 0 writes it down when the step is over.
 
-    Args:
-        run: the settings.
-        run_dir: the run folder.
-        engine: whose ledger is listened to.
-        first_step: steps that were taken before this start of the run.
+    ``first_step`` steps were taken before this start of the run.
     """
 
     def __init__(self, run: RunConfig, run_dir: Path, engine: DeepSpeedEngine, first_step: int) -> None:

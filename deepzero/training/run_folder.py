@@ -64,8 +64,7 @@ def sweep_folder() -> Path | None:
 def remove_unused(run_dir: Path | None = None) -> None:
     """Remove a folder that Hydra has made and no run has begun in, and those above it as far as Hydra has made them.
 
-    Args:
-        run_dir: of one run of a sweep; None: the folder of the run or of the whole sweep.
+    ``run_dir`` is one of a sweep's; None: the folder of the run, or of the whole sweep.
     """
     if FoldersBefore.noted is None:
         return

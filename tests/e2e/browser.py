@@ -56,6 +56,15 @@ addEventListener("message", m => { found.push(JSON.parse(m.data));
 </script>"""
 
 
+def chromium(arguments: list[str], profile: Path, seconds: float) -> str:
+    """The page as its scripts have made it, after so many seconds of the browser's own clock."""
+    place = [f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000:.0f}", "--dump-dom"]
+    command = [need_chromium(), *QUIET, *place, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
 def measure(page: Path, widths: tuple[int, ...], scratch: Path, dark: bool = False) -> dict[int, dict[str, Any]]:
     """Lay a page out at several widths at once, each in a frame of its own, and let it say what came of it.
 
@@ -72,11 +81,9 @@ def measure(page: Path, widths: tuple[int, ...], scratch: Path, dark: bool = Fal
     )
     (scratch / "frames.html").write_text(f"<!DOCTYPE html><body>{_COLLECT}{frames}</body>", encoding="utf-8")
     scheme = [f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
-    place = [f"--user-data-dir={scratch / 'profile'}", "--virtual-time-budget=5000", "--window-size=1400,1000"]
-    command = [need_chromium(), *QUIET, *scheme, *place, "--dump-dom", f"file://{scratch / 'frames.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, stdin=subprocess.DEVNULL)
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
-    assert found is not None, done.stderr[-2000:]
+    shown = chromium([*scheme, "--window-size=1400,1000", f"file://{scratch / 'frames.html'}"], scratch / "profile", 5)
+    found = re.search(r'<pre id="found">(.*?)</pre>', shown, re.S)
+    assert found is not None, shown[-2000:]
     said = {entry["width"]: entry for entry in json.loads(unescape(found[1]))}
     assert sorted(said) == sorted(widths)
     return said

@@ -21,14 +21,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.browser import need_chromium
+from tests.e2e.browser import chromium, need_chromium
 
 START_SECONDS = 40.0
-
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1400,2600",
-]  # fmt: skip
 
 CHARTS = "https://www.gstatic.com/charts/loader.js"
 NO_CHARTS = """<script>
@@ -56,12 +51,6 @@ def need_a_browser() -> None:
         pytest.skip("torch-tb-profiler is not installed")
 
 
-def get(url: str) -> str:
-    """What the server answers."""
-    body, _ = _fetch(url)
-    return body.decode("utf-8")
-
-
 def _fetch(url: str) -> tuple[bytes, str]:
     """Unpacked content, and its type."""
     with urllib.request.urlopen(url, timeout=30) as answer:
@@ -73,7 +62,7 @@ def _fetch(url: str) -> tuple[bytes, str]:
 
 def get_json(url: str) -> Any:
     """What the server answers, read."""
-    return json.loads(get(url))
+    return json.loads(_fetch(url)[0])
 
 
 @contextlib.contextmanager
@@ -133,17 +122,7 @@ def without_charts(url: str) -> Iterator[str]:
         thread.join(10)
 
 
-def look(url: str, picture: Path, seconds: float = 15.0) -> str:
-    """Open a page, let its scripts run, take a picture; returns the page as the scripts have made it.
-
-    Args:
-        url: the page.
-        picture: a PNG file to be written.
-        seconds: of the browser's own clock, which stands still while nothing happens.
-    """
+def look(url: str, picture: Path) -> str:
+    """Open a page, let its scripts run, take a picture; returns the page as the scripts have made it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = [need_chromium(), *FLAGS, f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000:.0f}"]
-        command += [f"--screenshot={picture}", "--dump-dom", url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        return chromium(["--window-size=1400,2600", f"--screenshot={picture}", url], Path(profile), 15)

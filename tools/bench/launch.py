@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,12 @@ class Outcome:
     def peak_bytes(self) -> int:
         """The largest resident size of any rank, ever."""
         return max(self.build_peak_bytes, self.step_peak_bytes)
+
+    def __str__(self) -> str:
+        name, values = next(iter(self.seconds.items()), ("step", []))
+        times = f"{name} median {median(values):.3f} s, best {min(values):.3f} s" if values else "no step timed"
+        peak = f", peak {self.peak_bytes / MIB:.0f} MiB  ({self.wall_seconds:.0f} s)"
+        return times + peak + (f"; failed: {self.error}" if self.error else "")
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def timed_block(
         Seconds of each step, or their mean; this rank's losses; and the processor time of all threads together.
     """
     losses: list[torch.Tensor] = []
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     synchronize(device)
     cpu_started, marks = time.process_time(), [time.perf_counter()]

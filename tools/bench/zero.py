@@ -30,11 +30,10 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 
 from tools.bench import report
 from tools.bench.contenders import CONTENDERS, FLOOR, Contender, Variant, by_name
-from tools.bench.launch import MIB, Outcome, Plan, end_on_signals, run_variant
+from tools.bench.launch import Outcome, Plan, end_on_signals, run_variant
 from tools.bench.report import Bar, compute_bars, floor_of, summarize
 from tools.bench.timing import natural, parser_of
 from tools.bench.workload import TINY, Workload
@@ -135,19 +134,10 @@ def run_rounds(entries: list[Entry], plan: Plan, rounds: int, keep: float) -> Re
         for contender, variant in alive:
             outcome = run_variant(contender, variant, plan, f"round{number}")
             results[contender.name, variant.name].append(outcome)
-            print(f"round {number}/{rounds}  {contender.name} {variant.name}: {progress(outcome)}", flush=True)
+            print(f"round {number}/{rounds}  {contender.name} {variant.name}: {outcome}", flush=True)
         if number == 1:
             alive = survivors(alive, results, keep)
     return results
-
-
-def progress(outcome: Outcome) -> str:
-    """One line about one variant in one round."""
-    if outcome.error:
-        return f"failed. {outcome.error}"
-    name, values = next(iter(outcome.seconds.items()))
-    times = f"{name} median {median(values):.3f} s, best {min(values):.3f} s"
-    return f"{times}, peak {outcome.peak_bytes / MIB:.0f} MiB  ({outcome.wall_seconds:.0f} s)"
 
 
 def survivors(alive: list[Entry], results: Results, keep: float) -> list[Entry]:
