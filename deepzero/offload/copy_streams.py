@@ -173,12 +173,8 @@ class HostDeviceCopier:
     ) -> PendingCopy:
         """Launch ``host.copy_(source)``: when the current stream is done with ``source``, on the stream downwards.
 
-        Args:
-            kind: the ledger's name for it.
-            host: 1-D, in the arena.
-            source: 1-D on the device, of the same dtype: a conversion would go through fresh memory.
-            padding: how many of the elements are padding.
-            where: which bucket, for traces.
+        Both are 1-D and of one dtype: a conversion would go through fresh memory. ``kind`` is the ledger's name for the
+        copy, ``padding`` says how many of the elements are padding, ``where`` names the bucket, for traces.
         """
         return self._launch("D2H", kind, host, source, padding, where)
 

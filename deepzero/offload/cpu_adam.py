@@ -140,10 +140,8 @@ class CPUAdam(torch.optim.Optimizer):
     ) -> None:
         """Choose the kernel and compile it now, which takes some seconds, and not in the first step.
 
-        Args:
-            grad_dtype: of the gradients that are to come.
-            out_dtype: of ``out``, None if there will be none.
-            masters: so many fp32 elements on the CPU take the parameters' places before the first step. None: none do.
+        ``out_dtype`` None: there will be no ``out``. ``masters``: so many fp32 elements on the CPU take the parameters'
+        places before the first step; None: none do.
         """
         kinds = {
             (param.dtype if masters is None else torch.float32, grad_dtype, out_dtype, group["betas"][0] > 0.5)

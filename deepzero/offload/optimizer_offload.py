@@ -404,11 +404,7 @@ class HostOptimizerShard(OptimizerShard):
 
     The step goes sub-group by sub-group: first what is left on the device, which a GPU does while the CPU goes on;
     then, in host memory, one bucket after the other. A bucket's parameters leave while the next one is updated.
-
-    Args:
-        host: what the shard is carved of.
-        given: as for :class:`OptimizerShard`.
-        more: the same.
+    Arguments after ``host``, of which the shard is carved, are those of :class:`OptimizerShard`.
     """
 
     def __init__(self, host: Offload, *given: Any, **more: Any) -> None:

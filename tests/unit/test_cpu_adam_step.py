@@ -257,30 +257,20 @@ class TestRefused:
         assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
         assert not any(optimizer.state[p] for p in params)
 
-    def test_a_parameter_named_twice(self):
-        (weight,) = leaves(5)
-        with pytest.raises(ValueError, match="names a parameter twice"):
-            CPUAdam([weight]).step([torch.ones(5)] * 2, only=[weight, weight])
-
-    def test_numbers_that_went_wrong_since(self):
-        (weight,) = leaves(5)
-        optimizer = CPUAdam([weight])
-        optimizer.param_groups[0]["lr"] = float("nan")
-        with pytest.raises(ValueError, match=r"param_groups\[0\]: lr=nan"):
-            optimizer.step([torch.ones(5)])
-
-    def test_two_scales(self):
-        optimizer = CPUAdam(leaves(5))
-        optimizer.grad_scale = torch.tensor(2.0)
-        with pytest.raises(ValueError, match="use one of them"):
-            optimizer.step([torch.ones(5)], scale=2.0)
-
-    def test_state_of_another_kind(self):
+    @pytest.mark.parametrize(("spoil", "arguments", "message"), [
+        (lambda o, weight: None, {"times": 2}, "names a parameter twice"),
+        (lambda o, weight: o.param_groups[0].update(lr=float("nan")), {}, r"param_groups\[0\]: lr=nan"),
+        (lambda o, weight: setattr(o, "grad_scale", torch.tensor(2.0)), {"scale": 2.0}, "use one of them"),
+        (lambda o, weight: o.state[weight].update(momentum_buffer=torch.zeros(5)), {},
+         "it needs step, exp_avg, exp_avg_sq"),
+    ])  # fmt: skip
+    def test_what_went_wrong_since(self, spoil, arguments, message):
         (weight,) = leaves(5)
         optimizer = CPUAdam([weight])
-        optimizer.state[weight] = {"momentum_buffer": torch.zeros(5)}
-        with pytest.raises(ValueError, match="it needs step, exp_avg, exp_avg_sq"):
-            optimizer.step([torch.ones(5)])
+        spoil(optimizer, weight)
+        times = arguments.get("times", 1)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step([torch.ones(5)] * times, only=[weight] * times, scale=arguments.get("scale", 1.0))
 
 
 class TestCompiled:
