@@ -157,7 +157,8 @@ def _optimizer(
     given = None if model_parameters is None else list(model_parameters)
     for item in given or ():
         if not isinstance(item, (torch.Tensor, Mapping)):
-            raise ConfigError(f"model_parameters holds {type(item).__name__} objects: give parameters, or groups of them")
+            kind = type(item).__name__
+            raise ConfigError(f"model_parameters holds {kind} objects: give parameters, or groups of them")
     if isinstance(optimizer, torch.optim.Optimizer):
         # With an optimizer object ``model_parameters`` has nothing left to say; a contradiction is refused.
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
