@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 from pathlib import Path
 
 from deepzero.checkpoint.errors import CheckpointError
@@ -241,7 +240,7 @@ def check_replaceable(path: Path) -> None:
 def clear_remains(folder: Path) -> None:
     """Remove what interrupted saves have left, but for what this process writes to. Only who holds the lock may."""
     remains = [path for path in folder.iterdir() if path.name.startswith((SAVING, DELETING, REPLACED))]
-    remains = [path for path in remains if not open_handles(path, os.O_RDONLY)]
+    remains = [path for path in remains if not is_open(path)]
     if remains:
         flush_folder(folder)  # who was killed may have had no time for it, and what is removed stands for what is named
     for path in remains:
@@ -262,24 +261,29 @@ def room_for(folder: Path, what: str, needed_bytes: int, advice: str) -> None:
 
 # ---- the lock --------------------------------------------------------------------------------------------------------
 #
-# What this process writes to is read from the system's table of open files, which all engines of a program share. A
-# lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the lock.
+# A lock belongs to an open file, however many handles there are of it: each holder has one, and the last ends the lock.
+
+_HELD: dict[int, str] = {}
+"""Handle → the folder's real path, for all engines of this process."""
 
 
-def open_handles(path: Path, access: int) -> list[int]:
-    """This process's handles of a file or folder that were opened for this ``access``."""
-    found = []
-    for handle in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
-            same = os.path.samestat(os.fstat(handle), path.stat())
-            if same and fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == access:
-                found.append(handle)
-    return found
+def _handles(folder: Path) -> list[int]:
+    real = os.path.realpath(folder)
+    return [handle for handle, held in _HELD.items() if held == real]
 
 
 def holds(folder: Path) -> bool:
     """Whether this process has the right to write in ``folder``."""
-    return bool(open_handles(folder / LOCK, os.O_RDWR))
+    return bool(_handles(folder))
+
+
+def is_open(path: Path) -> bool:
+    """Whether this process has a file or folder open: what a save writes to is, and all engines see it."""
+    for handle in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile; or the path is not there
+            if os.path.samestat(os.fstat(handle), path.stat()):
+                return True
+    return False
 
 
 def acquire(folder: Path) -> None:
@@ -290,8 +294,8 @@ def acquire(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if held := open_handles(folder / LOCK, os.O_RDWR):
-            os.dup(held[0])
+        if held := _handles(folder):
+            _HELD[os.dup(held[0])] = _HELD[held[0]]
             return
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -313,21 +317,21 @@ def acquire(folder: Path) -> None:
         (folder / LOCK).unlink(missing_ok=True)
         os.close(handle)
         raise
+    _HELD[handle] = os.path.realpath(folder)
 
 
 def release(folder: Path) -> None:
     """Give the right back, once for each :func:`acquire`."""
-    for handle in open_handles(folder / LOCK, os.O_RDWR)[:1]:
+    for handle in _handles(folder)[:1]:
+        del _HELD[handle]
         os.close(handle)
 
 
 def _close_locks() -> None:
     """In a forked child: the lock is the open file's, so that the child would keep it when its parent is gone."""
-    words = rf"process \d+ on {re.escape(socket.gethostname())}".encode()
-    for handle in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not opened for reading
-            if stat.S_ISREG(os.fstat(handle).st_mode) and re.fullmatch(words, os.pread(handle, 200, 0)):
-                os.close(handle)
+    for handle in _HELD:
+        os.close(handle)
+    _HELD.clear()
 
 
 os.register_at_fork(after_in_child=_close_locks)

@@ -206,7 +206,8 @@ class Checkpointer:
             log.warning(
                 "the learning rate goes on at %s, and the checkpoint's was %s: this run's schedule, or its settings, "
                 "are others than those of the run that was saved (a curve over all steps stretches with their number)",
-                *(here, there),
+                here,
+                there,
             )
         return str(reader.path), client_state
 

@@ -221,9 +221,13 @@ def _write_file(path: Path, plans: Sequence[TensorPlan], values: Iterator[torch.
         flushes = Flushes(file)
         header = shard_file.make_header(((plan.name, plan.dtype, plan.shape) for plan in plans), metadata)
         shard_file.put(file, memoryview(header))
-        for piece in itertools.islice(values, sum(1 for plan in plans for _ in plan.pieces())):
-            shard_file.put(file, shard_file.bytes_of(piece.contiguous()))
-            flushes.wrote(piece.nbytes)
+        for plan in plans:
+            for first, last in plan.pieces():
+                piece = next(values, None)
+                if piece is None or piece.nbytes != (last - first) * ITEMSIZE[plan.dtype]:
+                    raise AssertionError(f"{plan.name}, elements {first} to {last}: the reader is out of step")
+                shard_file.put(file, shard_file.bytes_of(piece.contiguous()))
+                flushes.wrote(piece.nbytes)
         flushes.flush()
 
 

@@ -272,9 +272,8 @@ def check_sound(manifest: Manifest, where: str) -> None:
         for name, info in manifest.files.items():
             _check_file(name, info, manifest.world_size)
         ranks = {info.rank for info in manifest.files.values()}
-        _need(
-            len(ranks) == len(manifest.files) == manifest.world_size, f"'files' is not one of each rank: {len(ranks)}"
-        )
+        files, world = len(manifest.files), manifest.world_size
+        _need(len(ranks) == files == world, f"'files' has {files} files of {len(ranks)} ranks, and there are {world}")
         _check_parameters(manifest)
         for place, problem in row_problems(manifest):
             raise InvalidManifest(f"{place}: {problem}")

@@ -32,7 +32,6 @@ Sources: ZeRO++ (Wang et al. 2023), sections 3.1 and 3.3; DeepSpeed's ``csrc/qua
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -42,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepzero.layout import ALIGN, round_up
-from deepzero.utils.compile import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.utils.compile import CompilationError, compilation, compile_apart, compiled_once, why_not_compiled
 
 TINY = 2.0**-126
 """The smallest normal number of fp32: no scale is smaller, so that its inverse is finite."""
@@ -441,10 +440,7 @@ class CompiledKernel:
         self.lines(codes.view(torch.int8), scales, *((values,) if bits == 8 else values.chunk(2, 1)))
 
 
-_COMPILING = threading.Lock()
-
-
-@functools.cache
+@compiled_once
 @torch.no_grad()
 def compiled(variant: Variant) -> CompiledKernel:
     """The compiled lines of a variant, compared with the plain kernel. The first call in a process takes seconds.
@@ -458,7 +454,7 @@ def compiled(variant: Variant) -> CompiledKernel:
 
     values, codes, scales, truth = _sample(variant)
     finite = torch.isfinite(values).all(1)
-    with _COMPILING, compilation():
+    with compilation():
         kernel = CompiledKernel(_compile(variant))
         got_codes, got_scales, got = codes.clone(), scales.clone(), torch.zeros_like(values)
         # Separate tensors of the right strides, so that the compiler sees no two views of one storage, one of them

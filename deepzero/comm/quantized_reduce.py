@@ -147,7 +147,9 @@ class QuantizedReduce:
             return
         lost, padding = self._lost_of(inflight, 0), 0
         for peer in range(per_node):
-            for node, packed in zip(nodes, self._messages(mail.inside_send[peer], bucket), strict=False):
+            if peer == self.inside.index:
+                continue  # what stays here is not packed
+            for node, packed in zip(nodes, self._messages(mail.inside_send[peer], bucket), strict=True):
                 owner = node * per_node + peer
                 self._pack(inflight, [sent[owner]], packed, next(lost), scratch)
                 padding += bucket.padding_of(owner)

@@ -66,7 +66,8 @@ def behind_closed_doors() -> Iterator[None]:
     finally:
         for name, value in before.items():
             del os.environ[name]
-            os.environ.update({} if value is None else {name: value})
+            if value is not None:
+                os.environ[name] = value
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int] | None:

@@ -84,7 +84,7 @@ def find_nodes(ranks_per_node: int | None, world_size: int, told: Sequence[int |
     if world_size == 1:
         return Nodes(1, 1)
     if ranks_per_node is None:
-        (local,) = set(told) if len(set(told)) == 1 else (None,)
+        local = told[0] if len(set(told)) == 1 else None
         return Nodes(world_size, local if local is not None and world_size % local == 0 else world_size)
     if world_size % ranks_per_node:
         raise ConfigError(

@@ -137,11 +137,13 @@ class RollCall:
             self.say()
         else:
             board.set_first("call", CONNECTION)
-        question = board.add("ask", 1)
+        question, states = board.add("ask", 1), dict[int, State]()
         self._post(question, 0.0)
         while True:
             over = time.monotonic() >= end
-            states, gone, call = self._answers(question), board.gone(), board.get("call")
+            # Who has answered is not read again: many ranks ask the one store.
+            states.update(self._answers(question, [rank for rank in range(board.world_size) if rank not in states]))
+            gone, call = board.gone(), board.get("call")
             timed_out = call not in (None, CONNECTION)
             if Diagnosis.read(board) is not None or (gone and not timed_out):
                 return
@@ -170,16 +172,16 @@ class RollCall:
     def _post(self, question: int, stands: float) -> None:
         self._board.set(f"here/{self._board.rank}", self._state(question, stands).to_json())
 
-    def _answers(self, question: int) -> dict[int, State]:
-        """Of the ranks that have answered this question or a later one."""
-        texts = [self._board.get(f"here/{rank}") for rank in range(self._board.world_size)]
-        states = {rank: State.from_json(text) for rank, text in enumerate(texts) if text is not None}
+    def _answers(self, question: int, ranks: Iterable[int]) -> dict[int, State]:
+        """Of those ``ranks`` that have answered this question or a later one."""
+        texts = {rank: self._board.get(f"here/{rank}") for rank in ranks}
+        states = {rank: State.from_json(text) for rank, text in texts.items() if text is not None}
         return {rank: state for rank, state in states.items() if state.beat >= question}
 
     def _heard(self, question: int, stands: float, over: bool) -> str | None:
         """What is to be said; empty: nothing, or not by this rank; None: not yet, answers are missing."""
         board, mine = self._board, self._state(question, stands)
-        states, gone = {**self._answers(question), board.rank: mine}, board.gone()
+        states, gone = {**self._answers(question, range(board.world_size)), board.rank: mine}, board.gone()
         for peer in range(board.rank):
             state = states.get(peer)
             # It will say so itself; and who has launched more on NCCL waits for this rank, not this rank for it.

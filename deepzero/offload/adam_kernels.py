@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from deepzero.utils.compile import CompilationError, compilation, compile_apart, why_not_compiled
+from deepzero.utils.compile import CompilationError, compilation, compile_apart, compiled_once, why_not_compiled
 from deepzero.utils.threads import thread_pool
 
 CHUNK = 3 << 16
@@ -335,7 +335,7 @@ def why_not(name: str) -> str:
         return f"no Numba ({error})"
 
 
-@functools.cache
+@compiled_once
 def compiled(name: str, variant: Variant) -> Lines:
     """``adam_lines`` without its first two arguments, compiled by ``name``. The first call takes seconds.
 

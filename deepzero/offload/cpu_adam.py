@@ -250,6 +250,7 @@ class CPUAdam(torch.optim.Optimizer):
         """The parameters that have a gradient, with that and their output, checked."""
         chosen = self._places()
         if only is not None:
+            only = list(only)
             places = {id(place.param): place for place in chosen}
             for i, param in enumerate(only):
                 if id(param) not in places:

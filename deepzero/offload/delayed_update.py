@@ -87,7 +87,11 @@ class DelayedOptimizerShard(HostOptimizerShard):
             part.grad.set_(grad)  # type: ignore[call-overload]
         self.update_pending, self._update = True, Future()
         # No daemon: a program that ends meanwhile waits for it.
-        start_thread(self._run, "deepzero-delayed-update", self._update, twin, grads, divisor, daemon=False)
+        try:
+            start_thread(self._run, "deepzero-delayed-update", self._update, twin, grads, divisor, daemon=False)
+        except BaseException as error:  # nobody else would end the update, and whoever waits for it would wait for ever
+            self._update.set_exception(error)
+            raise
 
     def _run(
         self, update: Future[tuple[int, float]], twin: CPUAdam, grads: Sequence[list[torch.Tensor]], divisor: float

@@ -385,6 +385,9 @@ class HostParamUpload:
 def cpu_threads(count: int) -> Iterator[None]:
     """So many threads for the CPU's kernels inside, as before afterwards."""
     before = torch.get_num_threads()
+    if before == count:  # setting them throws away what libraries have cached
+        yield
+        return
     torch.set_num_threads(count)
     try:
         yield

@@ -7,18 +7,23 @@ Who uses one: ``comm/quantization.py`` and ``offload/adam_kernels.py``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shlex
 import shutil
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
+_COMPILING = threading.RLock()
 
 
 class CompilationError(RuntimeError):
@@ -73,6 +78,19 @@ def compile_apart(lines: Callable[..., Any], name: str, device_type: str = "cpu"
             if getattr(numerics, switch, None) is not None:
                 options[f"eager_numerics.{switch}"] = True
     return torch.compile(own, fullgraph=True, options=options)
+
+
+def compiled_once(make: Callable[..., T]) -> Callable[..., T]:
+    """Cache the kernels that ``make`` compiles, by its arguments."""
+    cached = functools.cache(make)
+
+    @functools.wraps(make)
+    def get(*variant: Any) -> T:
+        with _COMPILING:  # a thread that asks meanwhile waits, and gets the same; filters of warnings are the process's
+            return cached(*variant)
+
+    get.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return get
 
 
 @contextmanager

@@ -168,8 +168,11 @@ import os, sys, time
 from pathlib import Path
 from deepzero.checkpoint.checkpoint_dir import acquire, holds
 acquire(Path(sys.argv[1]))
+mine = open(sys.argv[1] + ".pid", "w+")
+mine.write(Path(sys.argv[1], ".lock").read_text())
+mine.flush()
 if os.fork() == 0:
-    print("forked", holds(Path(sys.argv[1])), flush=True)
+    print("forked", holds(Path(sys.argv[1])), os.fstat(mine.fileno()).st_size > 0, flush=True)
     sys.stdin.read()
     os._exit(0)
 time.sleep(60)
@@ -188,7 +191,7 @@ def test_another_run_writes_to_the_folder(ranks, tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         try:
-            assert other.stdout.readline() == "forked False\n"
+            assert other.stdout.readline() == "forked False True\n"
             for message in ranks.run(save_here, tmp_path):
                 assert message.startswith(f"another run writes to {tmp_path} (process {other.pid} on ")
             assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -215,6 +218,11 @@ def test_the_lock_is_held_as_long_as_somebody_of_this_process_holds_it(tmp_path)
             assert folders.holds(tmp_path) == held
             with pytest.raises(BlockingIOError) if held else nullcontext():
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    before = len(os.listdir("/dev/fd"))
+    folders.acquire(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    folders.release(tmp_path / "run")
+    assert len(os.listdir("/dev/fd")) == before, "given back, though the folder is gone"
 
 
 @on_ranks()

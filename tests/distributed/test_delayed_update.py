@@ -309,6 +309,18 @@ def test_an_update_that_fails_is_not_forgotten(rank, world, tmp_path):
     engine.destroy()
 
 
+@on_ranks()
+def test_a_thread_that_cannot_be_started_is_not_waited_for(rank, world):
+    engine, _ = made(late(2, after=0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepzero.offload.delayed_update.start_thread", refuse)
+        with pytest.raises(MemoryError, match="no memory"):
+            go(engine, rank, world, 0, 1)
+    with pytest.raises(RuntimeError, match="the delayed update failed .*no memory"):
+        engine.finish_delayed_update()
+    engine.destroy()
+
+
 @pytest.mark.slow
 def test_a_program_may_end_before_its_update(tmp_path):
     """The interpreter waits for the thread; nothing aborts."""

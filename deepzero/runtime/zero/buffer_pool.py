@@ -130,8 +130,7 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """The buffer may be used again, as soon as no view of it is held."""
         place = storage_ptr_of(buffer)
-        if self._taken.pop(place, None) is None:
-            return  # the memory of a shard
+        del self._taken[place]
         if self.is_alone(buffer):
             self._poison(buffer)
         extra = self._planned is not None and not self._exact and place not in self._planned

@@ -191,7 +191,7 @@ class PartitionedBucket:
         self.hide(force=True)
         buffer, self.buffer, self._whole = self.buffer, None, None
         self.status = ZeroParamStatus.NOT_AVAILABLE
-        if buffer is not None:
+        if buffer is not None and not self.in_place:
             self.pool.give(buffer)
         if written is not None:
             raise write_lost(written, "is lost")

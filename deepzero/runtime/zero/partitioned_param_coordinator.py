@@ -293,18 +293,22 @@ class PartitionedParameterCoordinator:
             PartitionedUseError: a gathered parameter was written. The step has ended as on the other ranks.
         """
         self._switch(self.training)
+        problem = None
         try:
-            # What this raises comes when all else is done: the other ranks, whose program wrote nothing, have ended
-            # the step, and so does this one.
             self.release_all()
-        finally:
-            if self.training.close():
-                self._buffers.recorded()
-                self._plans_changed()
-            elif self._to_simulate:
-                self.predict_anew()
-            self._runs = 0
-            self._end_pass()
+        except PartitionedUseError as error:
+            # Raised when all else is done: the other ranks, whose program wrote nothing, have ended the step, and so
+            # does this one.
+            problem = error
+        if self.training.close():
+            self._buffers.recorded()
+            self._plans_changed()
+        elif self._to_simulate:
+            self.predict_anew()
+        self._runs = 0
+        self._end_pass()
+        if problem is not None:
+            raise problem
 
     def _begin_pass(self) -> None:
         for pool in self._pools:
