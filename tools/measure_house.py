@@ -28,10 +28,10 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (3402, 2720),
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5660, 4550),
-    "deepzero/offload": (3001, 2500),
-    "deepzero/checkpoint": (3570, 2610),
+    "deepzero/offload": (3010, 2500),
+    "deepzero/checkpoint": (3580, 2610),
     "deepzero/launch": (694, 650),
-    "deepzero/health": (633, 560),
+    "deepzero/health": (640, 560),
     "deepzero/monitor": (2665, 1600),
     "deepzero/planning": (2250, 1650),
     "deepzero/profiling": (1225, 800),
@@ -39,9 +39,9 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/data": (485, 400),
     "deepzero/training": (960, 380),
     "deepzero/compat": (450, 1200),
-    "deepzero": (36_400, 23_500),
+    "deepzero": (31_400, 23_500),
     "tools": (4733, 2700),
-    "tests": (26_150, 17_000),
+    "tests": (26_120, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). ``deepzero/runtime`` is counted without ``zero/``."""
 
@@ -184,18 +184,18 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
     density = round(100 * sum(comments for comments, _ in counts) / max(sum(code for _, code in counts), 1), 1)
-    yield Row("lines of the reading path", sum(source.lines for source in path), 6120, 5500, f"{len(path)} files")
-    yield Row("comments per 100 lines of code on it", density, 7, 12, least=True)
+    yield Row("lines of the reading path", sum(source.lines for source in path), 6110, 5500, f"{len(path)} files")
+    yield Row("comments per 100 lines of code on it", density, 13, 12, least=True)
 
     package, zero = files_of(house, "deepzero"), files_of(house, "deepzero/runtime/zero")
-    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 46, 30)
+    yield Row("classes in runtime/zero", sum(1 for source in zero for _ in source.nodes(ast.ClassDef)), 45, 30)
     below = [source for source in zero if any(name.startswith("deepzero.offload") for name in source.imports())]
     yield Row("files of runtime/zero that import offload", len(below), 0, 0)
     core = [source for source in package if CORE.match(source.path) and "dry_run" not in source.path]
     branches = [count for source in core if (count := source.dry_run_branches())]
-    yield Row("branches for dry runs in the core", sum(branches), 17, 0, f"in {len(branches)} files")
+    yield Row("branches for dry runs in the core", sum(branches), 4, 0, f"in {len(branches)} files")
     state = [f"{one.path.removeprefix('deepzero/')}:{name}" for one in package for name in sorted(one.mutable_state())]
-    yield Row("module-level mutable state", len(state), 11, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
+    yield Row("module-level mutable state", len(state), 12, 2, ", ".join(state[:3]) + (" …" if len(state) > 3 else ""))
 
     # A thread that has not chosen its device makes a context on GPU 0 as soon as it asks CUDA anything.
     threads = sum(source.threads() for source in package if source.path != "deepzero/utils/threads.py")
@@ -213,7 +213,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
 def class_rows(package: list[Source]) -> Iterator[Row]:
     """The largest classes, and the names that two files define."""
     sizes = members(package)
-    for what, index, budget, target in (("methods", 0, 63, 25), ("attributes", 1, 32, 20)):
+    for what, index, budget, target in (("methods", 0, 62, 25), ("attributes", 1, 25, 20)):
         largest = max(sizes, key=lambda name: len(sizes[name][index]))
         over = sum(len(size[index]) > target for size in sizes.values())
         now, note = len(sizes[largest][index]), f"{largest}; {over} above the target"
@@ -229,7 +229,7 @@ def class_rows(package: list[Source]) -> Iterator[Row]:
                     count = len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs]) - 1
                     constructors[f"{node.name} ({source.path})"] = count
     most = max(constructors, key=lambda name: constructors[name])
-    yield Row("constructor parameters", constructors[most], 10, 8, most)
+    yield Row("constructor parameters", constructors[most], 9, 8, most)
     twice = sorted(name for name, files in places.items() if len(files) > 1)
     yield Row("class names defined twice in the package", len(twice), 0, 0, ", ".join(twice))
 

@@ -316,7 +316,7 @@ def test_a_thread_that_cannot_be_started_is_not_waited_for(rank, world):
         patch.setattr("deepzero.offload.delayed_update.start_thread", refuse)
         with pytest.raises(MemoryError, match="no memory"):
             go(engine, rank, world, 0, 1)
-    with pytest.raises(RuntimeError, match="the delayed update failed .*no memory"):
+    with pytest.raises(RuntimeError, match=r"the delayed update failed .*no memory"):
         engine.finish_delayed_update()
     engine.destroy()
 
