@@ -60,7 +60,7 @@ class ParamSlot:
     """Where one parameter lies. Offsets and lengths are in elements."""
 
     index: int  # in the list of parameters that the layout was planned for
-    offset: int  # start in flat_P; a multiple of ALIGN
+    offset: int  # start in the group's flat order (flat_P in stages 0-2); a multiple of ALIGN
     numel: int
 
     @property
@@ -74,9 +74,9 @@ class Bucket:
     """The unit in which gradients are reduced and parameters published; in stage 3, fetched and released."""
 
     index: int
-    offset: int  # start in flat_P
+    offset: int  # start in the group's flat order
     numel: int  # with padding; a multiple of W * ALIGN
-    shard_offset: int  # start of this bucket's part in every rank's master_S and grad_S
+    shard_offset: int  # start of this bucket's part in every rank's master_S, grad_S, shard_S
     slots: tuple[ParamSlot, ...]
     world_size: int
 

@@ -181,7 +181,7 @@ class Communicator:
         pending = Pending(self, launch)
         if among.size == 1:
             return pending  # nothing travels
-        # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here a gradient's way ends.
+        # torch is called right here, not by way of helpers (but for gloo with GPU tensors): here it leaves deepzero.
         with pending:
             if self._pairwise:
                 # All sends and receives are under way before any is waited for: nobody waits for a rank that waits.

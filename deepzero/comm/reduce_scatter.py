@@ -56,8 +56,8 @@ Measure: TypeAlias = Callable[[torch.Tensor, int], None]
 Key: TypeAlias = tuple[int, int]
 """Which bucket: its group's number, and its own within the group."""
 Part: TypeAlias = torch.Tensor | Callable[[int, torch.Tensor], None]
-"""One rank's contribution to a sum: 1-D values; or, where they are encoded, what writes elements from ``start`` on
-into 1-D fp32 ``values`` when it is called with the two."""
+"""One rank's contribution to a sum: a 1-D tensor; or, for encoded values, ``decode(start, values)``, which writes the
+elements from ``start`` on into 1-D fp32 ``values``."""
 
 
 # ---- the sum ---------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class BucketReducer:
             return output
         while not self._free_buffers:
             self._finish(self._in_flight.popleft())
-        buffers = self._free_buffers[0]
+        buffers = self._free_buffers[0]  # stays at the head until ``launch`` takes it: one acquire, one launch
         # The lane may still be reading the bucket before: wait for this buffer, and for nothing else on that stream.
         buffers.free.wait()
         return buffers.send[: bucket.numel]
@@ -295,7 +295,8 @@ class BucketReducer:
             return
         buffers = self._free_buffers.popleft()
         buffers.filled.record()
-        key, added_here = (group, bucket.index), accumulate and on_reduced is None
+        key = (group, bucket.index)
+        added_here = accumulate and on_reduced is None  # else where ``on_reduced`` takes it
         inflight = InflightReduce(buffers, bucket, key, output, added_here, on_chunk, on_reduced, place)
         if self.strategy is not None and self.strategy.takes(key):
             # What packs and unpacks runs beside the backward pass, in the lane's order from here to the sum.
@@ -349,7 +350,7 @@ class BucketReducer:
                 with self._lane.running():
                     inflight.second_hop()
 
-    # ---- 4 boundary: wait, add up ------------------------------------------------------------------------------------
+    # ---- 3 or 4: wait, add up ----------------------------------------------------------------------------------------
 
     def _finish(self, inflight: InflightReduce) -> None:
         """Wait for one reduction, add it up into its output, and free its buffers."""

@@ -2,7 +2,7 @@
 
 A training script may call ``engine.backward(loss)``, ``engine.scale(loss).backward()`` or plain ``loss.backward()``,
 once or several times, from one output or several. :class:`BackwardPasses` sees each pass through three kinds of hooks:
-on the outputs of a forward pass (where a pass begins, and what the loss was), on every trained parameter (phase 3,
+on the outputs of a forward pass (where a pass begins, and what the loss was), on every trained parameter (step 3,
 gradient ready), and autograd's callback at the end of the pass.
 """
 
@@ -32,7 +32,7 @@ class BackwardPasses:
         trained: parameters that get gradients.
         stage: ``reduce_ready_gradient``, ``backward_end`` and ``forget_pass`` are called.
         scaler, ledger: the scale multiplies losses; events are ``gradient_ready`` and ``backward_end``.
-        reduces_now: whether the micro-batch under way is the last one of its optimizer step.
+        last_micro_batch: whether the micro-batch under way is the last one of its optimizer step.
         check: called with ``"backward"`` where a pass begins; raises when no pass may run.
     """
 
@@ -42,11 +42,11 @@ class BackwardPasses:
         stage: Any,
         scaler: LossScaler,
         ledger: Ledger,
-        reduces_now: Callable[[], bool],
+        last_micro_batch: Callable[[], bool],
         check: Callable[[str], None],
     ) -> None:
         self._stage, self._scaler, self._ledger = stage, scaler, ledger
-        self._reduces_now, self._check = reduces_now, check
+        self._last_micro_batch, self._check = last_micro_batch, check
         self.count = 0
         """Backward passes that have ended since the last boundary."""
         # Losses of this step's micro-batches, detached: reading one would make the CPU wait for the GPU.
@@ -71,7 +71,7 @@ class BackwardPasses:
                 tensor.register_hook(partial(self._output_gradient, value))
 
     def run(self, loss: torch.Tensor, micro_batches: int, retain_graph: bool) -> None:
-        """``engine.backward``: one pass from ``loss``, which the caller has divided by ``micro_batches``."""
+        """``engine.backward``: one pass from ``loss``, already divided by ``micro_batches``, which is usually 1."""
         self._given_loss = loss.detach() * micro_batches if micro_batches != 1 else loss.detach()
         self._inside_backward = True
         # The mean over micro-batches is part of the boundary's one division (``optimizer_shard.py``); here it is undone
@@ -136,7 +136,7 @@ class BackwardPasses:
             # Only fp16 has a scale other than 1. A pass that began at a scaled loss has scaled every gradient already.
             if self._scaler.scale != 1 and not self._loss_is_scaled and param.grad is not None:
                 self._apply_loss_scale_to_grad(param)
-            self._stage.reduce_ready_gradient(param, self._reduces_now())
+            self._stage.reduce_ready_gradient(param, self._last_micro_batch())
 
     @torch.no_grad()
     def _apply_loss_scale_to_grad(self, param: nn.Parameter) -> None:
@@ -160,7 +160,7 @@ class BackwardPasses:
         self.count += 1
         if loss is not None:
             self._losses.append(loss)
-        self._stage.backward_end(self._reduces_now())
+        self._stage.backward_end(self._last_micro_batch())
         self._ledger.note("backward_end")
 
     def _forget(self) -> None:

@@ -80,12 +80,11 @@ class StepState:
     # What set_gradient_accumulation_boundary has decided; None: every ``accumulation``-th micro-batch is one.
     boundary: bool | None = None
     inside_no_sync: bool = False
-    open: bool = False  # between phases 4 and 5: gradients are neither agreed on nor dropped
+    open: bool = False  # from the boundary (4) until the ranks have agreed (5): gradients may still be dropped
     applied: bool = False  # the last call of ``step`` has changed the parameters
     asked_to_stop: bool = False  # ``request_stop`` was called on this rank
     bad_losses: int = 0  # skipped steps in a row for want of a finite loss
     destroyed: bool = False
-    """``destroy`` was called."""
 
 
 class Engine(nn.Module):

@@ -138,6 +138,7 @@ def norm_from_words(words: list[int]) -> float:
         return math.inf
     # Word e counts squares of mantissas in units of 2**-23, each at exponent 2 * (e - 127). Zeros are in word 0.
     total = sum(count << (2 * e) for e, count in enumerate(words) if e)
+    # sqrt(total * 2**-277) = sqrt(2 * total * 2**-278) = isqrt(2 * total << 2 * shift) / 2**(139 + shift). The 64 bits
+    # more than the result has make it rounded once.
     shift = 64
-    # sqrt(total * 2**(-23 - 254)): an even exponent is needed under the root.
     return math.isqrt(total << (2 * shift + 1)) / (1 << (139 + shift))

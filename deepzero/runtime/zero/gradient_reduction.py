@@ -77,16 +77,16 @@ class GradAccumulator:
         self._unused_named: set[str] = set()
         # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
         self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.buckets}
-        self._place = {
+        self._slot_of = {
             param: (g, slot)
             for g, group in enumerate(groups)
             for param, slot in zip(group.params, group.layout.slots, strict=True)
         }
         # What waits: autograd's own tensors, or which parameters' places in the flat buffers are filled.
         self._grads: dict[nn.Parameter, torch.Tensor] = {}
-        self._arrived: set[nn.Parameter] = set()
+        self._filled: set[nn.Parameter] = set()
         self._later: dict[nn.Parameter, torch.Tensor] = {}
-        # How many references a tensor has that nobody else holds: such a gradient may be added to in place.
+        # The count of references of a tensor that is held once: such a gradient is added to in place.
         self._alone = references(torch.empty(0))
         # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
         self.flat = [
@@ -110,7 +110,7 @@ class GradAccumulator:
             return
         grad = param.grad.detach()  # with create_graph=True it would keep its graph alive
         free_grad_in_param_list([param])
-        g, slot = self._place[param]
+        g, slot = self._slot_of[param]
         flat = self.flat[g]
         # A second one waits apart and is sent after the first, also where the first is still here: the sum's bits do
         # not depend on the buckets.
@@ -118,11 +118,11 @@ class GradAccumulator:
             waiting = self._later if again else self._grads
             before = waiting.get(param)
             waiting[param] = grad if before is None else self._sum(before, grad)
-        elif param in self._arrived:
+        elif param in self._filled:
             flat[slot.offset : slot.end].add_(_dense(grad))
         else:  # what the step before left there is overwritten: the buffer is never zeroed
             flat[slot.offset : slot.end].copy_(_dense(grad))
-            self._arrived.add(param)
+            self._filled.add(param)
 
     def _sum(self, before: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum in autograd's order and dtype: with a sparse part it is as dense as the other one."""
@@ -133,19 +133,19 @@ class GradAccumulator:
 
     def waiting_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """1-D: what waits to be sent next of one parameter, or None."""
-        g, slot = self._place[param]
+        g, slot = self._slot_of[param]
         flat = self.flat[g]
-        if flat is not None and param in self._arrived:
+        if flat is not None and param in self._filled:
             return flat[slot.offset : slot.end]
         grad = self._grads.get(param, self._later.get(param))
         return _dense(grad) if grad is not None else None
 
     def waiting(self, entry: BucketRef) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
-        if not (self._grads or self._arrived or self._later):  # as at the end of nearly every pass
+        if not (self._grads or self._filled or self._later):  # as at the end of nearly every pass
             return False
         params = [self.groups[entry.group].params[slot.index] for slot in entry.bucket.slots]
-        return any(param in waiting for param in params for waiting in (self._grads, self._arrived, self._later))
+        return any(param in waiting for param in params for waiting in (self._grads, self._filled, self._later))
 
     @torch.no_grad()
     def fill(self, entry: BucketRef, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
@@ -159,18 +159,25 @@ class GradAccumulator:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         for slot in bucket.slots:
             param = group.params[slot.index]
-            place = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
+            target = send_buffer[slot.offset - bucket.offset : slot.end - bucket.offset]
             waiting = self.waiting_of(param)
             if waiting is not None:
                 # One copy does it all: it flattens, casts, and lets autograd's tensor be freed while the pass goes on.
-                place.copy_(waiting)
-                if param in self._arrived:
-                    self._arrived.discard(param)
-                elif self._grads.pop(param, None) is None:
-                    del self._later[param]
+                target.copy_(waiting)
+                self._forget(param)
             else:  # an unused parameter; every rank sends every bucket, whatever its own pass has reached
-                place.zero_()
-                self._unused += [group.names[slot.index]] if name_unused else []
+                target.zero_()
+                if name_unused:
+                    self._unused.append(group.names[slot.index])
+
+    def _forget(self, param: nn.Parameter) -> None:
+        """Let go of what :meth:`waiting_of` gave."""
+        if param in self._filled:
+            self._filled.discard(param)
+        elif param in self._grads:
+            del self._grads[param]
+        else:
+            del self._later[param]
 
     def forget_pass(self) -> None:
         """Forget which parameters a pass left out: it is over, and says nothing about the next one."""
@@ -188,7 +195,7 @@ class GradAccumulator:
     def discard(self) -> None:
         """Drop everything that waits."""
         self._grads.clear()
-        self._arrived.clear()
+        self._filled.clear()
         self._later.clear()
         self.forget_pass()
         for group in self.groups:
@@ -236,8 +243,8 @@ class GradientReducer:
         self.groups, self.every_pass, self.overlap = shard.groups, every_pass, overlap
         # Stage 3's: called with each bucket whose gradients are complete and have been sent.
         self.on_launched: Callable[[BucketRef], None] | None = None
-        # Parameters of leaf modules. Which of their gradients come, and in which order, may differ between ranks; so
-        # they count as complete all at once, at a moment that is the same on all ranks.
+        # Parameters of stage 3's leaf modules (set_z3_leaf_modules). Which of their gradients come, and in which order,
+        # may differ between ranks; so all at once count as complete, at a moment that is the same on all ranks.
         self.leaf_params: set[nn.Parameter] = set()
         # Block norms of this rank's part, taken as the sums are written; and which buckets' are up to date.
         self._norms = [BlockNorms(group.layout.shard_numel, group.device) for group in self.groups]
@@ -245,8 +252,8 @@ class GradientReducer:
         # Of the backward pass under way: the position in ``order``, which gradients have arrived, how many are missing
         # in each bucket.
         self._cursor = 0
-        self._arrived: set[nn.Parameter] = set()
-        self._place = {
+        self._seen: set[nn.Parameter] = set()
+        self._position = {
             self.groups[entry.group].params[slot.index]: position
             for position, entry in enumerate(order)
             for slot in entry.bucket.slots
@@ -255,8 +262,8 @@ class GradientReducer:
         self._pass_began = False
         # How often leaf modules with parameters in a bucket were complete in this pass, by position.
         self._completions: dict[int, int] = {}
-        # Whether a backward pass has ended since the last step; and whether ``grad_S`` holds gradients of this step, to
-        # which the next reduction adds (else they wait in the source).
+        # ``present``: a backward pass has ended since the last step. ``reduced``: gradients of this step have been
+        # sent, so that the next ones are added to them in ``grad_S``.
         self.present = self.reduced = False
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
@@ -268,7 +275,7 @@ class GradientReducer:
         """
         leaves = self._leaves_now(boundary)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
-        self.source.accumulate(param, again=leaves and param in self._arrived)
+        self.source.accumulate(param, again=leaves and param in self._seen)
         if not leaves:
             return
         self._pass_began = True
@@ -284,8 +291,8 @@ class GradientReducer:
         if not self._leaves_now(boundary):
             return
         self._pass_began = True
-        mine = [param for param in params if param in self._place]
-        for position in {self._place[param] for param in mine}:
+        mine = [param for param in params if param in self._position]
+        for position in {self._position[param] for param in mine}:
             self._completions[position] = self._completions.get(position, 0) + 1
         for param in mine:
             self._count(param)
@@ -293,8 +300,8 @@ class GradientReducer:
             self._reduce_bucket(entry, boundary)
 
     def _count(self, param: nn.Parameter) -> None:
-        self._missing[self._place[param]] -= param not in self._arrived
-        self._arrived.add(param)
+        self._missing[self._position[param]] -= param not in self._seen
+        self._seen.add(param)
 
     def _complete_buckets(self) -> Iterator[BucketRef]:
         """The buckets that are complete and next in order."""
@@ -304,6 +311,7 @@ class GradientReducer:
 
     def _leaves_now(self, boundary: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
+        # Once some of this step have been sent, those of a further pass are sent too, and added to them.
         return self.every_pass or (self.overlap and boundary) or self.reduced
 
     def backward_end(self, boundary: bool) -> None:
@@ -329,7 +337,7 @@ class GradientReducer:
         self._cursor = 0
         self._pass_began = False
         self._completions.clear()
-        self._arrived.clear()
+        self._seen.clear()
         self._missing = [len(entry.bucket.slots) for entry in self.order]
         self.source.forget_pass()
 
@@ -364,7 +372,7 @@ class GradientReducer:
     def reduce_now(self) -> None:
         """Send what waits, if nothing has been sent in this step; wait for what is under way."""
         if not self.reduced:
-            # Stages 0 and 1 without overlap; or no gradient at all since the last step: zeros, as every rank sends.
+            # Stages 0 and 1 without overlap. Or there is no gradient here: zeros go, as the others wait for ours.
             for entry in self.order:
                 self._reduce_bucket(entry, boundary=True)
             self.source.name_unused()

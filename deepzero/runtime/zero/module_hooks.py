@@ -12,10 +12,9 @@ on demand             a use of a partitioned parameter outside its module (``F.l
                       ``PartitionedParameter.__torch_function__``, which asks here.
 
 What runs *inside* a backward pass may be a forward pass: activation checkpointing runs blocks again. Their modules
-fetch as usual. Non-reentrant checkpointing has saved-tensor hooks of its own there, which keep what they are given: it
-is given views, behind which the values stay, by hooks of ours that take the place of its own (``_pack_before``). No
-parameter's object is handed out that loses its values later ([Note: buffers and who still holds them] in
-``buffer_pool.py``).
+fetch as usual. Non-reentrant checkpointing has saved-tensor hooks of its own there, which keep what they receive. Ours
+take their place (``_pack_before``) and pass them views: a view that is kept keeps its buffer out of reuse, where a
+parameter's object that is kept would lose its values ([Note: buffers and who still holds them] in ``buffer_pool.py``).
 
 Leaf modules (:func:`set_z3_leaf_modules`) are fetched as one, for forward and backward alike, whatever of them runs:
 that is what a mixture of experts needs, where each rank's tokens choose their own experts. A compiled module
@@ -124,7 +123,7 @@ class ModuleHooks:
         @torch.compiler.disable
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
-            # What the coordinator does with parameters is no use of them: it must not come back here on demand.
+            # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees none.
             with unseen():
                 # An empty stack: this is the outermost module, and a forward pass begins.
                 if not self._stack:

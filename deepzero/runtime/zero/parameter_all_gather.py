@@ -183,7 +183,9 @@ class PlainAllGather:
 
 
 class QuantizedAllGather(PlainAllGather):
-    """qwZ: values for computing travel quantised; exact ones as ``plain``, and all once quantised ones are too far off.
+    """qwZ: values for computing travel quantised, exact ones as ``plain``.
+
+    Once the error meter has found quantised values too far off, all travel as ``plain``.
 
     ``buffers`` (uint8) has room for W messages of any bucket in ``scratch_bytes``, so that all buffers serve all.
     """

@@ -168,7 +168,7 @@ class PartitionedParameterCoordinator:
         takes = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
         self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
-        # Of the block of activation checkpointing that the backward pass runs again now (0: none), and how many did.
+        # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
         self.inflight = InflightParamRegistry()
         self.live_numel = self.max_live_numel = 0
@@ -216,7 +216,8 @@ class PartitionedParameterCoordinator:
             show: the parameters are used themselves, and not only views of the buckets.
         """
         if on_demand:
-            # What the module asked for stays beside it; so whether its next use is a new one does not depend on this.
+            # The module's own buckets stay gathered, too. ``_current`` stays as it is: the module's next use is
+            # compared with its own buckets.
             keys = tuple(sorted(self._current.union(keys)))
         elif self._current.issuperset(keys):
             # The same buckets as the module before: no new use, and nearly all that a small module costs.
@@ -426,8 +427,9 @@ class PartitionedParameterCoordinator:
 
     def _release(self, key: int, discard: bool = False) -> None:
         bucket = self.buckets[key]
-        if self._live.pop(key, False) is False:
+        if key not in self._live:
             return
+        del self._live[key]
         self.live_numel -= bucket.numel
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self.inflight.wait(key)

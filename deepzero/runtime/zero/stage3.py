@@ -359,9 +359,10 @@ class PartitionedParamGroup:
         made = []
         for index, param in enumerate(params):
             register_owner(param, self.names[index])
-            made.append(as_zero_parameter(param, self.names[index]))
+            made.append(cut := as_zero_parameter(param, self.names[index]))
             # Whole on this rank until the end of the loop's turn: the only parameter that is.
-            values, number = self._whole_values(made[-1]), self._numbers.get(index)
+            values = self._whole_values(cut)
+            number = self._numbers.get(index)
             if number is not None:
                 fragment = self.fragments[number]
                 mine = values[fragment.start : fragment.start + fragment.numel]
@@ -370,8 +371,8 @@ class PartitionedParamGroup:
                 else:
                     self._keep(fragment, mine)
             del values
-            made[-1]._zero.bucket = made[-1]._zero.slot = None
-            made[-1].hide(self.dtype, self.device)
+            cut._zero.bucket = cut._zero.slot = None  # that of zero.Init, whose shard is needed no more
+            cut.hide(self.dtype, self.device)
         if waits:
             self._allocate()
         # One by one, so that a fragment is held twice only while it is copied.
@@ -393,7 +394,7 @@ class PartitionedParamGroup:
         bucket.launch(SETUP)
         bucket.wait()
         values = bucket.value(param).reshape(-1)
-        bucket.release()
+        bucket.release()  # the view outlives it: while it is held, the pool does not use the buffer again
         return values
 
     def _keep(self, fragment: Fragment, values: torch.Tensor) -> None:

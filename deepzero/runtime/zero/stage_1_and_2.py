@@ -22,12 +22,12 @@ The file follows a training step: **0 build**, :class:`FlatParamGroup` · **3 gr
 gradients is filled and sent is in ``gradient_reduction.py``, which all stages share.
 
 [Note: the peak of building]
-    Building takes no more memory of the device than training, or than the model that it was given there, and one
-    parameter: 13 billion fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat
-    buffer, masters and all of the model at once would be 84. So parameter by parameter rank 0's values arrive, this
-    rank keeps its *fragment* of them, in the dtype that they have, and lets the rest go. When nothing but fragments is
-    left, the masters are allocated, then the flat buffer; each fragment goes into both, and one all-gather for each
-    bucket puts the parameters together again, in the compute dtype.
+    Building peaks at training's memory or at the given model's, whichever is larger, and one parameter more. 13 billion
+    fp32 parameters on each of 8 devices are 52 GB, and so is stage 2's training of them; flat buffer, masters and all
+    of the model at once would be 84. So parameter by parameter rank 0's values arrive, this rank keeps its *fragment*
+    of them, in the dtype that they have, and lets the rest go. When nothing but fragments is left, the masters are
+    allocated, then the flat buffer; each fragment goes into both, and one all-gather for each bucket puts the
+    parameters together again, in the compute dtype.
 
 [Note: why fragments]
     The optimizer gets one tensor for each fragment: a parameter's elements that this rank owns. One tensor for the
