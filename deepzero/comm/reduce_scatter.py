@@ -129,7 +129,7 @@ def one_pass(output: torch.Tensor, *_: object, on_chunk: Measure | None = None) 
 
 def sum_for(device: torch.device) -> Callable[..., None]:
     """:func:`sum_in_rank_order`, or what stands for it where values are not there."""
-    return {"meta": one_pass}.get(device.type, sum_in_rank_order)
+    return one_pass if device.type == "meta" else sum_in_rank_order
 
 
 # ---- what is in flight -----------------------------------------------------------------------------------------------

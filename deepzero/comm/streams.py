@@ -100,4 +100,4 @@ def data_ptr_of(tensor: torch.Tensor) -> int:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a storage of its own, so that views of the alias are told from views of the tensor."""
-    return {"meta": torch.empty_like}.get(tensor.device.type, torch.from_dlpack)(tensor)
+    return torch.empty_like(tensor) if tensor.is_meta else torch.from_dlpack(tensor)
