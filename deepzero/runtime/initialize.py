@@ -156,7 +156,7 @@ def _optimizer(
     _warn_of_two("optimizer", optimizer, settings.optimizer)
     given = None if model_parameters is None else list(model_parameters)
     for item in given or ():
-        if not isinstance(item, (torch.Tensor, Mapping)):
+        if not isinstance(item, (torch.Tensor, Mapping, tuple)):  # a tuple: torch's optimizers take named parameters
             kind = type(item).__name__
             raise ConfigError(f"model_parameters holds {kind} objects: give parameters, or groups of them")
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -234,6 +234,8 @@ def test_optimizers_that_do_not_fit(rank, world):
         deepzero.initialize(model=model, optimizer=torch.optim.LBFGS(model.parameters()), config=config(stage=1))
     with pytest.raises(deepzero.ConfigError, match="not a parameter of the model"):
         deepzero.initialize(model=model, optimizer=torch.optim.SGD([torch.zeros(3)], lr=1.0), config=config(stage=1))
+    named = make_model()  # torch's optimizers take names, too
+    deepzero.initialize(model=named, model_parameters=named.named_parameters(), config=config(stage=1))[0].destroy()
     frozen = make_model().requires_grad_(False)
     for arguments, words in (
         ({"model": 5}, "initialize needs model=, a torch.nn.Module; it got int"),
