@@ -185,7 +185,7 @@ def test_links_and_pointers_resolve(page):
 
 
 def test_the_book_has_every_page_and_no_other():
-    listed = re.findall(r"^  - .*: (\S+\.md)$", text(ROOT / "mkdocs.yml"), re.M)
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", text(ROOT / "mkdocs.yml"), re.M)
     assert listed[0] == "index.md"
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
     linked = {"index.md", *re.findall(r"\]\(([^)#]+\.md)", text(DOCS / "index.md"))}
