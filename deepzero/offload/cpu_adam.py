@@ -51,9 +51,9 @@ class CPUAdam(torch.optim.Optimizer):
         weight_decay: decay rate.
         adamw_mode: AdamW's decay of the parameters; False: Adam's, added to the gradient.
         bias_correction: divide the means by what they lack in their first steps.
-        kernel: ``compiled`` by a C++ compiler, ``chunked``, or ``auto``: compiled where there is a compiler and enough to
-            do, else chunked. Their bits differ in the last place, so a choice lasts as long as the optimizer; name one
-            to have the same bits on another machine.
+        kernel: ``compiled`` by a C++ compiler, ``chunked``, or ``auto``: compiled where there is a compiler, and enough
+            to do, else chunked. Their bits differ in the last place, so a choice lasts as long as the optimizer; name
+            one to have the same bits on another machine.
         switches: DeepSpeed's :attr:`switches`, with the values that they have there.
 
     Raises:
