@@ -81,7 +81,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             return
         twin: CPUAdam = self.optimizer.twin()  # type: ignore[attr-defined]
         # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
-        grads = [[part.grad.detach() for part in upload.sub_group.parts] for upload in self.uploads]
+        grads = [[part.grad.detach() for part in upload.sub_group] for upload in self.uploads]
         self.gradients.swap()
         for part, grad in zip(self.parts, self._grad_fragments(), strict=True):
             part.grad.set_(grad)  # type: ignore[call-overload]
