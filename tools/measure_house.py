@@ -28,7 +28,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/comm": (3402, 2720),
     "deepzero/runtime": (3520, 3050),
     "deepzero/runtime/zero": (5665, 4550),
-    "deepzero/offload": (3010, 2500),
+    "deepzero/offload": (2792, 2500),
     "deepzero/checkpoint": (3580, 2610),
     "deepzero/launch": (694, 650),
     "deepzero/health": (640, 560),

@@ -307,8 +307,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
         problem = str(error)
     raise_on_all_ranks(problem, ConfigError)
     kernels = process_group.all_gather_object(optimizer.kernel)
-    # Where one host cannot compile, or compiling fails there, all use the chunks. Compiled and Numba's have the same
-    # bits.
+    # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
     if "chunked" in kernels and optimizer.kernel != "chunked":
         optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")
 
