@@ -420,7 +420,7 @@ class HostOptimizerShard(OptimizerShard):
     def __init__(self, host: Offload, *given: Any, **more: Any) -> None:
         if host.sums is None:
             raise RuntimeError("no bucket is on the host")
-        self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
+        self.host = host
         self.gradients = host.sums
         self.gradients.carve(host.arena, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
@@ -477,12 +477,12 @@ class HostOptimizerShard(OptimizerShard):
         self._step_on_host(divisor)
 
     def _step_on_host(self, divisor: float) -> None:
-        with cpu_threads(self.threads):
+        with cpu_threads(self.host.threads):
             for upload in self.uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
                 with profiler_ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.sub_group, divisor, outs)
                 took = time.perf_counter() - began
-                self.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
+                self.host.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
                 upload.send()
