@@ -5,10 +5,10 @@ gradients, times the loss scale. Mean, loss scale and clipping are one division:
 
     g = sum / (ranks * micro-batches * loss_scale * clip)       clip = max(1, (norm + 1e-6) / max_norm)
 
-It happens in fp32 after all additions, so nothing can overflow or underflow on the way, and it is exact whenever the
-divisor is a power of two. A divisor of one is skipped: then the optimizer sees the very bits that autograd produced.
-torch's fused optimizers (by ``grad_scale``) and CPUAdam divide while they step, which saves a pass over memory; others
-get :func:`unscale_and_clip_grads` first. All divide by the same fp32 number, and so give the same bits.
+It happens in fp32 after all additions (fp16's native sums: see ``BucketReducer._launch_native``), so nothing can
+underflow on the way, and is exact for powers of two. A divisor of one is skipped: then the optimizer sees the very bits
+that autograd produced. torch's fused optimizers (by ``grad_scale``) and CPUAdam divide while they step, which saves a
+pass over memory; others get :func:`unscale_and_clip_grads` first. All divide by the same number, to the same bits.
 
 The scale that is divided out is the one that multiplied this step's loss. DeepSpeed updates the scale first, and halves
 the gradient of every step on which the scale doubles.
