@@ -389,7 +389,7 @@ def rehearsed(*overrides: str, ranks: int = 2) -> DryRunResult:
 BUCKET_STEPS = (
     (SUMS[2], "A gradient is ready, and waits", "zero/gradient_reduction.py:GradientReducer.reduce_ready_gradient"),
     (SUMS[2], "The bucket is complete: take a buffer", "../comm/reduce_scatter.py:BucketReducer.acquire"),
-    (SUMS[2], "Gradients are copied into it, .grad = None", "zero/gradient_reduction.py:GradAccumulator.fill"),
+    (SUMS[2], "Gradients are copied into it, .grad = None", "zero/gradient_reduction.py:UnreducedGradients.fill"),
     (CARD, "Each part is sent to its owner", "../comm/reduce_scatter.py:BucketReducer.launch"),
     (GRADIENTS, "All have arrived: fp32 sum, in rank order", "../comm/reduce_scatter.py:BucketReducer._finish"),
     (GRADIENTS, "The owner's part is in grad_S", "zero/optimizer_shard.py:OptimizerShard.grad_output"),
