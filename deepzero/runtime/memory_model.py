@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, Ledger, Traffic
+from deepzero.comm.ledger import HOST_CATEGORIES, SECONDARY, SPARE, Ledger, Traffic
 from deepzero.comm.quantization import Format
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import ALL_GATHER_GRADIENTS, ALL_REDUCE, REDUCE_SCATTER, chunk_for
@@ -540,6 +540,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
     ledger.watch("buckets", buckets)
     if partitioning is not None:
         ledger.watch("gathered", partitioning.gather_buffers, most=partitioning.most_gathered)
+        ledger.watch(SPARE, partitioning.spare_buffers)
         if partitioning.secondaries():
             ledger.watch(SECONDARY, partitioning.secondaries)
     if offload is not None:
