@@ -118,10 +118,16 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def train(
-    rank: int, world: int, settings: dict[str, Any], steps: int = 20, plain_backward: bool = False
-) -> dict[str, Any]:
-    """Train ``make_model()`` and return everything that must be the same bits: losses, norms, the parameters' hash."""
-    engine, *_ = deepzero.initialize(model=make_model(), config=settings)
+    rank: int, world: int, settings: dict[str, Any], steps: int = 20, kind: str = "plain", plain_backward: bool = False
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Train a model of ``KINDS`` (``init``: a plain one that ``zero.Init`` has cut).
+
+    Returns everything that must be the same bits, losses, norms and the parameters' hash, and the engine's report.
+    """
+    torch.manual_seed(0)
+    with deepzero.zero.Init(enabled=kind == "init"):
+        model = KINDS.get(kind, TinyModel)()
+    engine, *_ = deepzero.initialize(model=model, config=settings)
     losses, norms = [], []
     accumulation, micro = engine.gradient_accumulation_steps(), engine.train_micro_batch_size_per_gpu()
     for step in range(steps):
@@ -134,7 +140,23 @@ def train(
             engine.step()
         losses.append(engine.last_step.loss)
         norms.append((engine.last_step.grad_norm, engine.last_step.grad_norm_clipped))
-    return {"losses": losses, "norms": norms, "sha256": engine.params_sha256(), "report": engine.report()}
+    return (losses, norms, engine.params_sha256()), engine.report()
+
+
+def train_each(rank: int, world: int, cases: list[Any], steps: int = 20, plain_backward: bool = False) -> list[Any]:
+    """:func:`train` for each case: its settings, or its settings and its model's kind."""
+    each = [case if isinstance(case, tuple) else (case, "plain") for case in cases]
+    return [train(rank, world, settings, steps, kind, plain_backward) for settings, kind in each]
+
+
+def check_same_bits(ranks: Any, cases: list[Any], steps: int = 20, world_size: int = 2) -> tuple[Any, list[Any]]:
+    """Train each case on every rank: all give the first one's bits. Returns these, and rank 0's reports."""
+    results = ranks.run(train_each, cases, steps, world_size=world_size, timeout=110)
+    reference = results[0][0][0]
+    for per_rank in results:
+        for number, (bits, _) in enumerate(per_rank):
+            assert bits == reference, f"case {number} differs"
+    return reference, [report for _, report in results[0]]
 
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
