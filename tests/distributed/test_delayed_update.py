@@ -18,8 +18,8 @@ from deepzero.offload.delayed_update import DelayedOptimizerShard
 from deepzero.ops import CPUAdam
 from deepzero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_offload import CPU_ADAM, built, go, settings
-from tests.distributed.training import check_same_bits, make_batch, make_model, my_micro_batches, train_each
+from tests.distributed.test_offload import CPU_ADAM, settings
+from tests.distributed.training import built, check_same_bits, go, make_batch, make_model, my_micro_batches, train_each
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
 AFTER = 2

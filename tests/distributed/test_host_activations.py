@@ -27,6 +27,7 @@ from tests.distributed.training import (
     VOCAB,
     WHOLE,
     WIDTH,
+    built,
     check_same_bits,
     config,
     my_micro_batches,
@@ -71,8 +72,7 @@ def test_states_away_between_the_passes(rank, world, stage):
     """Model states go and come between the passes of a step whose activations are in host memory."""
     results = []
     for away in (False, True):
-        torch.manual_seed(0)
-        engine, *_ = deepzero.initialize(model=KINDS["checkpoint"](), config=settings(stage, True, precision="bf16"))
+        engine = built(settings(stage, True, precision="bf16"), KINDS["checkpoint"])
         for step in range(3):
             ids, labels = my_micro_batches(step, rank, world, 2, 1)[0]
             loss = engine(ids, labels)
@@ -114,8 +114,7 @@ def test_counted_bytes(rank, world, stage, reentrant):
 @on_ranks()
 def test_weights_of_stage_3_are_not_copied(rank, world):
     """Stage 3: weights are fetched again, not copied; what is on the host is activations."""
-    torch.manual_seed(0)
-    engine, *_ = deepzero.initialize(model=KINDS["plain"](), config=settings(3, True))
+    engine = built(settings(3, True), KINDS["plain"])
     ids, labels = my_micro_batches(0, rank, world, 2, 1)[0]
     loss = engine(ids, labels)
     numels = {p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}

@@ -16,7 +16,7 @@ from deepzero.utils import (
     safe_set_full_grad,
 )
 from tests.distributed.pool import on_ranks
-from tests.distributed.training import as_predicted, check_same_bits, config, make_model, my_micro_batches, one_step
+from tests.distributed.training import as_predicted, built, check_same_bits, config, go, make_model, my_micro_batches
 
 STEPS = 4
 CPU_ADAM = {"type": "CPUAdam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -121,14 +121,6 @@ def test_any_elementwise_optimizer(rank, world, name):
         found.append((engine.last_step.loss, engine.params_sha256()))
         engine.destroy()
     assert found[0] == found[1] == found[2]
-
-
-def built(case, model=None, **given):
-    return deepzero.initialize(model=model or make_model(), config=case, **given)[0]
-
-
-def go(engine, rank, world, first, last):
-    return [one_step(engine, rank, world, step).loss for step in range(first, last)]
 
 
 def test_narrow_gradients(ranks):

@@ -4,15 +4,16 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.comm import process_group
 from deepzero.comm.quantized_reduce import BETWEEN, INSIDE
 from deepzero.comm.reduce_scatter import REDUCE_SCATTER
 from deepzero.runtime.engine import NonFiniteError
 from tests.distributed.pool import on_ranks
 from tests.distributed.training import (
     as_predicted,
+    check_alike,
     check_same_bits,
     config,
+    go,
     make_batch,
     make_model,
     one_step,
@@ -93,7 +94,7 @@ def test_fp16_overflow_skips_the_step(rank, world, stage):
         skipped.append(record.skipped)
     assert skipped[0] and not skipped[-1] and all(kept)
     assert all(t.isfinite().all() for t in engine.zero.reducer.kept())
-    assert process_group.all_gather_object(skipped) == [skipped] * world
+    check_alike(skipped)
 
 
 @on_ranks()
@@ -112,8 +113,7 @@ def test_what_is_kept_follows_the_loss_scale(rank, world):
         seen.append((factor, bool(before.any()), torch.equal(after, before * factor)))
 
     reducer.rescale = spy
-    for step in range(5):
-        one_step(engine, rank, world, step)
+    go(engine, rank, world, 0, 5)
     assert [factor for factor, *_ in seen].count(2.0) >= 1 and all(some and exact for _, some, exact in seen)
 
 
@@ -150,13 +150,11 @@ def test_dropped_gradients(rank, world):
 def test_resume_without_feedback_gives_the_same_bits(rank, world, tmp_path, stage):
     """Saved after two steps; two more, without stopping and from the checkpoint."""
     first, second = (made(settings_of(stage), seed) for seed in (0, 1))
-    for step in range(2):
-        one_step(first, rank, world, step)
+    go(first, rank, world, 0, 2)
     first.save_checkpoint(tmp_path)
     second.load_checkpoint(tmp_path)
     for engine in (first, second):
-        for step in range(2, 4):
-            one_step(engine, rank, world, step)
+        go(engine, rank, world, 2, 4)
     assert first.params_sha256() == second.params_sha256()
 
 

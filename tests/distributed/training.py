@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepzero
+from deepzero.comm import process_group
 
 VOCAB, WIDTH, LENGTH = 40, 24, 8
 
@@ -168,12 +169,24 @@ def start(model: nn.Module, **changes: Any) -> deepzero.Engine:
     return engine
 
 
+def built(settings: dict[str, Any], model: Any = make_model, **given: Any) -> deepzero.Engine:
+    """An engine over ``model``, or over what ``model()`` makes of seed 0."""
+    torch.manual_seed(0)
+    made = model if isinstance(model, nn.Module) else model()
+    return deepzero.initialize(model=made, config=settings, **given)[0]
+
+
 def one_step(engine: deepzero.Engine, rank: int, world: int, step: int = 0) -> Any:
     """One optimizer step on the data of ``step``; its record."""
     for ids, labels in my_micro_batches(step, rank, world, engine.batch.micro_batch, engine.batch.accumulation):
         engine.backward(engine(ids, labels))
         engine.step()
     return engine.last_step
+
+
+def go(engine: deepzero.Engine, rank: int, world: int, first: int, last: int) -> list[float]:
+    """The steps on the data of ``first`` to ``last`` - 1; their losses."""
+    return [one_step(engine, rank, world, step).loss for step in range(first, last)]
 
 
 def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any) -> None:
@@ -189,6 +202,12 @@ def same_in_stages_2_and_3(make: Any, step: Any, steps: int = 3, **changes: Any)
         assert stage == 2 or engine.stage.coordinator.training.dropped == 0
         engine.destroy()
     assert outcomes[0] == outcomes[1]
+
+
+def check_alike(value: Any) -> None:
+    """All ranks have this value."""
+    everyone = process_group.all_gather_object(value)
+    assert everyone == [value] * len(everyone)
 
 
 def as_predicted(communication: dict[str, Any]) -> None:
