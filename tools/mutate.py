@@ -51,7 +51,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "deepzero"
 ROOMS = ("comm", "runtime/zero", "offload", "checkpoint")
 COMPILED = {
-    "offload/adam_numba.py",
     "offload/adam_kernels.py",
     "utils/compile.py",
 }

@@ -1,18 +1,17 @@
-"""Adam's arithmetic on the CPU in one pass over memory: three kernels, and which of them an optimizer steps with.
+"""Adam's arithmetic on the CPU in one pass over memory: two kernels, and which of them an optimizer steps with.
 
 A step reads the gradient and reads and writes the parameter and two moments; nothing is computed that a processor would
 call work, so time is bytes. With a bf16 gradient and a bf16 copy of the new parameter, 28 bytes an element must move; a
-fused Adam between a cast of the whole gradient and one of the whole parameter moves 40. Three ways to move 28:
+fused Adam between a cast of the whole gradient and one of the whole parameter moves 40. Two ways to move 28:
 
 ``chunked``    torch's own fused kernel on :data:`CHUNK` elements at a time, between two casts in the cache.
 ``compiled``   :func:`adam_lines`, ten lines, through ``torch.compile`` on whole tensors. Needs a C++ compiler.
-``numba``      the same lines through Numba (:mod:`deepzero.offload.adam_numba`), which brings its own compiler.
 
 **What decides the bits.** ``chunked`` gives torch's: its vector loop may contract a multiplication and an addition into
 one rounding, and its scalar loop over the last few elements does so elsewhere. Chunks are multiples of 64 elements, as
 the shares of torch's threads are, so that the same elements fall into the scalar loop for every chunk size and thread
-count. ``compiled`` and ``numba`` round after each operation (contraction is off): an element's bits depend on its own
-numbers alone, and are those of :func:`adam_lines` in plain torch, with which each is compared before it is used.
+count. ``compiled`` rounds after each operation (contraction is off): an element's bits depend on its own numbers
+alone, and are those of :func:`adam_lines` in plain torch, with which it is compared before it is used.
 
 Sources: ZeRO-Offload (Ren et al. 2021), section 5, "Optimized CPU execution"; DeepSpeed's
 ``csrc/adam/cpu_adam_impl.cpp`` does it with hand-written vector intrinsics. Left out: AMSGrad, maximization.
@@ -28,7 +27,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -42,12 +40,10 @@ chunks would cost more in calls, some ten microseconds for each."""
 BLOCK = 8
 """Chunks that a thread takes at once from what is left, at most."""
 SAMPLE = 2051
-"""Elements that a kernel is compiled and checked with: full vectors and blocks, and a rest."""
+"""Elements that a kernel is compiled and checked with: full vectors, and a rest."""
 COMPILE_FROM = 1 << 23
-"""Elements. Below, a step saves less than 2 ms by being compiled; compiling takes ten seconds in C++, one in Numba."""
-COMPILERS = {"compiled": "a C++ compiler", "numba": "Numba"}
-"""In the order in which ``auto`` tries them: the C++ compiler's code is a fifth faster, and the bits are the same."""
-KERNELS = ("auto", "chunked", *COMPILERS)
+"""Elements. Below, a step saves less than 2 ms by being compiled, which takes ten seconds."""
+KERNELS = ("auto", "chunked", "compiled")
 
 # What is compiled separately: dtypes of parameter, gradient and output (None: no output), and ``beta1 > 0.5``.
 Variant: TypeAlias = "tuple[torch.dtype, torch.dtype, torch.dtype | None, bool]"
@@ -281,14 +277,16 @@ def line_by_line(small_weight: bool) -> Lines:
 
 
 class CompiledAdam:
-    """:func:`adam_lines`, compiled once for each ``Variant`` by torch.compile (``name="compiled"``) or ``numba``.
+    """:func:`adam_lines`, compiled once for each ``Variant`` by ``torch.compile``.
 
     With ``strict`` what cannot be compiled raises. Otherwise a variant that is first met in the middle of training and
     cannot be compiled runs line by line, with a warning: slower, the same bits.
     """
 
-    def __init__(self, strict: bool, name: str = "compiled") -> None:
-        self.strict, self.name = strict, name
+    name = "compiled"
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
         self._plain: dict[Variant, Lines] = {}  # what could not be compiled
 
     def ready(self, variants: Iterable[Variant]) -> None:
@@ -296,7 +294,7 @@ class CompiledAdam:
         for variant in map(_without_narrow_out, variants):
             try:
                 if variant not in self._plain:
-                    compiled(self.name, variant)
+                    compiled(variant)
             except CompilationError as error:
                 if self.strict:
                     raise
@@ -312,7 +310,7 @@ class CompiledAdam:
         torch.get_num_threads()
         # torch.compile treats sizes 0 and 1 as constants of the program. The lines are quick enough for them.
         lines = self._plain.get(variant) if flat[0].numel() > 1 else line_by_line(small_weight)
-        lines = lines or compiled(self.name, variant)
+        lines = lines or compiled(variant)
         lines(*flat, None if variant[2] is None else out, numbers.tensor())
         if out is not None and variant[2] is None:
             out.copy_(flat[0])
@@ -323,37 +321,25 @@ def _without_narrow_out(variant: Variant) -> Variant:
     return variant if variant[0] == torch.float32 else (variant[0], variant[1], None, variant[3])
 
 
-def why_not(name: str) -> str:
-    """Why a kernel (``compiled`` or ``numba``) cannot be had here, as far as can be told without trying; or empty."""
-    if name == "compiled":
-        return why_not_compiled()
-    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
-        return "Numba is switched off by NUMBA_DISABLE_JIT"
-    try:
-        return "" if find_spec("numba") is not None else "no Numba (pip install 'deepzero[numba]')"
-    except ValueError as error:  # something else stands under its name
-        return f"no Numba ({error})"
-
-
 @compiled_once
-def compiled(name: str, variant: Variant) -> Lines:
-    """``adam_lines`` without its first two arguments, compiled by ``name``. The first call takes seconds.
+def compiled(variant: Variant) -> Lines:
+    """``adam_lines`` without its first two arguments, compiled. The first call takes seconds.
 
     Raises:
         CompilationError: no compiler, a failed compilation, or a result with other bits than the lines themselves.
     """
-    if missing := why_not(name):
+    if missing := why_not_compiled():
         raise CompilationError(missing)
-    with compilation("Numba" if name == "numba" else "torch.compile"):
+    with compilation():
         got, expected = _sample(variant), _sample(variant)
-        lines = (_by_numba if name == "numba" else _by_torch)(variant, got)
+        lines = _by_torch(variant, got)
         lines(*got)
     adam_lines(exact_root, variant[3], *expected)
     for one, other in zip(got, expected, strict=True):
         if one is not None and other is not None and not torch.equal(one, other):
             raise CompilationError(
                 "the compiled code gives other bits than the same lines in torch, so they would depend on where an "
-                f"element lies{'; is a flag like -ffast-math set?' if name == 'compiled' else ''}"
+                "element lies; is a flag like -ffast-math set?"
             )
     return lines
 
@@ -368,21 +354,6 @@ def _by_torch(variant: Variant, sample: list[Any]) -> Lines:
     names = "_".join(str(dtype).removeprefix("torch.") for dtype in variant[:3])
     call = compile_apart(adam_lines, f"adam_{names}{'' if variant[3] else '_large_weight'}")
     return functools.partial(call, torch.sqrt, variant[3])
-
-
-def _by_numba(variant: Variant, _sample: list[Any]) -> Lines:
-    from deepzero.offload.adam_numba import numba_lines  # a second
-
-    part = numba_lines(variant)
-
-    def lines(*tensors: Any) -> None:
-        numel, threads = tensors[0].numel(), torch.get_num_threads()
-        # Each thread comes back a few times, so that one which lost its core leaves the rest to the others. Not more
-        # often: it may have to wait for Python's lock, up to 5 ms while another thread computes in Python.
-        share = max(1024, numel if threads == 1 else numel // (4 * threads))
-        in_threads(range(0, numel, share), lambda _thread, start: part(start, start + share, *tensors))
-
-    return lines
 
 
 def _sample(variant: Variant) -> list[Any]:
@@ -405,32 +376,28 @@ def choose_kernel(request: str, numel: int, variants: Sequence[Variant]) -> tupl
         variants: what the first step needs; compiled here, so that a failure is known before anything is written.
 
     Raises:
-        RuntimeError: ``compiled`` or ``numba`` was asked for and cannot be had.
+        RuntimeError: ``compiled`` was asked for and cannot be had.
     """
     if request == "chunked":
         return ChunkedAdam(), "as asked for"
-    if request != "auto":
-        made = CompiledAdam(True, request)
+    if request == "compiled":
+        made = CompiledAdam(True)
         try:
             made.ready(variants)
         except CompilationError as error:
             advice = "Use kernel='chunked', which needs no compiler, or 'auto'"
-            raise RuntimeError(f"CPUAdam(kernel={request!r}): {error}. {advice}") from error
+            raise RuntimeError(f"CPUAdam(kernel='compiled'): {error}. {advice}") from error
         return made, "as asked for"
     if numel < COMPILE_FROM:
         return ChunkedAdam(), f"{numel:,} elements are too few to compile for, below {COMPILE_FROM:,}"
-    without: list[str] = []  # what could not be had, and why
-    for name, compiler in COMPILERS.items():
-        missing = why_not(name)
-        if not missing:
-            try:
-                CompiledAdam(True, name).ready(variants)
-                return CompiledAdam(False, name), "; ".join([f"{numel:,} elements and {compiler}", *without])
-            except CompilationError as error:
-                missing = f"compiling failed ({error})"
-                _warn(f"the {name} kernel is not used: {error}")
-        without.append(missing)
-    return ChunkedAdam(), "; ".join(without)
+    if missing := why_not_compiled():
+        return ChunkedAdam(), missing
+    try:
+        CompiledAdam(True).ready(variants)
+    except CompilationError as error:
+        _warn(f"the compiled kernel is not used: {error}")
+        return ChunkedAdam(), f"compiling failed ({error})"
+    return CompiledAdam(False), f"{numel:,} elements and a C++ compiler"
 
 
 def _warn(message: str) -> None:

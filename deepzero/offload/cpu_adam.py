@@ -51,9 +51,9 @@ class CPUAdam(torch.optim.Optimizer):
         weight_decay: decay rate.
         adamw_mode: AdamW's decay of the parameters; False: Adam's, added to the gradient.
         bias_correction: divide the means by what they lack in their first steps.
-        kernel: ``compiled`` by a C++ compiler, by ``numba``, ``chunked``, or ``auto``: the first of them that is there,
-            and chunked where there is too little to do. The bits of the first two are the same and differ from chunked
-            in the last place, so a choice lasts as long as the optimizer; name one to have them on another machine.
+        kernel: ``compiled`` by a C++ compiler, ``chunked``, or ``auto``: compiled where there is a compiler, and enough
+            to do, else chunked. Their bits differ in the last place, so a choice lasts as long as the optimizer; name
+            one to have the same bits on another machine.
         switches: DeepSpeed's :attr:`switches`, with the values that they have there.
 
     Raises:
@@ -132,7 +132,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     @property
     def kernel(self) -> str:
-        """``chunked``, ``compiled`` or ``numba``; ``auto`` until :meth:`prepare` or the first step has chosen."""
+        """``chunked`` or ``compiled``; ``auto`` until :meth:`prepare` or the first step has chosen."""
         return self._kernel.name if self._kernel is not None else self._request
 
     def prepare(

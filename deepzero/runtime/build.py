@@ -30,7 +30,7 @@ from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
+from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.stage3 import (
@@ -72,7 +72,7 @@ class ZeroComponents:
     """What step 0 leaves behind."""
 
     groups: list[ParamGroup]
-    source: GradAccumulator
+    unreduced: UnreducedGradients
     reducer: BucketReducer
     stage: ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
@@ -180,18 +180,18 @@ def build_zero(
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        source = GradAccumulator(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
+        unreduced = UnreducedGradients(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
         reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         overlap = zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, order, source, reducer, every_pass=zero.stage >= 2, overlap=overlap)
+        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass=zero.stage >= 2, overlap=overlap)
         stage = _build_stage(model, gradients, partitioning, zero.stage, comm)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
-            groups, source, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
+            groups, unreduced, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
             partitioning, offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
@@ -282,8 +282,7 @@ def place_model(
     allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
-            [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
-            group.optimizer_group or 0, None if whole else placement, allocate,
+            [names[p] for p in group.params], group, dtype, comm, None if whole else placement, allocate, whole
         )
         for group, placement in zip(planned, placements, strict=True)
     ]  # fmt: skip
@@ -308,8 +307,7 @@ def choose_kernel(optimizer: CPUAdam, dtypes: Dtypes, placements: Sequence[Offlo
         problem = str(error)
     raise_on_all_ranks(problem, ConfigError)
     kernels = process_group.all_gather_object(optimizer.kernel)
-    # Where one host cannot compile, or compiling fails there, all use the chunks. Compiled and Numba's have the same
-    # bits.
+    # Where one host cannot compile, or compiling fails there, all use the chunks: their bits differ.
     if "chunked" in kernels and optimizer.kernel != "chunked":
         optimizer.use("chunked", f"because rank {kernels.index('chunked')} cannot compile")
 

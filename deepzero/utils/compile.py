@@ -94,7 +94,7 @@ def compiled_once(make: Callable[..., T]) -> Callable[..., T]:
 
 
 @contextmanager
-def compilation(by: str = "torch.compile") -> Iterator[None]:
+def compilation() -> Iterator[None]:
     """Around a first call: no warnings from inside the compiler, and one kind of error.
 
     Raises:
@@ -106,4 +106,4 @@ def compilation(by: str = "torch.compile") -> Iterator[None]:
             yield
     except Exception as error:
         text = str(error).strip().splitlines() or [""]
-        raise CompilationError(f"{by} failed: {type(error).__name__}: {text[0]}") from error
+        raise CompilationError(f"torch.compile failed: {type(error).__name__}: {text[0]}") from error

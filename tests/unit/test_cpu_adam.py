@@ -16,7 +16,6 @@ from deepzero.offload.adam_kernels import (
     adam_lines,
     exact_root,
     line_by_line,
-    why_not,
 )  # fmt: skip
 from deepzero.ops import CPUAdam
 from deepzero.utils.compile import why_not_compiled
@@ -36,12 +35,9 @@ MODES = (
 )
 
 
-NUMBA = pytest.param("numba", marks=pytest.mark.skipif(bool(why_not("numba")), reason=why_not("numba")))
-
-
-@pytest.fixture(params=["chunked", NUMBA, COMPILED])
+@pytest.fixture(params=["chunked", COMPILED])
 def kernel(request):
-    """Each kernel; the C++ compiler takes a minute for all dtypes, Numba ten seconds."""
+    """Each kernel; the C++ compiler takes a minute for all dtypes."""
     return str(request.param)
 
 
@@ -101,15 +97,14 @@ class TestBits:
             torchs.step()
         assert same(ours, torchs)
 
-    @pytest.mark.parametrize("kernel", ["compiled", NUMBA])
     @pytest.mark.parametrize("mode", MODES, ids=str)
-    def test_compiled_gives_the_bits_of_its_lines(self, kernel, mode, monkeypatch):
+    def test_compiled_gives_the_bits_of_its_lines(self, mode, monkeypatch):
         """The lines stand in for C++; that both have the same bits is asked whenever something is compiled."""
         monkeypatch.setattr(adam_kernels, "_by_torch", lambda variant, _sample: line_by_line(variant[3]))
         monkeypatch.setattr(adam_kernels, "why_not_compiled", lambda: "")
         forget_compiled(monkeypatch)
         (mine,), (theirs,) = leaves(1000), leaves(1000)
-        ours = CPUAdam([mine], kernel=kernel, **mode)
+        ours = CPUAdam([mine], kernel="compiled", **mode)
         m, v = torch.zeros(1000), torch.zeros(1000)
         for step in range(1, 4):
             (grad,) = gradients([mine], step)
@@ -288,7 +283,7 @@ def check_errors(mine, theirs, slack=0.0):
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kernel", ["chunked", NUMBA, pytest.param("compiled", marks=COMPILED.marks[1])])
+@pytest.mark.parametrize("kernel", ["chunked", pytest.param("compiled", marks=COMPILED.marks[1])])
 @pytest.mark.parametrize(("n", "kind"), [(1, "flat"), (7, "flat"), (4095, "every step")])
 @pytest.mark.parametrize("mode", ACCURACY_MODES, ids=str)
 def test_no_less_accurate_than_torch_after_a_thousand_steps(kernel, n, kind, mode):
@@ -302,7 +297,7 @@ def test_no_less_accurate_than_torch_on_ten_million_elements(capsys):
     """Every option on its own part of 10,000,019 elements, 1,000 steps, one float64 reference for all kernels."""
     total, steps, count = 10_000_019, 1000, len(ACCURACY_MODES)
     extents = [total // count] * (count - 1) + [total - total // count * (count - 1)]
-    kernels = ["chunked", *(name for name in ("numba", "compiled") if not why_not(name))]
+    kernels = ["chunked", *([] if why_not_compiled() else ["compiled"])]
     ours = {kernel: [CPUAdam(leaves(n), kernel=kernel, **m) for n, m in zip(extents, ACCURACY_MODES, strict=True)]
             for kernel in kernels}  # fmt: skip
     torchs = [of_torch(leaves(n), mode) for n, mode in zip(extents, ACCURACY_MODES, strict=True)]

@@ -5,7 +5,7 @@ goes out. Every contender works on the same tensors, one step each in turn:
 
 - ``deepspeed``: DeepSpeedCPUAdam, between a cast of the gradient into a kept fp32 tensor and one of the parameter;
 - ``torch``: ``torch.optim.AdamW(fused=True)`` between the same casts;
-- ``chunked``, ``numba`` and ``compiled``: CPUAdam's kernels;
+- ``chunked`` and ``compiled``: CPUAdam's kernels;
 - ``copy``: ``dst.copy_(src)`` of the bytes that a step cannot avoid, 28 for each element (a copy of n bytes moves 2 n).
 
 The bars compare medians. Compiling takes place before the first round, and the first round is not counted.
@@ -27,13 +27,13 @@ from tools.bench.engines import quiet_deepspeed
 from tools.bench.report import print_machine, table
 from tools.bench.timing import interleaved, parser_of, threads
 
-OURS = ("chunked", "numba", "compiled")
+OURS = ("chunked", "compiled")
 NAMES = ("deepspeed", "torch", *OURS, "copy")
 BYTES_PER_ELEMENT = 28
 """Gradient 2, parameter and moments 12 read and 12 written, output 2."""
 BARS = (
-    ("compiled", "deepspeed", 0.60), ("compiled", "torch", 0.60), ("numba", "deepspeed", 0.80),
-    ("numba", "torch", 0.80), ("chunked", "deepspeed", 0.80), ("chunked", "torch", 0.80), ("compiled", "copy", 1 / 0.9),
+    ("compiled", "deepspeed", 0.60), ("compiled", "torch", 0.60), ("chunked", "deepspeed", 0.80),
+    ("chunked", "torch", 0.80), ("compiled", "copy", 1 / 0.9),
 )  # fmt: skip
 """(who, over whom, at most): ratios of medians. The last one is 90 % of the copy's bandwidth."""
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}

@@ -34,10 +34,10 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, bucket_limit, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.gradient_reduction import BucketRef, GradientReducer
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, MasterShard, ParamGroup, PendingUpload
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import (
     SETUP,
     DeviceShard,
@@ -232,8 +232,7 @@ def partition_model(
             buckets.extend(cut[-1].buckets)
         elif index is not None:
             allocate = offload.allocate if offload is not None else None
-            made = FlatParamGroup(labels, group.params, group.layout, dtype, comm, False, index, placement, allocate)
-            persistent.append(made)
+            persistent.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
         if index is not None:
             groups.append(cut[-1] if group.partitioned else persistent[-1])
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
@@ -287,7 +286,7 @@ class HostParams(Protocol):
         """How a bucket's shard in host memory reaches the device."""
 
 
-class PartitionedParamGroup:
+class PartitionedParamGroup(ParamGroup):
     """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
 
     The counterpart of :class:`~deepzero.runtime.zero.stage_1_and_2.FlatParamGroup`, over the same layout: what is kept
@@ -301,7 +300,7 @@ class PartitionedParamGroup:
     bucket's plain all-gather into the configured one.
     """
 
-    partitioned, whole = True, False
+    partitioned = True
 
     def __init__(
         self,
@@ -314,28 +313,18 @@ class PartitionedParamGroup:
         offload: HostParams | None,
         build_gather: GatherBuilder,
     ) -> None:
-        self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
-        self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
-        # ---- where shard_S and master_S lie
-        # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
-        self.before_write: Callable[[], None] | None = offload.finish_reads if offload is not None else None
-        self.placement, self.shard_on_host = placement, None
+        # ---- where shard_S lies; master_S is the base class's
+        self.shard_on_host: torch.Tensor | None = None
         if placement.parameter_numel and offload is not None:
-            self.shard_on_host = offload.allocate(HOST_PARAMETERS, placement.parameter_numel, self.dtype)
-        self.master_shard = MasterShard(placement, offload.allocate if offload is not None else None)
+            self.shard_on_host = offload.allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
+        allocate = offload.allocate if offload is not None else None
+        super().__init__(names, planned, pool.dtype, comm, placement, allocate)
+        # Uploads from the host are asynchronous: a write waits until none reads what it overwrites.
+        self.before_write = offload.finish_reads if offload is not None else None
         # ---- the parameters are partitioned; from here on they are placeholders
-        # Fragments are the optimizer's tensors: see [Note: why fragments] in ``stage_1_and_2.py``.
-        self.fragments = planned.layout.fragments(comm.rank)
-        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
-        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        self.params = self._partition(planned.params)
+        self.params: list[ZeroParameter] = self._partition(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
-        # The optimizer's tensors: leaves that it may update, in fp32 fragments of the shard itself.
-        self.masters: list[torch.Tensor] = []
-        for fragment in self.fragments if planned.optimizer_group is not None else ():
-            separate = self._separate_master(fragment)
-            master = self.param_fragment(fragment) if separate is None else separate
-            self.masters.append(master.detach().requires_grad_())
+        self.cut_masters()
         # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
         for bucket in planned.layout.buckets:
@@ -384,7 +373,7 @@ class PartitionedParamGroup:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.master_shard.allocate(self.device)
+        self.allocate_masters()
 
     def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
@@ -400,8 +389,8 @@ class PartitionedParamGroup:
     def _keep(self, fragment: Fragment, values: torch.Tensor) -> None:
         # The master takes the values as they were before the cast; DeepSpeed's takes the cast ones.
         self.param_fragment(fragment).copy_(values)
-        master = self._separate_master(fragment)
-        if master is not None:
+        master = self.separate_masters(fragment.shard_start, fragment.numel)
+        if master is not None:  # in fp32 the shard is its own master
             master.copy_(values)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -426,25 +415,15 @@ class PartitionedParamGroup:
         """This rank's elements of one parameter: 1-D, compute dtype."""
         return self._shard(fragment.shard_start, fragment.numel)
 
-    def _separate_master(self, fragment: Fragment) -> torch.Tensor | None:
-        # None in fp32, where the shard is its own master.
-        return self.master_shard.view(fragment.shard_start, fragment.numel)
-
-    def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The fp32 masters of this rank's shard of ``bucket``, padding included; in fp32 that shard itself."""
-        found = self.master_shard.view(bucket.shard_offset, bucket.shard_numel)
-        return self.param_shard(bucket) if found is None else found
-
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
-        number = self._numbers.get(self._index[param])
-        if number is not None and self.optimizer_group is not None:
-            fragment = self.fragments[number]
-            if self._separate_master(fragment) is not None:
-                update_master_from_param(self.masters[number], self.param_fragment(fragment))
+        separate = self.separate_master(self._index[param])
+        if separate is not None:
+            fragment, master = separate
+            update_master_from_param(master, self.param_fragment(fragment))
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -459,16 +438,6 @@ class PartitionedParamGroup:
             fragment = self.fragments[number]
             self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
 
-    def refresh_data_ptrs(self) -> None:
-        """Do nothing: parameters point to a bucket's buffer while it is gathered, and nowhere else."""
-
-    def written(self) -> list[str]:
-        """Empty: a write to a gathered parameter is refused where it happens."""
-        return []
-
-    def bump_param_versions(self) -> None:
-        """Do nothing: a graph that has saved old values notices by the bucket's generation."""
-
     def sync_masters_from_params(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for bucket in self.buckets:
@@ -478,12 +447,12 @@ class PartitionedParamGroup:
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def cast_masters(self) -> None:
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
             # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
             if not self.placement.steps_on_host(bucket.bucket):
-                found = self.master_shard.view(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
+                found = self.separate_masters(bucket.bucket.shard_offset, bucket.bucket.shard_numel)
                 if found is not None:
                     bucket.shard.copy_(found)
                 # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
@@ -493,9 +462,9 @@ class PartitionedParamGroup:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
         self.buckets[bucket.index].gather.source.finish()
 
-    def arrived(self, bucket: Bucket, copy: PendingUpload | None) -> None:
-        """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
-        self.buckets[bucket.index].mark_updated(copy.wait if copy is not None else None)
+    def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+        """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
+        self.buckets[bucket.index].mark_updated(wait_upload)
 
     @torch.no_grad()
     def release(self) -> None:
@@ -537,7 +506,7 @@ class ZeroStage3:
         self.persistent = ZeroStage1And2(partitioning.persistent, gradients, self.comm)
         self._mark_persistent()
         # By the group's number: who takes a bucket on which the CPU has stepped.
-        self._on_upload: dict[int, Callable[[Bucket, PendingUpload | None], None]] = {
+        self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {
             self.groups.index(group): group.arrived for group in self.partitioned
         }
         for number, whole in enumerate(partitioning.persistent):
@@ -548,7 +517,7 @@ class ZeroStage3:
             for made in group.buckets
         }
         gradients.on_launched = self._launched
-        self._boundary = False
+        self._last_micro_batch = False
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
         gradients.leaf_params = self.hooks.leaf_params
@@ -565,29 +534,29 @@ class ZeroStage3:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
-        self._boundary = boundary
+        self._last_micro_batch = last_micro_batch
         # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.reduce_ready_gradient(param, boundary)
+        self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
-    def _launched(self, entry: BucketRef) -> None:
+    def _launched(self, group: int, bucket: Bucket) -> None:
         # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
-        key = self._key_of.get((entry.group, entry.bucket.index))
+        key = self._key_of.get((group, bucket.index))
         if key is not None:
             self.coordinator.training.completed(key)
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
         # A leaf module's backward pass is over: experts without tokens get no gradient any more.
-        self.gradients.leaf_grads_complete(params, self._boundary)
+        self.gradients.leaf_grads_complete(params, self._last_micro_batch)
 
-    def backward_end(self, boundary: bool) -> None:
+    def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
         self.hooks.end_of_backward()
-        self.gradients.backward_end(boundary)
+        self.gradients.backward_end(last_micro_batch)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient; one through a leaf module may have counted it as complete."""
@@ -606,12 +575,12 @@ class ZeroStage3:
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: this rank's shard of a bucket is new. Only the next fetch of it waits for its copy.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        self._on_upload[group](bucket, copy)
+        self._on_upload[group](bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -621,7 +590,7 @@ class ZeroStage3:
         # secondary shards are renewed.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
-            group.publish()
+            group.cast_masters()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.persistent.wait_all_gathers()
 
