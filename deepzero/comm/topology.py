@@ -1,6 +1,6 @@
 """Which ranks share a node, and groups of ranks that talk among themselves.
 
-Links inside a node are some thirty times as fast as those between nodes, so what matters of a byte is whether it leaves
+Links inside a node are 10 to 20 times as fast as those between nodes, so what matters of a byte is whether it leaves
 its node. Ranks are numbered node by node, as launchers do it: rank r is on node ``r // R``, R ranks to a node. On one
 machine nodes can be pretended (``comm.ranks_per_node``): everything runs, and is counted, as if there were several.
 

@@ -76,12 +76,12 @@ class DelayedOptimizerShard(HostOptimizerShard):
 
     def _step_on_host(self, divisor: float) -> None:
         self.steps += 1
-        if self.steps <= self.settings.delay_after_steps:
+        if self.steps <= self.host.settings.delay_after_steps:
             super()._step_on_host(divisor)
             return
         twin: CPUAdam = self.optimizer.twin()  # type: ignore[attr-defined]
         # A sum's tensor will be turned to its other copy; the thread keeps its own view of this one.
-        grads = [[part.grad.detach() for part in upload.sub_group.parts] for upload in self.uploads]
+        grads = [[part.grad.detach() for part in upload.sub_group] for upload in self.uploads]
         self.gradients.swap()
         for part, grad in zip(self.parts, self._grad_fragments(), strict=True):
             part.grad.set_(grad)  # type: ignore[call-overload]
@@ -98,7 +98,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
     ) -> None:
         began, moved = time.perf_counter(), 0
         try:
-            with torch.no_grad(), cpu_threads(self.threads):
+            with torch.no_grad(), cpu_threads(self.host.threads):
                 for upload, sums in zip(self.uploads, grads, strict=True):
                     outs = upload.output_fragments()
                     with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
@@ -139,7 +139,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
                 f"the delayed update failed ({error!r}), and masters are half old, half new; load a checkpoint"
             )
             raise RuntimeError(self._broken) from error
-        self.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
+        self.host.meter.legs[ADAM].add(*update.result(), time.perf_counter() - began)
 
     def apply_pending_update(self) -> bool:
         """Wait, and send what was written: after the next publication the parameters are those of the masters.

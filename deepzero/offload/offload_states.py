@@ -312,7 +312,7 @@ class StateOffloader:
         """Each category's tensors, and whether anybody needs what is in them."""
         zero, stage3 = self.engine.zero, self.engine.zero.stage3
         gradients, offload = zero.stage.gradients, zero.offload
-        separate = [t for group in zero.groups if (t := group.master_shard.on_device) is not None]
+        separate = [t for group in zero.groups if (t := group.masters_on_device) is not None]
         params = [t for group in zero.stores for t in group.parameter_storage] + self._plain_parameters()
         tensors = {
             "optim_states": self._optimizer_states(),

@@ -273,7 +273,7 @@ class HostGradients:
                 slot.on_arrival = partial(_add, target, arrived, measure)
             slot.taken = False
 
-        return GradOutput(source, None if accumulate else measure, leave)
+        return source, None if accumulate else measure, leave
 
     def drain(self) -> None:
         """Wait for everything that has left, the oldest first. Afterwards the sums may be read."""
@@ -325,7 +325,7 @@ class HostParamUpload:
     ) -> None:
         self._shard, self.number, self.bucket, self._staging = shard, number, bucket, staging
         self.group = shard.groups[number]
-        self.sub_group, self.masters = inside, inside.masters
+        self.sub_group, self.masters = inside, [part.master for part in inside]
         first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
         self.fragments = [fragment for fragment in self.group.fragments if first <= fragment.shard_start < last]
         self._on_host = self.group.placement.keeps_on_host(bucket)
@@ -357,6 +357,7 @@ class HostParamUpload:
     def send(self) -> None:
         """Launch the copy of what the step has written, and tell the stage."""
         copy, memory, bucket = None, self._staging.memory, self.bucket
+        behind: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not self._on_host:
             source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
             target, padding = self.group.param_shard(bucket), bucket.padding_of(self._shard.rank)
@@ -365,8 +366,13 @@ class HostParamUpload:
                     TO_DEVICE, target, source.detach(), padding, f"bucket {bucket.index}"
                 )
             self._staging.copy = copy
+            # Parameters that stay whole go on to the other ranks, behind the copy and on its own stream. A partitioned
+            # bucket is waited for by its next fetch alone.
+            if not self.group.partitioned:
+                behind = copy.afterwards(alone=bucket.world_size == 1)
         if self._shard.on_uploaded is not None:
-            self._shard.on_uploaded(self.number, bucket, copy)
+            with behind:
+                self._shard.on_uploaded(self.number, bucket, copy.wait if copy is not None else None)
 
     @torch.no_grad()
     def upload_masters(self) -> None:
@@ -396,9 +402,10 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 def bytes_of_step(optimizer: torch.optim.Optimizer, group: SubGroup, outs: Sequence[torch.Tensor | None]) -> int:
     """Bytes that a one-pass step reads and writes: masters and moments twice, gradients and new parameters once."""
-    states = [t for m in group.masters for t in optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
-    once = [*(part.grad for part in group.parts), *(out for out in outs if out is not None)]
-    return 2 * sum(t.nbytes for t in (*group.masters, *states)) + sum(t.nbytes for t in once)
+    masters = [part.master for part in group]
+    states = [t for m in masters for t in optimizer.state.get(m, {}).values() if torch.is_tensor(t) and t.dim()]
+    once = [*(part.grad for part in group), *(out for out in outs if out is not None)]
+    return 2 * sum(t.nbytes for t in (*masters, *states)) + sum(t.nbytes for t in once)
 
 
 class HostOptimizerShard(OptimizerShard):
@@ -412,12 +419,12 @@ class HostOptimizerShard(OptimizerShard):
     def __init__(self, host: Offload, *given: Any, **more: Any) -> None:
         if host.sums is None:
             raise RuntimeError("no bucket is on the host")
-        self.threads, self.meter, self.settings = host.threads, host.meter, host.settings
+        self.host = host
         self.gradients = host.sums
         self.gradients.carve(host.arena, host.wire)
         staging = [StagingBuffer(host.allocate(*region)) for region in host.staging]
-        self.on_uploaded: Callable[[int, Bucket, PendingCopy | None], None] | None = None
-        """The stage's: new parameters of (group, bucket) are in place, or will be when the copy has arrived."""
+        self.on_uploaded: Callable[[int, Bucket, Callable[[], None] | None], None] | None = None
+        """The stage's: new parameters of (group, bucket) are in place (None), or are when the function returns."""
         super().__init__(*given, **more)
         # In turn. A delayed update keeps what it wrote until the next boundary, and has a buffer for every bucket.
         turns = itertools.cycle(staging)
@@ -427,7 +434,7 @@ class HostOptimizerShard(OptimizerShard):
             mine = [(fragment.shard_start, next(parts)) for fragment in group.fragments]
             for bucket in (b for b in group.layout.buckets if group.placement.steps_on_host(b)):
                 first, last = bucket.shard_offset, bucket.shard_offset + bucket.shard_numel
-                inside = SubGroup([part for start, part in mine if first <= start < last])
+                inside = [part for start, part in mine if first <= start < last]
                 travels = group.dtype != torch.float32 and not group.placement.keeps_on_host(bucket)
                 buffer = next(turns) if travels else StagingBuffer()
                 self.uploads.append(HostParamUpload(self, number, bucket, inside, buffer))
@@ -469,12 +476,12 @@ class HostOptimizerShard(OptimizerShard):
         self._step_on_host(divisor)
 
     def _step_on_host(self, divisor: float) -> None:
-        with cpu_threads(self.threads):
+        with cpu_threads(self.host.threads):
             for upload in self.uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
                 with profiler_ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.sub_group, divisor, outs)
                 took = time.perf_counter() - began
-                self.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
+                self.host.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)
                 upload.send()

@@ -30,12 +30,11 @@ from deepzero.offload.optimizer_offload import Offload
 from deepzero.runtime.consistency import TrainedParameters
 from deepzero.runtime.memory_model import build_ledger, predict_unquantized
 from deepzero.runtime.optimizer_state import allocate_state, makes_state_in_advance, moment_bytes_per_element
-from deepzero.runtime.zero.gradient_reduction import GradAccumulator, GradientReducer, reduce_order
+from deepzero.runtime.zero.gradient_reduction import GradientReducer, UnreducedGradients, reduce_order
 from deepzero.runtime.zero.guards import check_unclaimed, lost_on_error
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, OptimizerShard, ParamGroup
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepzero.runtime.zero.stage3 import (
-    PartitionedParamGroup,
     ZeroStage3,
     is_real,
     partition_model,
@@ -73,7 +72,7 @@ class ZeroComponents:
     """What step 0 leaves behind."""
 
     groups: list[ParamGroup]
-    source: GradAccumulator
+    unreduced: UnreducedGradients
     reducer: BucketReducer
     stage: ZeroStage1And2 | ZeroStage3
     dtypes: Dtypes
@@ -167,15 +166,13 @@ def build_zero(
     with lost_on_error(model):
         model.zero_grad()  # what was computed before counts in no step
         coordinator: PartitionedParameterCoordinator | None = None
-        stored: Sequence[PartitionedParamGroup | FlatParamGroup]
         if zero.stage == 3:
             place_buffers(model, comm)
             host = (None, None) if offload is None else (offload.allocate, offload.source_of)
             stored, coordinator = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, *host)
         else:
             stored = place_model(model, planned, placements, config, comm, offload)
-        # Stage 3 has groups of frozen parameters too, which no optimizer steps on.
-        groups: list[ParamGroup] = [group for group in stored if group.optimizer_group is not None]
+        groups = [group for group in stored if group.optimizer_group is not None]  # stage 3 has frozen ones, too
         if isinstance(optimizer, CPUAdam):
             choose_kernel(optimizer, dtypes, placements, comm.device)
         # From here on the optimizer holds fragments of masters, and its state is made for these: now, and not in the
@@ -187,18 +184,18 @@ def build_zero(
 
         # ---- put together: gradients (3, 4), the optimizer's step (5), the stage that publishes (6)
         # Only gradients that stay whole over several micro-batches need a wider place to be summed in.
-        source = GradAccumulator(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
+        unreduced = UnreducedGradients(groups, dtypes.accumulation if zero.stage < 2 and micro_batches > 1 else None)
         # One reducer and one launching order for all groups: ranks pair buckets by their number.
         reducer, order = _build_reducer(groups, config, comm, dtypes, depth), reduce_order(groups, arrival)
         shard = _build_optimizer_shard(optimizer, groups, config, reducer, dtypes, offload)
         overlap = zero.overlap_comm and zero.stage > 0
-        gradients = GradientReducer(shard, order, source, reducer, every_pass=zero.stage >= 2, overlap=overlap)
-        stage = _build_stage(model, gradients, stored, coordinator, zero.stage, comm)
+        gradients = GradientReducer(shard, order, unreduced, reducer, every_pass=zero.stage >= 2, overlap=overlap)
+        stage = _build_stage(model, gradients, stored, coordinator, zero.stage)
         if offload is not None and offload.shard is not None:
             # The CPU steps bucket by bucket; the parameters of one are published while it steps on the next.
             offload.shard.on_uploaded = stage.arrived
         built = ZeroComponents(
-            groups, source, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
+            groups, unreduced, reducer, stage, dtypes, next((size for size in moment_bytes if size), 0),
             offload, shard, TrainedParameters(model, groups),
         )  # fmt: skip
         build_ledger(built, optimizer, config, comm, micro_batches)
@@ -274,7 +271,7 @@ def place_model(
     config: EngineConfig,
     comm: Communicator,
     offload: Offload | None,
-) -> list[FlatParamGroup]:
+) -> list[ParamGroup]:
     """Stages 0-2: move the model to the device, with rank 0's values, the trainable parameters into flat buffers."""
     # What modules that are not plain do when they are moved is done; the parameters stay where they are. Buffers are on
     # the device after it; what follows gives them rank 0's values.
@@ -289,8 +286,7 @@ def place_model(
     allocate, whole = offload.allocate if offload is not None else None, config.zero.stage == 0
     return [
         FlatParamGroup(
-            [names[p] for p in group.params], group.params, group.layout, dtype, comm, whole,
-            group.optimizer_group or 0, None if whole else placement, allocate,
+            [names[p] for p in group.params], group, dtype, comm, None if whole else placement, allocate, whole
         )
         for group, placement in zip(planned, placements, strict=True)
     ]  # fmt: skip
@@ -364,13 +360,13 @@ def _build_optimizer_shard(
 
 
 def _build_stage(
-    model: nn.Module, gradients: GradientReducer, groups: Sequence[PartitionedParamGroup | FlatParamGroup],
-    coordinator: PartitionedParameterCoordinator | None, stage: int, comm: Communicator,
+    model: nn.Module, gradients: GradientReducer, groups: Sequence[ParamGroup],
+    coordinator: PartitionedParameterCoordinator | None, stage: int,
 ) -> ZeroStage1And2 | ZeroStage3:  # fmt: skip
     if coordinator is not None:
         return ZeroStage3(model, gradients, groups, coordinator)
     flat = [group for group in groups if isinstance(group, FlatParamGroup)]
-    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, comm)
+    return (ZeroStage0 if stage == 0 else ZeroStage1And2)(flat, gradients, gradients.reducer.comm)
 
 
 def _build_reducer(

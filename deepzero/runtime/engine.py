@@ -268,7 +268,7 @@ class Engine(nn.Module):
         self.state.open = True
         # 4 boundary: end the passes, flush, wait. A rank in trouble does so too: the others count on its collectives.
         with profiler_ranges.span("boundary"):
-            trouble = self._trouble()
+            trouble = self._end_passes()
             zero.stage.reduce_gradients()
         ledger.note("boundary")
         # 5 step: agree on finiteness and norm, unscale and clip, optimizer on the masters. The agreement is the one
@@ -336,7 +336,7 @@ class Engine(nn.Module):
         losses = self.passes.take_losses()
         return sum(self.comm.read(loss.reshape(1))[0] for loss in losses) / len(losses) if losses else None
 
-    def _trouble(self) -> RuntimeError | None:
+    def _end_passes(self) -> RuntimeError | None:
         """End the passes (stage 3 releases all, and makes its plan); return what keeps this rank from a step."""
         found, zero = None, self.zero
         for check in (zero.optimizer_shard.before_step, zero.trained.check, zero.stage.end_passes):

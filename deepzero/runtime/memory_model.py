@@ -534,7 +534,7 @@ def _watch(built: ZeroComponents, optimizer: torch.optim.Optimizer, ledger: Ledg
 
     padding = _padding(built)
     ledger.watch("parameters", lambda: [t for g in built.stores for t in g.parameter_storage], padding["parameters"])
-    ledger.watch("masters", lambda: [group.master_shard.on_device for group in built.groups], padding["masters"])
+    ledger.watch("masters", lambda: [group.masters_on_device for group in built.groups], padding["masters"])
     ledger.watch("gradients", built.stage.gradients.held_gradients, padding["gradients"])
     ledger.watch("moments", moments, padding["moments"])
     ledger.watch("buckets", buckets)
@@ -559,7 +559,7 @@ def _padding(built: ZeroComponents) -> Counter[str]:
             found[category] += tensor.nbytes - numel * tensor.itemsize
 
     for group in built.stores:
-        fragments, placement, store = group.fragments, group.placement, group.master_shard
+        fragments, placement = group.fragments, group.placement
         if isinstance(group, PartitionedParamGroup):
             on_host = sum(f.numel for f in fragments if f.shard_start < placement.parameter_numel)
             count("parameters", group.shard_on_device, sum(f.numel for f in fragments) - on_host)
@@ -567,12 +567,12 @@ def _padding(built: ZeroComponents) -> Counter[str]:
         else:
             count("parameters", group.parameter_storage[0], group.layout.numel)
         for category, span, tensor in (
-            ("masters", placement.device_masters, store.on_device),
-            (HOST_MASTERS, placement.host_masters, store.on_host),
+            ("masters", placement.device_masters, group.masters_on_device),
+            (HOST_MASTERS, placement.host_masters, group.masters_on_host),
         ):
             count(category, tensor, sum(f.numel for f in fragments if f.shard_start in span))
     offload, on_host = built.offload, 0
-    for group, flat, mine in zip(built.groups, built.source.flat, built.optimizer_shard.grad_S, strict=True):
+    for group, flat, mine in zip(built.groups, built.unreduced.flat, built.optimizer_shard.grad_S, strict=True):
         count("gradients", flat, group.layout.numel)
         kept = sum(f.numel for f in group.fragments if f.shard_start >= group.placement.optimizer_numel)
         count("gradients", mine, group.layout.numel if built.reducer.whole else kept)

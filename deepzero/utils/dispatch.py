@@ -12,8 +12,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 _NOTHING = nullcontext()
 
 
-def unseen() -> AbstractContextManager[Any]:
-    """For operations of our own inside a model: selective checkpointing does not see them.
+def hide_from_checkpointing() -> AbstractContextManager[Any]:
+    """Hide operations of our own inside a model from selective checkpointing.
 
     It numbers the operations of a block, to find their results when the block runs again; what we fetch differs then.
     """

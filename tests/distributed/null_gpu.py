@@ -479,7 +479,7 @@ def _collectives(machine):
 
 
 def _torch(machine):
-    """What makes tensors unseen by both modes."""
+    """What makes tensors hide_from_checkpointing by both modes."""
     again = torch.from_dlpack
 
     def from_dlpack(tensor):

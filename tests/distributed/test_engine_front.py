@@ -111,7 +111,11 @@ def test_a_model_that_building_broke_off_with_is_refused(rank, world):
     """Out of memory on all ranks, in the middle of building: the model is lost, and is said to be; a new one trains."""
     for stage in (0, 2, 3):
         zero = {"stage3_param_persistence_threshold": 30} if stage == 3 else {}  # the frozen weight stays whole
-        for place in ("zero.optimizer_shard.MasterShard.allocate", "build.OptimizerShard", "zero.stage3.take_values"):
+        for place in (
+            "zero.optimizer_shard.ParamGroup.allocate_masters",
+            "build.OptimizerShard",
+            "zero.stage3.take_values",
+        ):
             model = make_model()
             model.norm.weight.requires_grad_(False)
             broken = mock.patch(f"deepzero.runtime.{place}", side_effect=torch.OutOfMemoryError("no room"))

@@ -283,8 +283,8 @@ def one_gradient(rank, world, stage):
     places = set()
     for x in xs:
         engine.backward(engine(x))
-        if stage < 2 and engine.stage.gradients.source._grads:
-            places.add(engine.stage.gradients.source._grads[engine.module.c].data_ptr())
+        if stage < 2 and engine.stage.gradients.unreduced._grads:
+            places.add(engine.stage.gradients.unreduced._grads[engine.module.c].data_ptr())
         engine.step()
     assert stage >= 2 or len(places) == 1  # what nobody shares is added to in place
     mean = sum(torch.arange(32.0) + k + r for k in range(3) for r in range(world)) / 3 / world

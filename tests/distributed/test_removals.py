@@ -146,7 +146,7 @@ def poisoned(engine):
     """Of every buffer that nobody may read now, whether it says so."""
     pools = []
     if engine.zero.stage3 is not None:
-        pools = engine.zero.stage3.pools
+        pools = engine.zero.stage3.coordinator.pools
     reduced = [(b.send, b.recv_buffer) for b in engine.zero.reducer._all_buffers]
     free = [*(t for pair in reduced for t in pair), *(b for pool in pools for b in pool._free)]
     return [bool((t == 255).all() if t.dtype == torch.uint8 else t.isnan().all()) for t in free]

@@ -99,7 +99,8 @@ def test_a_write_on_one_rank_is_refused_on_all_and_leaves_nothing_behind(ranks, 
 
 def breaks_at_the_boundary(rank, world):
     engine = engine_of()
-    broken = [("engine.agree", RankMismatchError("other collectives")), ("engine.Engine._trouble", ValueError("sums"))]
+    disagrees = RankMismatchError("other collectives")
+    broken = [("engine.agree", disagrees), ("engine.Engine._end_passes", ValueError("sums"))]
     for place, error in broken:
         with mock.patch(f"deepzero.runtime.{place}", side_effect=error), pytest.raises(type(error)):
             step(engine, rank, 1)

@@ -17,7 +17,7 @@ from deepzero.planning.op_cost import WorkMeter
 from deepzero.runtime import build
 from deepzero.runtime.optimizers import build_optimizer
 from deepzero.runtime.zero import stage3
-from deepzero.runtime.zero.optimizer_shard import MasterShard
+from deepzero.runtime.zero.optimizer_shard import ParamGroup
 from tests.distributed.training import config
 
 WIDTH, LAYERS = 256, 8
@@ -106,13 +106,13 @@ def test_the_peak_of_building(monkeypatch, case, given_on_device, frozen):
 def test_only_fragments_wait_for_the_masters(monkeypatch, stage):
     """One bucket holds the whole model here, so that of most parameters this rank owns no element."""
     world, alive, meter = 8, [], DeviceMeter()
-    allocate = MasterShard.allocate
+    allocate = ParamGroup.allocate_masters
 
-    def look_and_allocate(store, device):
+    def look_and_allocate(group):
         alive.append(meter.alive_bytes)
-        allocate(store, device)
+        allocate(group)
 
-    monkeypatch.setattr(MasterShard, "allocate", look_and_allocate)
+    monkeypatch.setattr(ParamGroup, "allocate_masters", look_and_allocate)
     zero = {"stage3_param_persistence_threshold": 0}
     settings = load_engine_config(config(stage=stage, precision="bf16", bucket=2**30, zero=zero))
     with fake_process_group(FakeRank(3, world, "cuda", world)), meter:

@@ -4,8 +4,8 @@ Steps 3 and 4 of a training step. One gradient's way::
 
     autograd completes param.grad   BackwardPasses._gradient_ready (backward_passes.py) -> the stage's
                                     reduce_ready_gradient -> GradientReducer.reduce_ready_gradient
-    it is taken out of param.grad   GradAccumulator.accumulate: it waits, or is added to what waits
-    its bucket is complete          GradientReducer._reduce_bucket: GradAccumulator.fill copies it there and frees it
+    it is taken out of param.grad   UnreducedGradients.take: it waits, or is added to what waits
+    its bucket is complete          GradientReducer._reduce_bucket: UnreducedGradients.fill copies and frees it
     the bucket leaves               BucketReducer.launch (comm/reduce_scatter.py): each part to its owner
     the sum arrives                 in grad_S: this rank's shard, or all of it (stage 0)
     the boundary                    GradientReducer.reduce_gradients: what is left leaves; wait
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,45 +37,40 @@ from deepzero.runtime.zero.optimizer_shard import OptimizerShard, ParamGroup
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class BucketRef:
-    """One bucket in the order of reduction: ``groups[group].layout.buckets[bucket.index]``."""
-
-    group: int
-    bucket: Bucket
+BucketRef = tuple[int, Bucket]
+"""One bucket in the order of reduction: the number of its group, and the bucket of that group's layout."""
 
 
 def reduce_order(groups: Sequence[ParamGroup], arrival: dict[nn.Parameter, int]) -> list[BucketRef]:
     """The order in which buckets are launched: by the place in ``arrival`` of their last gradient."""
+
     # Every rank launches in this order, whatever the order in which its own gradients arrive; ranks that launched as
     # gradients come would pair different buckets as soon as one of them skips a branch of the model.
-    entries = [
-        (max(arrival[group.params[slot.index]] for slot in bucket.slots), g, bucket)
-        for g, group in enumerate(groups)
-        for bucket in group.layout.buckets
-    ]
-    entries.sort(key=lambda entry: (entry[0], entry[1], entry[2].index))
-    return [BucketRef(g, bucket) for _, g, bucket in entries]
+    def last_arrival(ref: BucketRef) -> int:
+        g, bucket = ref
+        return max(arrival[groups[g].params[slot.index]] for slot in bucket.slots)
+
+    return sorted(((g, bucket) for g, group in enumerate(groups) for bucket in group.layout.buckets), key=last_arrival)
 
 
-class GradAccumulator:
+class UnreducedGradients:
     """The unreduced gradients of all groups: as autograd made them, or summed over micro-batches in a flat buffer.
 
     They are taken out of ``param.grad`` as they come, so that no ``zero_grad`` of the program's reaches them.
 
     Args:
         groups: all groups.
-        accumulate_dtype: dtype in which micro-batches are summed before they are reduced; None sums them in the
+        sum_dtype: dtype in which micro-batches are summed before they are reduced; None sums them in the
             parameters' dtype, as autograd does in ``param.grad``.
     """
 
-    def __init__(self, groups: Sequence[ParamGroup], accumulate_dtype: torch.dtype | None) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], sum_dtype: torch.dtype | None) -> None:
         self.groups = list(groups)
         # The parameters that had no gradient when their bucket was filled in this pass, and those named before.
         self._unused: list[str] = []
         self._unused_named: set[str] = set()
         # Aligned starts leave holes between parameters; where they are is asked for every bucket of every micro-batch.
-        self._gaps = {(g, i.index): i.gaps() for g, group in enumerate(groups) for i in group.layout.buckets}
+        self._gaps = {(g, b.index): b.gaps() for g, group in enumerate(groups) for b in group.layout.buckets}
         self._slot_of = {
             param: (g, slot)
             for g, group in enumerate(groups)
@@ -90,8 +84,8 @@ class GradAccumulator:
         self._alone = references(torch.empty(0))
         # A sum of micro-batches in bf16 would lose what one in fp32 keeps.
         self.flat = [
-            torch.zeros(group.layout.padded_numel, dtype=accumulate_dtype, device=group.device)
-            if accumulate_dtype is not None and accumulate_dtype.itemsize > group.dtype.itemsize
+            torch.zeros(group.layout.padded_numel, dtype=sum_dtype, device=group.device)
+            if sum_dtype is not None and sum_dtype.itemsize > group.dtype.itemsize
             else None
             for group in self.groups
         ]
@@ -101,7 +95,7 @@ class GradAccumulator:
         return [*self._grads.values(), *self._later.values(), *(flat for flat in self.flat if flat is not None)]
 
     @torch.no_grad()
-    def accumulate(self, param: nn.Parameter, again: bool = False) -> None:
+    def take(self, param: nn.Parameter, again: bool = False) -> None:
         """Take a gradient out of ``param.grad``, and add it to what waits; in the wider buffer, if there is one.
 
         ``again``: it is the parameter's second one in a pass whose gradients leave as they come.
@@ -140,22 +134,22 @@ class GradAccumulator:
         grad = self._grads.get(param, self._later.get(param))
         return _dense(grad) if grad is not None else None
 
-    def waiting(self, entry: BucketRef) -> bool:
+    def waiting(self, g: int, bucket: Bucket) -> bool:
         """Whether any gradient of a bucket waits to be sent."""
         if not (self._grads or self._filled or self._later):  # as at the end of nearly every pass
             return False
-        params = [self.groups[entry.group].params[slot.index] for slot in entry.bucket.slots]
+        params = [self.groups[g].params[slot.index] for slot in bucket.slots]
         return any(param in waiting for param in params for waiting in (self._grads, self._filled, self._later))
 
     @torch.no_grad()
-    def fill(self, entry: BucketRef, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
+    def fill(self, g: int, bucket: Bucket, send_buffer: torch.Tensor, name_unused: bool = True) -> None:
         """Lay a bucket's gradients into ``send_buffer`` and free them. A parameter without gradient counts as zeros.
 
         ``send_buffer`` is 1-D, the bucket's extent, in the wire dtype. With ``name_unused`` parameters without gradient
         will be named.
         """
-        group, bucket = self.groups[entry.group], entry.bucket
-        for lo, hi in self._gaps[entry.group, bucket.index]:
+        group = self.groups[g]
+        for lo, hi in self._gaps[g, bucket.index]:
             send_buffer[lo:hi].zero_()  # padding is summed and measured too, and the buffer held another bucket
         for slot in bucket.slots:
             param = group.params[slot.index]
@@ -224,7 +218,7 @@ class GradientReducer:
     Args:
         shard: has ``grad_S``, where the sums go.
         order: the buckets in launching order, the same on all ranks.
-        source: the unreduced gradients.
+        unreduced: the gradients that wait to be sent.
         reducer: sends them to their owners; with ``reducer.whole`` every rank gets the whole sum.
         every_pass: reduce every micro-batch (stages 2 and 3) instead of the sum of all of them (stages 0 and 1).
         overlap: where ``every_pass`` is False, reduce the last micro-batch during its backward pass.
@@ -234,15 +228,15 @@ class GradientReducer:
         self,
         shard: OptimizerShard,
         order: Sequence[BucketRef],
-        source: GradAccumulator,
+        unreduced: UnreducedGradients,
         reducer: BucketReducer,
         every_pass: bool,
         overlap: bool,
     ) -> None:
-        self.shard, self.order, self.source, self.reducer = shard, list(order), source, reducer
+        self.shard, self.order, self.unreduced, self.reducer = shard, list(order), unreduced, reducer
         self.groups, self.every_pass, self.overlap = shard.groups, every_pass, overlap
-        # Stage 3's: called with each bucket whose gradients are complete and have been sent.
-        self.on_launched: Callable[[BucketRef], None] | None = None
+        # Stage 3's: called with a group's number and its bucket, whose gradients are complete and have been sent.
+        self.on_launched: Callable[[int, Bucket], None] | None = None
         # Parameters of stage 3's leaf modules (set_z3_leaf_modules). Which of their gradients come, and in which order,
         # may differ between ranks; so all at once count as complete, at a moment that is the same on all ranks.
         self.leaf_params: set[nn.Parameter] = set()
@@ -254,11 +248,11 @@ class GradientReducer:
         self._cursor = 0
         self._seen: set[nn.Parameter] = set()
         self._position = {
-            self.groups[entry.group].params[slot.index]: position
-            for position, entry in enumerate(order)
-            for slot in entry.bucket.slots
+            self.groups[g].params[slot.index]: position
+            for position, (g, bucket) in enumerate(order)
+            for slot in bucket.slots
         }
-        self._missing = [len(entry.bucket.slots) for entry in order]
+        self._missing = [len(bucket.slots) for _, bucket in order]
         self._pass_began = False
         # How often leaf modules with parameters in a bucket were complete in this pass, by position.
         self._completions: dict[int, int] = {}
@@ -268,14 +262,14 @@ class GradientReducer:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
         """3: keep the gradient, or launch every bucket that is now complete and next in order.
 
-        ``boundary``: this is the last micro-batch of the optimizer step.
+        ``last_micro_batch``: this is the last micro-batch of the optimizer step.
         """
-        leaves = self._leaves_now(boundary)
+        leaves = self._leaves_now(last_micro_batch)
         # A second gradient of one pass (see backward_end) must not overtake the first, whose bucket may be on its way.
-        self.source.accumulate(param, again=leaves and param in self._seen)
+        self.unreduced.take(param, again=leaves and param in self._seen)
         if not leaves:
             return
         self._pass_began = True
@@ -283,12 +277,12 @@ class GradientReducer:
             return
         self._count(param)
         # Most gradients end here. One that completes the bucket that is next launches it, and all complete ones behind.
-        for entry in self._complete_buckets():
-            self._reduce_bucket(entry, boundary)
+        for g, bucket in self._complete_buckets():
+            self._reduce_bucket(g, bucket, last_micro_batch)
 
-    def leaf_grads_complete(self, params: Iterable[nn.Parameter], boundary: bool) -> None:
+    def leaf_grads_complete(self, params: Iterable[nn.Parameter], last_micro_batch: bool) -> None:
         """Count all gradients of some :attr:`leaf_params` as arrived; those that did not come count as zeros."""
-        if not self._leaves_now(boundary):
+        if not self._leaves_now(last_micro_batch):
             return
         self._pass_began = True
         mine = [param for param in params if param in self._position]
@@ -296,8 +290,8 @@ class GradientReducer:
             self._completions[position] = self._completions.get(position, 0) + 1
         for param in mine:
             self._count(param)
-        for entry in self._complete_buckets():
-            self._reduce_bucket(entry, boundary)
+        for g, bucket in self._complete_buckets():
+            self._reduce_bucket(g, bucket, last_micro_batch)
 
     def _count(self, param: nn.Parameter) -> None:
         self._missing[self._position[param]] -= param not in self._seen
@@ -309,26 +303,26 @@ class GradientReducer:
             yield self.order[self._cursor]
             self._cursor += 1
 
-    def _leaves_now(self, boundary: bool) -> bool:
+    def _leaves_now(self, last_micro_batch: bool) -> bool:
         """Whether gradients of this backward pass are sent as they come."""
         # Once some of this step have been sent, those of a further pass are sent too, and added to them.
-        return self.every_pass or (self.overlap and boundary) or self.reduced
+        return self.every_pass or (self.overlap and last_micro_batch) or self.reduced
 
-    def backward_end(self, boundary: bool) -> None:
+    def backward_end(self, last_micro_batch: bool) -> None:
         """Launch what no further gradient will complete. A parameter without gradient counts as zeros."""
         self.present = True
-        if not self._leaves_now(boundary) or not self._pass_began:
+        if not self._leaves_now(last_micro_batch) or not self._pass_began:
             return
-        for entry in self.order[self._cursor :]:
-            self._reduce_bucket(entry, boundary)
+        for g, bucket in self.order[self._cursor :]:
+            self._reduce_bucket(g, bucket, last_micro_batch)
         # A weight that is used inside and outside a reentrantly checkpointed block gets two gradients in one pass. The
         # second is sent after the first and added to it, also where the first's bucket was still here when it came:
         # the sum's bits do not depend on what else is in the bucket.
         # Leaf modules: what waits differs between ranks, how often they were complete does not.
-        for position, entry in enumerate(self.order):
-            if self._completions.get(position, 0) > 1 or self.source.waiting(entry):
-                self._reduce_bucket(entry, boundary, again=True)
-        self.source.name_unused()
+        for position, (g, bucket) in enumerate(self.order):
+            if self._completions.get(position, 0) > 1 or self.unreduced.waiting(g, bucket):
+                self._reduce_bucket(g, bucket, last_micro_batch, again=True)
+        self.unreduced.name_unused()
         self.forget_pass()
         self.reduced = True
 
@@ -338,15 +332,14 @@ class GradientReducer:
         self._pass_began = False
         self._completions.clear()
         self._seen.clear()
-        self._missing = [len(entry.bucket.slots) for entry in self.order]
-        self.source.forget_pass()
+        self._missing = [len(bucket.slots) for _, bucket in self.order]
+        self.unreduced.forget_pass()
 
-    def _reduce_bucket(self, entry: BucketRef, boundary: bool, again: bool = False) -> None:
-        """Lay one bucket's gradients into a buffer, free them, and send them to their owners."""
-        g, bucket = entry.group, entry.bucket
+    def _reduce_bucket(self, g: int, bucket: Bucket, last_micro_batch: bool, again: bool = False) -> None:
+        """Lay the gradients of a bucket of group ``g`` into a buffer, free them, and send them to their owners."""
         self._measured.discard((g, bucket.index))
         measure: Measure | None = None
-        if boundary and not self.reducer.whole:
+        if last_micro_batch and not self.reducer.whole:
             # Nothing is added to this sum afterwards, so its block norms are taken while it is in the core's cache.
             measure = partial(self._norms[g].measure, bucket.shard_offset)
             self._measured.add((g, bucket.index))
@@ -357,10 +350,10 @@ class GradientReducer:
         with profiler_ranges.span("reduce", bucket.index, first):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
-            self.source.fill(entry, send_buffer, name_unused=not again)
+            self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)
             self.reducer.launch(bucket, output, accumulate, on_chunk, on_reduced, g, first)
         if self.on_launched is not None:
-            self.on_launched(entry)
+            self.on_launched(g, bucket)
 
     # ---- 4 boundary --------------------------------------------------------------------------------------------------
 
@@ -373,9 +366,9 @@ class GradientReducer:
         """Send what waits, if nothing has been sent in this step; wait for what is under way."""
         if not self.reduced:
             # Stages 0 and 1 without overlap. Or there is no gradient here: zeros go, as the others wait for ours.
-            for entry in self.order:
-                self._reduce_bucket(entry, boundary=True)
-            self.source.name_unused()
+            for g, bucket in self.order:
+                self._reduce_bucket(g, bucket, last_micro_batch=True)
+            self.unreduced.name_unused()
         self.drain()
         self.reduced = True
 
@@ -392,11 +385,11 @@ class GradientReducer:
 
     def norm_sq_partials(self) -> torch.Tensor:
         """This rank's shares of the global norm, int64 ``[WORDS]``, see ``grad_norm.py``: ranks add theirs up."""
-        # Nearly all were measured when they were written. Left are those that came without boundary, or were changed.
-        for entry in self.order:
-            if (entry.group, entry.bucket.index) not in self._measured:
-                mine = self.shard.grad_shard(entry.group, entry.bucket)
-                self._norms[entry.group].measure(entry.bucket.shard_offset, mine, 0)
+        # Nearly all were measured when they were written. Left are those whose last sum was not of the last
+        # micro-batch, and those that were changed.
+        for g, bucket in self.order:
+            if (g, bucket.index) not in self._measured:
+                self._norms[g].measure(bucket.shard_offset, self.shard.grad_shard(g, bucket), 0)
         self._measured.clear()
         return torch.stack([norms.norm_sq_partials() for norms in self._norms]).sum(0)
 
@@ -419,11 +412,11 @@ class GradientReducer:
             # program merely drops its gradients after every step, and what was lost before still counts.
             self.reducer.forget()
         self.shard.discard_grads()
-        self.source.discard()
+        self.unreduced.discard()
         self.forget_pass()
         self._measured.clear()
         self.present = self.reduced = False
 
     def held_gradients(self) -> list[torch.Tensor]:
         """Tensors counted as gradients."""
-        return [*self.source.held(), *self.shard.grad_S]
+        return [*self.unreduced.held(), *self.shard.grad_S]

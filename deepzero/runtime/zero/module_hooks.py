@@ -41,7 +41,7 @@ from deepzero.runtime.zero.module_registry import external_parameters, z3_leaf_m
 from deepzero.runtime.zero.partition_parameters import PartitionedParameter, ZeroParameter
 from deepzero.runtime.zero.partitioned_bucket import PartitionedBucket
 from deepzero.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator, in_backward, keys_of
-from deepzero.utils.dispatch import unseen
+from deepzero.utils.dispatch import hide_from_checkpointing
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class ModuleHooks:
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             """1 fetch: the module's parameters are gathered before it runs."""
             # Selective checkpointing numbers a block's operations; ours differ when it runs again, so it sees none.
-            with unseen():
+            with hide_from_checkpointing():
                 # An empty stack: this is the outermost module, and a forward pass begins.
                 if not self._stack:
                     self.coordinator.begin_forward()
@@ -142,7 +142,7 @@ class ModuleHooks:
         @torch.compiler.disable
         def post_forward(module: nn.Module, args: Any, output: Any) -> None:
             """The module is over, or has raised. What it used is released by the next fetch."""
-            with unseen():
+            with hide_from_checkpointing():
                 if leaf:
                     self._fetch_for_backward(module, params, output)
                 # Its pre-hook did not run: another one raised before it.
@@ -287,7 +287,7 @@ class ModuleHooks:
             bucket, _ = tensor._zero.placed()
             if not self.coordinator.has(bucket):
                 return tensor
-            with self._one_operation([bucket], f"kept view of {tensor._zero.name}"), unseen():
+            with self._one_operation([bucket], f"kept view of {tensor._zero.name}"), hide_from_checkpointing():
                 return bucket.value(tensor)
         return tensor.detach() if isinstance(tensor, ZeroParameter) else tensor
 
@@ -333,11 +333,11 @@ class ModuleHooks:
         on_demand = bool(self._stack)
         self._enter(module)
         try:
-            with unseen():
+            with hide_from_checkpointing():
                 self.coordinator.fetch_sub_module(keys, f"{where} ({what})", on_demand)
             yield
         finally:
-            with unseen():
+            with hide_from_checkpointing():
                 self._leave()
 
 

@@ -5,10 +5,10 @@ gradients, times the loss scale. Mean, loss scale and clipping are one division:
 
     g = sum / (ranks * micro-batches * loss_scale * clip)       clip = max(1, (norm + 1e-6) / max_norm)
 
-It happens in fp32 after all additions, so nothing can overflow or underflow on the way, and it is exact whenever the
-divisor is a power of two. A divisor of one is skipped: then the optimizer sees the very bits that autograd produced.
-torch's fused optimizers (by ``grad_scale``) and CPUAdam divide while they step, which saves a pass over memory; others
-get :func:`unscale_and_clip_grads` first. All divide by the same fp32 number, and so give the same bits.
+It happens in fp32 after all additions (fp16's native sums: see ``BucketReducer._launch_native``), so nothing can
+underflow on the way, and is exact for powers of two. A divisor of one is skipped: then the optimizer sees the very bits
+that autograd produced. torch's fused optimizers (by ``grad_scale``) and CPUAdam divide while they step, which saves a
+pass over memory; others get :func:`unscale_and_clip_grads` first. All divide by the same number, to the same bits.
 
 The scale that is divided out is the one that multiplied this step's loss. DeepSpeed updates the scale first, and halves
 the gradient of every step on which the scale doubles.
@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.reduce_scatter import Measure
 from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
 
@@ -51,73 +51,123 @@ class GroupLayout:
     partitioned: bool  # stage 3: every rank keeps a part
 
 
-class MasterShard:
-    """The separate fp32 masters of one group's shard: ``master_S``, on the device or, in part, in host memory.
+class ParamGroup:
+    """A group of parameters over one layout, and this rank's fp32 masters of them: ``master_S``.
+
+    Two kinds: whole on every rank (``FlatParamGroup``: stages 0-2, stage 3's persistent parameters), or partitioned
+    (``PartitionedParamGroup``). Layout, fragments and masters are the same in both.
 
     Args:
+        names: the parameters' names, in the order of the layout.
+        planned: the parameters, and where each lies.
+        dtype: compute dtype.
+        comm: the ranks, and the device.
         placement: which elements have a master beside the parameter, and on which side it lies.
-        allocate: gives host memory; None where nothing is offloaded. The device's is taken by :meth:`allocate`.
+        allocate_host: gives host memory; None where nothing is offloaded.
+        whole: stage 0: this rank has masters and gradients of everything, not of its shard.
     """
 
-    def __init__(self, placement: OffloadPlan, allocate: HostAllocator | None) -> None:
+    partitioned = False  # stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank
+    params: Sequence[nn.Parameter]  # in the order of the layout
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        planned: GroupLayout,
+        dtype: torch.dtype,
+        comm: Communicator,
+        placement: OffloadPlan,
+        allocate_host: HostAllocator | None,
+        whole: bool = False,
+    ) -> None:
+        self.names, self.layout, self.dtype, self.whole = list(names), planned.layout, dtype, whole
+        self.comm, self.device = comm, comm.device
+        self.optimizer_group: Any = planned.optimizer_group  # its index; None: not trained
+        # Called before parameters are written from outside; may refuse.
+        self.before_write: Callable[[], None] | None = None
         self.placement = placement
-        self.on_host: torch.Tensor | None = None
+        self.fragments = self.layout.whole_fragments() if whole else self.layout.fragments(comm.rank)
+        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
+        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
+        self.masters_on_host: torch.Tensor | None = None
         if placement.host_masters:
-            if allocate is None:
+            if allocate_host is None:
                 raise RuntimeError("masters in host memory need an arena")
-            self.on_host = allocate(HOST_MASTERS, len(placement.host_masters), torch.float32)
+            self.masters_on_host = allocate_host(HOST_MASTERS, len(placement.host_masters), torch.float32)
         # Not yet: while the model is being moved, its memory is still taken. See [Note: the peak of building] in
         # ``stage_1_and_2.py``.
-        self.on_device: torch.Tensor | None = None
+        self.masters_on_device: torch.Tensor | None = None
+        # **The optimizer's tensors**: fp32 leaves, one for each fragment. See [Note: why fragments] there.
+        self.masters: list[torch.Tensor] = []
 
-    def allocate(self, device: torch.device) -> None:
+    # ---- the masters -------------------------------------------------------------------------------------------------
+
+    def allocate_masters(self) -> None:
         """Take the memory of the masters on the device, when that of the model is free."""
         if self.placement.device_masters:
             # Zeros: padding is stepped on by nobody, and cast and sent with the rest.
-            self.on_device = torch.zeros(len(self.placement.device_masters), dtype=torch.float32, device=device)
+            numel = len(self.placement.device_masters)
+            self.masters_on_device = torch.zeros(numel, dtype=torch.float32, device=self.device)
 
-    def view(self, start: int, numel: int) -> torch.Tensor | None:
+    def separate_masters(self, start: int, numel: int) -> torch.Tensor | None:
         """Masters of the shard's elements ``[start, start + numel)``; None where the parameters are their own."""
-        sides = (self.placement.host_masters, self.on_host), (self.placement.device_masters, self.on_device)
+        sides = (
+            (self.placement.host_masters, self.masters_on_host), (self.placement.device_masters, self.masters_on_device)
+        )  # fmt: skip
         for span, storage in sides:
             # A bucket lies on one side, and whatever is asked for lies within a bucket.
             if storage is not None and start in span:
                 return storage[start - span.start :][:numel]
         return None
 
+    def cut_masters(self) -> None:
+        """Make :attr:`masters`: views of ``master_S``; where the parameters are their own masters, views of these."""
+        for fragment in self.fragments if self.optimizer_group is not None else ():
+            separate = self.separate_masters(fragment.shard_start, fragment.numel)
+            master = self.param_fragment(fragment) if separate is None else separate
+            self.masters.append(master.detach().requires_grad_())
 
-class ParamGroup(Protocol):
-    """A group of parameters: whole (``FlatParamGroup``) or partitioned (``PartitionedParamGroup``)."""
+    def separate_master(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
+        """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
+        number = self._numbers.get(index)
+        if number is None or self.separate_masters(self.fragments[number].shard_start, 0) is None:
+            return None
+        return self.fragments[number], self.masters[number]
 
-    names: list[str]
-    layout: FlatLayout
-    partitioned: bool  # stage 3: the parameters are gathered bucket by bucket; else they are whole on every rank
-    whole: bool  # stage 0: masters and gradients of everything are on every rank
-    dtype: torch.dtype
-    device: torch.device
-    masters: list[torch.Tensor]  # the optimizer's tensors: fp32 leaves, one for each fragment
-    fragments: list[Fragment]
-    optimizer_group: Any
-    before_write: Callable[[], None] | None  # called before parameters are written from outside; may refuse
-    placement: OffloadPlan
-    master_shard: MasterShard
+    def master_of(self, bucket: Bucket) -> torch.Tensor:
+        """The masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
+        mine = (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
+        found = self.separate_masters(*mine)
+        return self.param_shard(bucket) if found is None else found
 
-    @property
-    def params(self) -> Sequence[nn.Parameter]:
-        """In the order of the layout."""
+    # ---- the parameters, which the two kinds keep in different places ------------------------------------------------
 
     @property
     def parameter_storage(self) -> list[torch.Tensor]:
         """What this rank keeps of the parameters on its device: all of them, or its shard."""
-
-    def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The masters of this rank's part of ``bucket``, padding included."""
+        raise NotImplementedError
 
     def param_shard(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of ``bucket`` in the compute dtype, padding included."""
+        """This rank's part of ``bucket`` in the compute dtype, padding included; all of it where :attr:`whole`."""
+        raise NotImplementedError
 
     def param_fragment(self, fragment: Fragment) -> torch.Tensor:
         """This rank's elements of one parameter: 1-D, compute dtype."""
+        raise NotImplementedError
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Write values (1-D, whole, fp32, the same on every rank) into one parameter and, with all bits, its master."""
+        raise NotImplementedError
+
+    def sync_masters_from_params(self) -> None:
+        """Take what was written into parameters since the last step into the masters, or refuse it."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let the parameters belong to no engine."""
+        raise NotImplementedError
+
+    # What follows is for parameters that stay whole; partitioned ones show values only while a module runs.
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
         """Wait until nobody reads this rank's part of ``bucket``, so that it may be written where it lives."""
@@ -126,32 +176,11 @@ class ParamGroup(Protocol):
         """Note where the parameters lie after ``offload_states`` has moved them."""
 
     def written(self) -> list[str]:
-        """Names of parameters that were written since the last step."""
+        """Names of parameters that were written since the last step; a write to a gathered one is refused at once."""
+        return []
 
     def bump_param_versions(self) -> None:
-        """Tell autograd that parameters were written between two steps."""
-
-    def sync_masters_from_params(self) -> None:
-        """Take what was written into parameters into the masters, or refuse it."""
-
-    def write(self, index: int, values: torch.Tensor) -> None:
-        """Write values (1-D, whole, fp32) into one parameter and its master."""
-
-    def release(self) -> None:
-        """Let the parameters belong to no engine."""
-
-
-class PendingUpload(Protocol):
-    """The copy of a bucket's new parameters from the host to the device."""
-
-    def wait(self) -> None:
-        """Let the current stream go on when they are there."""
-
-    def finish(self) -> None:
-        """Let the program go on when they are there."""
-
-    def afterwards(self, alone: bool = False) -> AbstractContextManager[None]:
-        """Around what has to come after the copy, on the copy's own stream."""
+        """Tell autograd that parameters were written between two steps; a partitioned bucket counts generations."""
 
 
 # ---- 5 step ----------------------------------------------------------------------------------------------------------
@@ -165,26 +194,12 @@ class MasterFragment:
     grad: torch.Tensor  # reduced: a sum, of the master's extent, in the accumulation dtype
 
 
-@dataclass(frozen=True)
-class SubGroup:
-    """Fragments that are stepped on together."""
+SubGroup = Sequence[MasterFragment]
+"""Fragments that are stepped on together."""
 
-    parts: Sequence[MasterFragment]
-
-    @property
-    def masters(self) -> list[torch.Tensor]:
-        """The optimizer's tensors among them."""
-        return [part.master for part in self.parts]
-
-
-class GradOutput(NamedTuple):
-    """Where a bucket's sum is written, and who is told."""
-
-    output: torch.Tensor
-    on_chunk: Measure | None  # sees the finished sum chunk by chunk
-    # Takes the sum elsewhere when it is written. It is then added there to what came before, not in ``output``.
-    on_reduced: Callable[[], None] | None = None
-
+GradOutput = tuple[torch.Tensor, Measure | None, Callable[[], None] | None]
+"""Where a bucket's sum is written; who sees the finished sum, chunk by chunk; and who takes it elsewhere when it is
+written. It is then added there to what came before, not where it was written."""
 
 OnePassStep = Callable[..., Any]
 """``CPUAdam.step``: widens ``grads``, divides by ``scale``, steps on masters ``only``, casts into ``out``."""
@@ -241,7 +256,7 @@ class OptimizerShard:
         self.parts = [MasterFragment(*pair) for pair in zip(masters, self._grad_fragments(), strict=True)]
         # Masters and gradients stay where they are from step to step, so the fragments are cut once.
         self._master_ids = {id(part.master) for part in self.parts}
-        self.sub_groups = [SubGroup(some) for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
+        self.sub_groups = [some for some in cut_into_sub_groups(self._device_parts(), sub_group_size) if some]
         self._one_pass = one_pass
         # torch's contract with GradScaler: such an optimizer divides by the attribute ``grad_scale`` while it steps.
         self._divides = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -265,13 +280,13 @@ class OptimizerShard:
         # ``measure`` sees the result while it is in the core's cache.
         if self.whole_sums:
             # Stage 0 steps on all of it. Stage 1 with reduce_scatter=False uses a W-th of what it receives.
-            return GradOutput(bucket.of(self.grad_S[group]), measure)
+            return bucket.of(self.grad_S[group]), measure, None
         start = self.groups[group].layout.shard_numel - self.grad_S[group].numel()  # what comes before is on the host
-        return GradOutput(bucket.shard_of(self.grad_S[group], start), measure)
+        return bucket.shard_of(self.grad_S[group], start), measure, None
 
     def grad_shard(self, group: int, bucket: Bucket) -> torch.Tensor:
         """This rank's part of a bucket's reduced gradients: 1-D, ``bucket.shard_numel`` elements."""
-        output = self.grad_output(group, bucket, False, None).output
+        output, *_ = self.grad_output(group, bucket, False, None)
         return output.split(bucket.shard_numel)[self.rank] if self.whole_sums else output
 
     def _grad_fragments(self) -> Iterator[torch.Tensor]:
@@ -325,17 +340,17 @@ class OptimizerShard:
         try:
             self._allowed = True
             if self._one_pass is not None:
-                grads = [part.grad for part in sub_group.parts]
-                self._one_pass(grads=grads, out=outs, scale=divisor, only=sub_group.masters)
+                grads, masters = [part.grad for part in sub_group], [part.master for part in sub_group]
+                self._one_pass(grads=grads, out=outs, scale=divisor, only=masters)
             else:
-                self._unscale_and_step(sub_group.parts, divisor)
-                for part, out in zip(sub_group.parts, outs or [], strict=outs is not None):
+                self._unscale_and_step(sub_group, divisor)
+                for part, out in zip(sub_group, outs or [], strict=outs is not None):
                     if out is not None:
                         out.copy_(part.master)
         finally:
             self._allowed = False
 
-    def _unscale_and_step(self, parts: Sequence[MasterFragment], divisor: float) -> None:
+    def _unscale_and_step(self, parts: SubGroup, divisor: float) -> None:
         """Step with one of torch's optimizers, which pass over parameters without ``.grad``: other sub-groups'."""
         # fp32 sums are the gradients themselves, divided in place below; narrower ones are widened, for this sub-group.
         for part in parts:

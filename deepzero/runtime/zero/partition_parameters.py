@@ -63,7 +63,7 @@ from deepzero.runtime.zero.parameter_all_gather import (
 
 # ``ZeroParamStatus`` is a bucket's: its parameters are gathered and released together.
 from deepzero.runtime.zero.partitioned_bucket import INIT_KEY, PartitionedBucket, ZeroParamStatus
-from deepzero.utils.dispatch import unseen
+from deepzero.utils.dispatch import hide_from_checkpointing
 
 if TYPE_CHECKING:
     from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup
@@ -318,7 +318,7 @@ def _buckets_of(params: Iterable[ZeroParameter]) -> list[PartitionedBucket]:
 
 
 def _whole_of_alias(alias: PartitionedParameter) -> Tensor:
-    with unseen():
+    with hide_from_checkpointing():
         return alias._zero.placed()[0].value(alias)
 
 

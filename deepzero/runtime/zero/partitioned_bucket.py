@@ -174,7 +174,7 @@ class PartitionedBucket:
     @torch.inference_mode(False)
     @torch.no_grad()
     def hide_unused(self) -> None:
-        """:meth:`hide`, but not what a context needs, or a parameter that was written: :meth:`release` will find that."""
+        """:meth:`hide`, but not what a context needs, nor a parameter that was written: :meth:`release` finds that."""
         if self.shown and not self.gather_refs and self.writes.written() is None:
             self.hide()
 

@@ -144,8 +144,8 @@ class ModuleTrace:
 class PartitionedParameterCoordinator:
     """Fetches and releases buckets along the trace.
 
-    A bucket's position in ``buckets`` is its key. Gathered buckets lie in ``pool``, quantised messages (qwZ) in
-    ``messages``. While nothing is known about the order, ``recording_numel`` elements are held.
+    A bucket's position in ``buckets`` is its key. Gathered buckets lie in the first of ``pools``, quantised messages
+    (qwZ) in the second. While nothing is known about the order, ``recording_numel`` elements are held.
     """
 
     def __init__(
@@ -154,8 +154,7 @@ class PartitionedParameterCoordinator:
         limits: FetchLimits,
         recording_numel: int,
         comm: Communicator,
-        pool: BufferPool,
-        messages: BufferPool | None,
+        pools: Sequence[BufferPool],
     ) -> None:
         self.buckets, self.limits, self.comm = list(buckets), limits, comm
         comm.ledger.untracked_kinds |= {EVALUATION, ON_REQUEST, ON_REQUEST_BROADCAST}
@@ -171,7 +170,7 @@ class PartitionedParameterCoordinator:
         self._current: frozenset[int] = frozenset()
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
-        self.pool, self.messages = pool, messages
+        self.pool, self.pools = pools[0], pools
         takes = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
         self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
         self._to_simulate = False
@@ -320,8 +319,8 @@ class PartitionedParameterCoordinator:
 
     def _begin_pass(self) -> None:
         self.pool.begin_pass()
-        if self.messages is not None:  # of one size, kept from pass to pass
-            self.messages.most_numel = self.messages.numel()
+        for messages in self.pools[1:]:  # of one size, kept from pass to pass
+            messages.most_numel = messages.numel()
 
     def _end_pass(self) -> None:
         # Between two passes nothing is gathered, so the pool can be made to hold exactly what the plans need: what a

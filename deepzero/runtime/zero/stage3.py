@@ -32,10 +32,10 @@ from deepzero.config.zero import ZeroConfig
 from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan, bucket_limit, plan_layout
 from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits
-from deepzero.runtime.zero.gradient_reduction import BucketRef, GradientReducer
+from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
-from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, MasterShard, PendingUpload
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
 from deepzero.runtime.zero.parameter_all_gather import (
     SETUP,
     DeviceShard,
@@ -114,19 +114,19 @@ def fetch_limits(config: ZeroConfig, limit: int) -> FetchLimits:
 
 def gather_builders(
     config: ZeroConfig, comm: Communicator, dtype: torch.dtype, layouts: Mapping[bool, Sequence[FlatLayout]]
-) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], BufferPool | None]:
+) -> tuple[dict[bool, Callable[[PlainAllGather], PlainAllGather]], list[BufferPool]]:
     """What makes a bucket's all-gather into the configured one, for frozen parameters under True. A collective.
 
-    Also returns the buffers of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
+    Also returns the pool of quantised messages, if there are any. ``layouts`` are those of all partitioned groups.
     """
     if comm.world_size == 1:
-        return dict.fromkeys((False, True), build_all_gather), None
+        return dict.fromkeys((False, True), build_all_gather), []
     # In a group of one rank hpZ would keep what is there anyway; MiCS keeps the whole model on every rank then.
     size, mics = config.secondary_size, config.mics_shard_size > 0
     group = comm.split(size)[0] if size > 1 or mics else None
     weights = config.zero_quantized_weights
     quantized = {False: weights, True: weights or config.zero_quantized_nontrainable_weights}
-    settings, quantization, buffers = config.quantization, None, None
+    settings, quantization, pools = config.quantization, None, list[BufferPool]()
     if quantized[True]:
         # Every rank decodes everything twice, and encodes its own shard: whether compiling a kernel pays depends on it.
         chosen = [layout for frozen in (False, True) if quantized[frozen] for layout in layouts[frozen]]
@@ -134,12 +134,12 @@ def gather_builders(
         quantizer = build_quantizer("weights", settings.weight_bits, settings, numel, [dtype], comm)
         # One size for all: a buffer of the pool fits whatever bucket comes next.
         shard_numel = max((layout.largest_bucket for layout in chosen), default=0) // comm.world_size
-        buffers = _pool(torch.uint8, config, comm)
-        quantization = (quantizer, buffers, comm.world_size * quantizer.format.message_bytes(shard_numel))
+        pools = [_pool(torch.uint8, config, comm)]
+        quantization = (quantizer, pools[0], comm.world_size * quantizer.format.message_bytes(shard_numel))
     return {
         frozen: partial(build_all_gather, group=group, mics=mics, frozen=frozen, quantization=how)
         for frozen, how in ((False, quantization if quantized[False] else None), (True, quantization))
-    }, buffers
+    }, pools
 
 
 def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
@@ -169,7 +169,7 @@ def partition_model(
     dtype: torch.dtype,
     allocate: HostAllocator | None,
     host_source: HostSource | None,
-) -> tuple[list[PartitionedParamGroup | FlatParamGroup], PartitionedParameterCoordinator]:
+) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
     ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
@@ -198,7 +198,7 @@ def partition_model(
         source = host_source(bucket, comm, where) if on_host and host_source is not None else DeviceShard()
         return builders[frozen](PlainAllGather(bucket, dtype, comm, source, where))
 
-    groups: list[PartitionedParamGroup | FlatParamGroup] = []
+    groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
     for group, placement in zip(planned, placements, strict=True):
         index, labels = group.optimizer_group, [names[p] for p in group.params]
@@ -208,12 +208,11 @@ def partition_model(
             buckets.extend(cut.buckets)
             groups.append(cut)
         elif index is not None:
-            given = group.params, group.layout, dtype, comm, False, index, placement, allocate
-            groups.append(FlatParamGroup(labels, *given))
+            groups.append(FlatParamGroup(labels, group, dtype, comm, placement, allocate))
     # While the order of modules is recorded, room for two buckets: the one in use and the next.
     largest = max((bucket.numel for bucket in buckets), default=0)
-    limits = fetch_limits(config, limit)
-    coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pool, messages)
+    limits, pools = fetch_limits(config, limit), [pool, *messages]
+    coordinator = PartitionedParameterCoordinator(buckets, limits, 2 * largest, comm, pools)
     # MiCS, and frozen parameters under hpZ: the first gather finds its secondary shards already.
     send_to_replicas(buckets)
     return groups, coordinator
@@ -247,7 +246,7 @@ def place_buffers(model: nn.Module, comm: Communicator) -> None:
 HOST_PARAMETERS = "host_parameters"
 
 
-class PartitionedParamGroup:
+class PartitionedParamGroup(ParamGroup):
     """One group of partitioned parameters: ``shard_S``, ``master_S``, and the buckets over them.
 
     The counterpart of :class:`~deepzero.runtime.zero.stage_1_and_2.FlatParamGroup`, over the same layout: what is kept
@@ -261,7 +260,7 @@ class PartitionedParamGroup:
     makes each bucket's all-gather.
     """
 
-    partitioned, whole = True, False
+    partitioned = True
 
     def __init__(
         self,
@@ -274,27 +273,15 @@ class PartitionedParamGroup:
         allocate: HostAllocator | None,
         build_gather: GatherBuilder,
     ) -> None:
-        self.names, self.layout, self.dtype = list(names), planned.layout, pool.dtype
-        self.comm, self.device, self.optimizer_group = comm, comm.device, planned.optimizer_group
-        # ---- where shard_S and master_S lie
-        self.before_write: Callable[[], None] | None = None  # with offloading that of its optimizer shard
-        self.placement, self.shard_on_host = placement, None
+        # ---- where shard_S lies; master_S is the base class's
+        self.shard_on_host: torch.Tensor | None = None
         if placement.parameter_numel and allocate is not None:
-            self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, self.dtype)
-        self.master_shard = MasterShard(placement, allocate)
+            self.shard_on_host = allocate(HOST_PARAMETERS, placement.parameter_numel, pool.dtype)
+        super().__init__(names, planned, pool.dtype, comm, placement, allocate)
         # ---- the parameters are partitioned; from here on they are placeholders
-        # Fragments are the optimizer's tensors: see [Note: why fragments] in ``stage_1_and_2.py``.
-        self.fragments = planned.layout.fragments(comm.rank)
-        # Index of a parameter -> number of its fragment here; a small parameter may lie wholly on other ranks.
-        self._numbers = {fragment.slot.index: number for number, fragment in enumerate(self.fragments)}
-        self.params = self._partition(planned.params)
+        self.params: list[ZeroParameter] = self._partition(planned.params)
         self._index = {param: index for index, param in enumerate(self.params)}
-        # The optimizer's tensors: leaves that it may update, in fp32 fragments of the shard itself.
-        self.masters: list[torch.Tensor] = []
-        for fragment in self.fragments if planned.optimizer_group is not None else ():
-            separate = self._separate_master(fragment)
-            master = self.param_fragment(fragment) if separate is None else separate
-            self.masters.append(master.detach().requires_grad_())
+        self.cut_masters()
         # ---- the buckets, over views of shard_S
         self.buckets: list[PartitionedBucket] = []
         for bucket in planned.layout.buckets:
@@ -309,7 +296,7 @@ class PartitionedParamGroup:
         See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
         is free.
         """
-        on_device = lies_on(params, self.device)
+        on_device = any(param.device == self.device for param in params)
         if not on_device:
             self._allocate()
         waiting: dict[int, torch.Tensor] = {}
@@ -341,7 +328,7 @@ class PartitionedParamGroup:
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
         numel = self.layout.shard_numel - self.placement.parameter_numel
         self.shard_on_device = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        self.master_shard.allocate(self.device)
+        self.allocate_masters()
 
     def _whole_values(self, param: ZeroParameter) -> torch.Tensor:
         """1-D and whole: rank 0's values, or what ``zero.Init`` has partitioned."""
@@ -356,8 +343,8 @@ class PartitionedParamGroup:
     def _keep(self, fragment: Fragment, values: torch.Tensor) -> None:
         # The master takes the values as they were before the cast; DeepSpeed's takes the cast ones.
         self.param_fragment(fragment).copy_(values)
-        master = self._separate_master(fragment)
-        if master is not None:
+        master = self.separate_masters(fragment.shard_start, fragment.numel)
+        if master is not None:  # in fp32 the shard is its own master
             master.copy_(values)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -382,25 +369,15 @@ class PartitionedParamGroup:
         """This rank's elements of one parameter: 1-D, compute dtype."""
         return self._shard(fragment.shard_start, fragment.numel)
 
-    def _separate_master(self, fragment: Fragment) -> torch.Tensor | None:
-        # None in fp32, where the shard is its own master.
-        return self.master_shard.view(fragment.shard_start, fragment.numel)
-
-    def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The fp32 masters of this rank's shard of ``bucket``, padding included; in fp32 that shard itself."""
-        separate = self.master_shard.view(bucket.shard_offset, bucket.shard_numel)
-        return self.param_shard(bucket) if separate is None else separate
-
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def accept_write(self, bucket: PartitionedBucket, param: ZeroParameter) -> None:
         """The shard has new values of ``param``: its master follows."""
-        number = self._numbers.get(self._index[param])
-        if number is not None and self.optimizer_group is not None:
-            fragment = self.fragments[number]
-            if self._separate_master(fragment) is not None:
-                update_master_from_param(self.masters[number], self.param_fragment(fragment))
+        separate = self.separate_master(self._index[param])
+        if separate is not None:
+            fragment, master = separate
+            update_master_from_param(master, self.param_fragment(fragment))
 
     @torch.no_grad()
     def write(self, index: int, values: torch.Tensor) -> None:
@@ -415,16 +392,6 @@ class PartitionedParamGroup:
             fragment = self.fragments[number]
             self.masters[number].copy_(values[fragment.start : fragment.start + fragment.numel])
 
-    def refresh_data_ptrs(self) -> None:
-        """Do nothing: parameters point to a bucket's buffer while it is gathered, and nowhere else."""
-
-    def written(self) -> list[str]:
-        """Empty: a write to a gathered parameter is refused where it happens."""
-        return []
-
-    def bump_param_versions(self) -> None:
-        """Do nothing: a graph that has saved old values notices by the bucket's generation."""
-
     def sync_masters_from_params(self) -> None:
         """Before a step: a write to a gathered parameter is refused; permitted ones have been taken over already."""
         for bucket in self.buckets:
@@ -434,12 +401,12 @@ class PartitionedParamGroup:
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def cast_masters(self) -> None:
         """6: cast the masters into the shard, but for those that the CPU has stepped on. Nothing is sent."""
         for bucket in self.buckets:
             # Where the CPU steps, its kernel has written the cast parameters, and ``arrived`` has counted them.
             if not self.placement.steps_on_host(bucket.layout):
-                masters = self.master_shard.view(bucket.layout.shard_offset, bucket.layout.shard_numel)
+                masters = self.separate_masters(bucket.layout.shard_offset, bucket.layout.shard_numel)
                 if masters is not None:
                     bucket.shard.copy_(masters)
                 # In fp32 the optimizer has written the shard itself. Either way graphs of older values end here.
@@ -449,9 +416,9 @@ class PartitionedParamGroup:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
         self.buckets[bucket.index].gather.source.finish()
 
-    def arrived(self, bucket: Bucket, copy: PendingUpload | None) -> None:
-        """The CPU has stepped on a bucket, and what it wrote is here, or on its way in ``copy``."""
-        self.buckets[bucket.index].mark_updated(copy.wait if copy is not None else None)
+    def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
+        """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
+        self.buckets[bucket.index].mark_updated(wait_upload)
 
     @torch.no_grad()
     def release(self) -> None:
@@ -467,11 +434,6 @@ class PartitionedParamGroup:
             bucket.gather.secondary_shard = None
 
 
-def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
-    """Whether any of them takes memory of the device."""
-    return any(param.device == device for param in params)
-
-
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
 
 
@@ -485,7 +447,7 @@ class ZeroStage3:
         self,
         model: nn.Module,
         gradients: GradientReducer,
-        groups: Sequence[PartitionedParamGroup | FlatParamGroup],
+        groups: Sequence[ParamGroup],
         coordinator: PartitionedParameterCoordinator,
     ) -> None:
         self._model, self.gradients, self.comm, self.coordinator = model, gradients, gradients.reducer.comm, coordinator
@@ -497,8 +459,8 @@ class ZeroStage3:
         # in one order.
         self.persistent = ZeroStage1And2(persistent, gradients, self.comm)
         self._mark_persistent()
-        # By the group's number: who takes a bucket on which the CPU has stepped; and the keys of partitioned buckets.
-        self._on_upload: dict[int, Callable[[Bucket, PendingUpload | None], None]] = {}
+        # By the group's number: who takes a bucket on which the CPU has stepped. And the keys of partitioned buckets.
+        self._on_upload: dict[int, Callable[[Bucket, Callable[[], None] | None], None]] = {}
         self._key_of: dict[tuple[int, int], int] = {}
         for number, group in enumerate(gradients.groups):
             if isinstance(group, FlatParamGroup):
@@ -507,7 +469,7 @@ class ZeroStage3:
                 self._on_upload[number] = group.arrived
                 self._key_of |= {(number, bucket.layout.index): bucket.key for bucket in group.buckets}
         gradients.on_launched = self._launched
-        self._boundary = False
+        self._last_micro_batch = False
         # 1 fetch, 2 release: the hooks call the coordinator.
         self.hooks = ModuleHooks(model, self.coordinator, self._leaf_done)
         gradients.leaf_params = self.hooks.leaf_params
@@ -524,29 +486,29 @@ class ZeroStage3:
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
         """3: launch every bucket whose gradients are complete and that is next in order."""
         # Kept for leaf modules, whose gradients are complete when their input's is, outside of this call.
-        self._boundary = boundary
+        self._last_micro_batch = last_micro_batch
         # For the messages of ranks that fall apart, and stand in different places.
         if isinstance(param, ZeroParameter):
             self.comm.position = f"backward, gradient of {param._zero.name}"
-        self.gradients.reduce_ready_gradient(param, boundary)
+        self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
-    def _launched(self, entry: BucketRef) -> None:
+    def _launched(self, group: int, bucket: Bucket) -> None:
         # This bucket's gradients are complete: from here on the plan may release it. Until then it stays gathered.
-        key = self._key_of.get((entry.group, entry.bucket.index))
+        key = self._key_of.get((group, bucket.index))
         if key is not None:
             self.coordinator.training.completed(key)
 
     def _leaf_done(self, params: Sequence[nn.Parameter]) -> None:
         # A leaf module's backward pass is over: experts without tokens get no gradient any more.
-        self.gradients.leaf_grads_complete(params, self._boundary)
+        self.gradients.leaf_grads_complete(params, self._last_micro_batch)
 
-    def backward_end(self, boundary: bool) -> None:
+    def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
         self.hooks.end_of_backward()
-        self.gradients.backward_end(boundary)
+        self.gradients.backward_end(last_micro_batch)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient; one through a leaf module may have counted it as complete."""
@@ -565,12 +527,12 @@ class ZeroStage3:
 
     # ---- 5 step: the optimizer's, over this rank's masters -----------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """5, on the host: this rank's shard of a bucket is new. Only the next fetch of it waits for its copy.
 
         Persistent parameters go to the other ranks while the CPU steps on the next bucket.
         """
-        self._on_upload[group](bucket, copy)
+        self._on_upload[group](bucket, wait_upload)
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
@@ -580,25 +542,19 @@ class ZeroStage3:
         # secondary shards are renewed.
         self.persistent.all_gather_dp_groups()
         for group in self.partitioned:
-            group.publish()
+            group.cast_masters()
         send_to_replicas([bucket for group in self.partitioned for bucket in group.buckets])
         self.persistent.wait_all_gathers()
 
     # ---- what is gathered --------------------------------------------------------------------------------------------
 
-    @property
-    def pools(self) -> list[BufferPool]:
-        """Buffers for gathered buckets; with qwZ also for quantised messages."""
-        messages = self.coordinator.messages
-        return [self.coordinator.pool] if messages is None else [self.coordinator.pool, messages]
-
     def gather_buffers(self) -> list[torch.Tensor]:
         """What is gathered, or on its way, and what is kept for the next time."""
-        return [buffer for pool in self.pools for buffer in pool.buffers()]
+        return [buffer for pool in self.coordinator.pools for buffer in pool.buffers()]
 
     def most_gathered(self) -> int:
         """The most bytes of :meth:`gather_buffers` in this pass."""
-        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.pools)
+        return sum(pool.most_numel * pool.dtype.itemsize for pool in self.coordinator.pools)
 
     def secondaries(self) -> list[torch.Tensor]:
         """HpZ and MiCS: the secondary shards, which this rank keeps for its group."""
@@ -607,7 +563,7 @@ class ZeroStage3:
 
     def clear(self) -> None:
         """Let go of free buffers."""
-        for pool in self.pools:
+        for pool in self.coordinator.pools:
             pool.clear()
 
     # ---- between steps -----------------------------------------------------------------------------------------------

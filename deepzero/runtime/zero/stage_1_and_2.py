@@ -43,7 +43,6 @@ kept.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -53,10 +52,10 @@ from torch import nn
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.streams import data_ptr_of
-from deepzero.layout import Bucket, FlatLayout, Fragment, OffloadPlan
+from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
-from deepzero.runtime.zero.optimizer_shard import HostAllocator, MasterShard, PendingUpload
+from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
 
 SETUP = "setup.gather"
 ALL_GATHER = "parameters.all_gather"
@@ -94,7 +93,7 @@ def update_master_from_param(master: torch.Tensor, values: torch.Tensor) -> None
     master.copy_(torch.where(master.to(values.dtype) == values, master, values.to(torch.float32)))
 
 
-class FlatParamGroup:
+class FlatParamGroup(ParamGroup):
     """The trainable parameters of one optimizer group, in one flat buffer of the compute dtype.
 
     Every parameter becomes a *view* of the buffer. From then on, whatever an all-gather writes there is in the model:
@@ -102,85 +101,66 @@ class FlatParamGroup:
     buffer, and nothing is held twice. Building a group is a collective. See [Note: the tensors of ZeRO] in
     ``layout.py``.
 
-    Args:
-        names: the parameters' names, in the order of the layout.
-        params: the parameters, in the order of the layout, on any device. They take rank 0's values and become views
-            of :attr:`flat_P`.
-        layout: where each lies.
-        dtype: compute dtype of the flat buffer.
-        comm: the ranks, and the device where everything lies.
-        whole: hold masters of all parameters (stage 0) instead of this rank's partition (stages 1 and 2).
-        optimizer_group: index of the optimizer's param group that these parameters came from.
-        placement: which masters live in host memory; None: none. Not with ``whole``.
-        allocate_host: gives their memory.
+    ``planned.params``, on any device, take rank 0's values and become views of :attr:`flat_P`. Without ``placement``
+    nothing lies in host memory. With ``whole`` (stage 0) the masters are those of all parameters, and nothing is
+    offloaded.
     """
-
-    partitioned = False
 
     def __init__(
         self,
         names: Sequence[str],
-        params: Sequence[nn.Parameter],
-        layout: FlatLayout,
+        planned: GroupLayout,
         dtype: torch.dtype,
         comm: Communicator,
-        whole: bool,
-        optimizer_group: int,
         placement: OffloadPlan | None = None,
         allocate_host: HostAllocator | None = None,
+        whole: bool = False,
     ) -> None:
-        self.names, self.params, self.layout = list(names), list(params), layout
-        self.dtype, self.device, self.rank, self.whole = dtype, comm.device, comm.rank, whole
-        self.optimizer_group = optimizer_group
-        self.before_write: Callable[[], None] | None = None
-        own = dtype == torch.float32
         # A whole group is one rank's shard of a layout over one rank.
-        everything = dataclasses.replace(layout, world_size=1) if whole else layout
-        self.placement = placement or OffloadPlan.on_device(everything, own)
-        self.master_shard = MasterShard(self.placement, allocate_host)
-        self.fragments = layout.whole_fragments() if whole else layout.fragments(self.rank)
-        self.flat_P = self._flatten(comm)
-        # **The optimizer's tensors**: one for each fragment, all views of one storage. See [Note: why fragments].
-        self.masters = [self._master_of(fragment) for fragment in self.fragments]
-        self._mine = {f.slot.index: (f, m) for f, m in zip(self.fragments, self.masters, strict=True)}
+        everything = dataclasses.replace(planned.layout, world_size=1) if whole else planned.layout
+        placement = placement or OffloadPlan.on_device(everything, own_masters=dtype == torch.float32)
+        super().__init__(names, planned, dtype, comm, placement, allocate_host, whole)
+        self.params = list(planned.params)
+        self.flat_P = self._flatten()
+        self.cut_masters()
         # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
         self._data_ptrs = [data_ptr_of(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
-    def _flatten(self, comm: Communicator) -> torch.Tensor:
+    def _flatten(self) -> torch.Tensor:
         """Build ``flat_P`` with the parameters in it, and the masters. See [Note: the peak of building]."""
         shapes = [param.shape for param in self.params]
         mine = {fragment.slot.index: fragment for fragment in self.fragments}
-        kept = {index: self._take(index, param, mine.get(index), comm) for index, param in enumerate(self.params)}
+        kept = {index: self._take(index, param, mine.get(index)) for index, param in enumerate(self.params)}
         # Nothing but fragments is left of the model, so the masters go where the model was. They are made from values
         # *before* the cast; DeepSpeed makes them from cast ones, and throws the lower bits of an initialisation away.
-        self.master_shard.allocate(comm.device)
+        self.allocate_masters()
         for fragment in self.fragments:
-            master = self.master_shard.view(fragment.shard_start, fragment.numel)
+            master = self.separate_masters(fragment.shard_start, fragment.numel)
             if master is not None and fragment.shard_start not in self.placement.host_masters:
                 kept[fragment.slot.index] = master.copy_(kept[fragment.slot.index])
         # Zeros: padding travels with the parameters, and must not be a NaN that was there before.
-        flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=comm.device)
+        flat_P = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         for fragment in self.fragments:
             flat_P[fragment.slot.offset + fragment.start :][: fragment.numel].copy_(kept.pop(fragment.slot.index))
         # Every rank casts its own fragments, and gets the others' cast already: the bytes of the compute dtype travel.
         for bucket in self.layout.buckets if not self.whole else ():
-            comm.all_gather(SETUP, bucket.of(flat_P)).wait()
+            self.comm.all_gather(SETUP, bucket.of(flat_P)).wait()
         # The parameters become views. The optimizer never sees them again, the model nothing else.
         for param, slot, shape in zip(self.params, self.layout.slots, shapes, strict=True):
             param.data = flat_P[slot.offset : slot.end].view(shape)
         return flat_P
 
-    def _take(self, index: int, param: nn.Parameter, fragment: Fragment | None, comm: Communicator) -> torch.Tensor:
+    def _take(self, index: int, param: nn.Parameter, fragment: Fragment | None) -> torch.Tensor:
         """This rank's fragment of one parameter, in the dtype that it has, or as its master in host memory."""
         register_owner(param, self.names[index])
-        values = take_values(param, comm)
+        values = take_values(param, self.comm)
         if fragment is None:
             return values.new_empty(0)  # not a view, which would keep the whole parameter's memory
         part = values[fragment.start : fragment.start + fragment.numel]
         # Host memory is there already, and is none of the device's: such a master is final at once.
-        on_host = self.master_shard.view(fragment.shard_start, fragment.numel)
+        on_host = self.separate_masters(fragment.shard_start, fragment.numel)
         return part.clone() if on_host is None else on_host.copy_(part)
 
     # ---- the group's tensors -----------------------------------------------------------------------------------------
@@ -192,30 +172,13 @@ class FlatParamGroup:
 
     def param_shard(self, bucket: Bucket) -> torch.Tensor:
         """What this rank's optimizer step writes of ``bucket`` in the compute dtype: its part, or all of it."""
-        return bucket.of(self.flat_P) if self.whole else get_data_parallel_partitions(self.flat_P, bucket)[self.rank]
-
-    def wait_for_fetches(self, bucket: Bucket) -> None:
-        """Do nothing: whole parameters are not fetched."""
+        if self.whole:
+            return bucket.of(self.flat_P)
+        return get_data_parallel_partitions(self.flat_P, bucket)[self.comm.rank]
 
     def param_fragment(self, fragment: Fragment) -> torch.Tensor:
         """This rank's elements of one parameter: 1-D, compute dtype."""
         return self.flat_P[fragment.slot.offset + fragment.start :][: fragment.numel]
-
-    def master_of(self, bucket: Bucket) -> torch.Tensor:
-        """The fp32 masters of what :meth:`param_shard` names, padding included; in fp32 it is that tensor itself."""
-        mine = (bucket.offset, bucket.numel) if self.whole else (bucket.shard_offset, bucket.shard_numel)
-        found = self.master_shard.view(*mine)
-        return self.param_shard(bucket) if found is None else found
-
-    def _master_of(self, fragment: Fragment) -> torch.Tensor:
-        """A leaf that the optimizer may update: fp32, 1-D. See [Note: why fragments]."""
-        view = self.master_shard.view(fragment.shard_start, fragment.numel)
-        return (self.param_fragment(fragment) if view is None else view).detach().requires_grad_()
-
-    def _separate(self, index: int) -> tuple[Fragment, torch.Tensor] | None:
-        """This rank's fragment of a parameter, and its master; None where it has none, or the parameter is its own."""
-        mine = self._mine.get(index)
-        return mine if mine and self.master_shard.view(mine[0].shard_start, mine[0].numel) is not None else None
 
     # ---- writes by the program ---------------------------------------------------------------------------------------
 
@@ -241,7 +204,7 @@ class FlatParamGroup:
                 )
             if param._version != self._versions[index]:
                 self._versions[index] = param._version
-                separate = self._separate(index)
+                separate = self.separate_master(index)
                 if separate is not None:
                     fragment, master = separate
                     update_master_from_param(master, param.reshape(-1)[fragment.start :][: fragment.numel])
@@ -264,7 +227,7 @@ class FlatParamGroup:
             self.before_write()
         slot, param = self.layout.slots[index], self.params[index]
         self.flat_P[slot.offset : slot.end].copy_(values)
-        separate = self._separate(index)
+        separate = self.separate_master(index)
         if separate is not None:
             fragment, master = separate
             master.copy_(values[fragment.start :][: fragment.numel])
@@ -310,17 +273,17 @@ class ZeroStage1And2:
             [group.master_of(bucket).detach() for bucket in group.layout.buckets] for group in groups
         ]
         # Under way: the upload of this rank's part, where that comes from the host, and the all-gather behind it.
-        self._gathers: list[tuple[PendingUpload | None, Pending]] = []
+        self._gathers: list[tuple[Callable[[], None] | None, Pending]] = []
 
     # ---- 3 gradient ready --------------------------------------------------------------------------------------------
 
-    def reduce_ready_gradient(self, param: nn.Parameter, boundary: bool) -> None:
+    def reduce_ready_gradient(self, param: nn.Parameter, last_micro_batch: bool) -> None:
         """3: the gradient waits; in stage 2 its bucket leaves as soon as all of its gradients are there."""
-        self.gradients.reduce_ready_gradient(param, boundary)
+        self.gradients.reduce_ready_gradient(param, last_micro_batch)
 
-    def backward_end(self, boundary: bool) -> None:
+    def backward_end(self, last_micro_batch: bool) -> None:
         """End a backward pass."""
-        self.gradients.backward_end(boundary)
+        self.gradients.backward_end(last_micro_batch)
 
     def forget_pass(self) -> None:
         """End a pass that left no gradient."""
@@ -345,18 +308,15 @@ class ZeroStage1And2:
 
     # ---- 6 publish ---------------------------------------------------------------------------------------------------
 
-    def arrived(self, group: int, bucket: Bucket, copy: PendingUpload | None) -> None:
+    def arrived(self, group: int, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """Launch the all-gather of a bucket that the CPU has stepped on, while it steps on the next one.
 
-        Args:
-            group: index in :attr:`groups`.
-            bucket: of that group.
-            copy: brings my part of it from the host; None: it is there.
+        ``bucket`` is of ``groups[group]``. ``wait_upload`` lets the current stream wait until my part of it has come
+        from the host; None: it is there.
         """
-        # The all-gather is ordered behind the copy on the copy's own stream; the compute stream waits for neither yet.
-        alone = self.comm.world_size == 1
-        with contextlib.nullcontext() if copy is None else copy.afterwards(alone=alone):
-            self._gathers.append((copy, self._all_gather(group, bucket)))
+        # The caller has ordered what is launched here behind the upload, on the upload's own stream; the compute stream
+        # waits for neither yet.
+        self._gathers.append((wait_upload, self._all_gather(group, bucket)))
 
     def publish(self) -> None:
         """6: let every rank have every part of every bucket. Parameters are views of the buckets: the model is new."""
@@ -383,9 +343,9 @@ class ZeroStage1And2:
     def wait_all_gathers(self) -> None:
         """Wait for all-gathers that are under way."""
         gathers, self._gathers = self._gathers, []
-        for copy, gather in gathers:
-            if copy is not None:
-                copy.wait()  # with one rank the all-gather is nothing, and orders nothing
+        for wait_upload, gather in gathers:
+            if wait_upload is not None:
+                wait_upload()  # with one rank the all-gather is nothing, and orders nothing
             gather.wait()
 
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:

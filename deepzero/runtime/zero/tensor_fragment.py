@@ -263,7 +263,7 @@ class ParamFragment:
         output = torch.zeros(bucket.numel, dtype=self.engine.step.grad_dtype, device=self.group.device)
         send_buffer = aside.acquire(bucket, output, accumulate=False)
         send_buffer.zero_()
-        waiting = gradients.source.waiting_of(self.group.params[self.slot.index])
+        waiting = gradients.unreduced.waiting_of(self.group.params[self.slot.index])
         if waiting is not None:
             send_buffer[: self.slot.numel].copy_(waiting)
         aside.launch(bucket, output, accumulate=False)
