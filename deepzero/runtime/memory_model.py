@@ -365,7 +365,7 @@ def predict(coordinator: PartitionedParameterCoordinator, ledger: Ledger) -> Non
         ledger.predicted_traffic.update(forecasts[0][0])
     itemsize = max((bucket.gather.dtype.itemsize for bucket in buckets), default=0)
     messages = max(message_bytes for _, message_bytes in forecasts)
-    ledger.predicted_memory["gathered"] = coordinator.most_gathered_numel() * itemsize + messages
+    ledger.predicted_memory["gathered"] = coordinator.pool.predicted_numel * itemsize + messages
 
 
 def secondary_bytes(buckets: Iterable[PartitionedBucket]) -> int:

@@ -106,7 +106,8 @@ UNNOTICED = {
     "partitioned_param_coordinator.InflightParamRegistry.wait_all: self.wait(key)": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator.release_all: self.inflight.wait_all()": ITSELF,
     "partitioned_param_coordinator.PartitionedParameterCoordinator._release: self.inflight.wait(key)": ITSELF,
-    "partitioned_param_coordinator.PartitionedParameterCoordinator._end_pass: self._buffers.settle(self.pool)": HELD,
+    "buffer_pool.BufferPool.end_pass: self.settle(self._sizes, self._most_allowed if self._sizes else "
+    "self._most_planned)": HELD,
     "activations.HostActivations.watching: self._settle(0)": EARLIER,
     "activations.HostActivations._pack: self._settle(LEAVING)": EARLIER,
     "activations.HostActivations._fetch: self._settle(0)": EARLIER,

@@ -51,10 +51,11 @@ ROUNDS = 8
 
 
 class BufferPool:
-    """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
+    """Kept 1-D buffers of one dtype and device, and what later passes will take of them.
 
-    Free buffers go before all together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back.
-    ``reuses`` is by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
+    See [Note: buffers and who still holds them] and [Note: which buffers a pass takes]. Free buffers go before all
+    together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back. ``reuses`` is by default False on a
+    GPU, whose caching allocator is a pool already, ordered by streams; there views are the allocator's matter, too.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class BufferPool:
         chaos: Chaos | None = None,
         reuses: bool | None = None,
     ) -> None:
-        self.dtype, self.device, self.limit_numel, self._chaos = dtype, device, limit_numel, chaos
+        self.dtype, self.device, self._chaos = dtype, device, chaos
+        self._most_allowed = self.limit_numel = limit_numel
         self.reuses = device.type in ("cpu", "meta") if reuses is None else reuses
         self._free: list[torch.Tensor] = []
         # By storage pointer, which is a buffer's *address* here, whichever of its elements a view begins with.
@@ -81,6 +83,27 @@ class BufferPool:
         self._exact = False
         self.most_numel = 0
         """The most elements of all buffers at any time of this pass."""
+        # ---- what later passes will take, from their plans, and from the passes in which these were recorded
+        # Elements of each bucket that takes a buffer, by key; given by the coordinator.
+        self.bucket_numels: Mapping[int, int] = {}
+        self.uses: list[ModuleUse] = []
+        """Of the pass under way, with what was released and fetched at each."""
+        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
+        self._never_shown: set[int] = set()
+        self._sizes: list[int] = []
+        self._most_planned: int | None = None
+        self._most_recorded = 0
+
+    # ---- between two passes ------------------------------------------------------------------------------------------
+
+    def end_pass(self) -> None:
+        """Have what the plans need, once there is one, and nothing else.
+
+        Nothing is gathered now: what a step holds does not depend on what an evaluation before it gathered.
+        """
+        self.uses = []
+        if self._most_planned is not None:
+            self.settle(self._sizes, self._most_allowed if self._sizes else self._most_planned)
 
     @torch.inference_mode(False)  # what an evaluation's end makes is the next step's
     def settle(self, sizes: Sequence[int], limit_numel: int) -> None:
@@ -108,6 +131,8 @@ class BufferPool:
         if self._planned is None:
             self.clear()
         self.most_numel = self.numel()
+
+    # ---- within a pass -----------------------------------------------------------------------------------------------
 
     def take(self, numel: int, shard: torch.Tensor | None = None) -> torch.Tensor:
         """A buffer of ``numel`` elements or more, with old contents.
@@ -178,8 +203,43 @@ class BufferPool:
         """All buffers, free or taken."""
         return [*self._free, *self._taken.values()]
 
+    # ---- which buffers a pass takes ----------------------------------------------------------------------------------
 
-# ---- which buffers a pass takes --------------------------------------------------------------------------------------
+    @property
+    def predicted_numel(self) -> int:
+        """The most elements of all buffers at any time of a training pass to come."""
+        return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
+
+    def released(self, key: int, alone: bool) -> None:
+        """A bucket has been released for the last of :attr:`uses`; whether nothing shows its buffer."""
+        use = self.uses[-1]
+        use.release += (key,)
+        if alone and use.run and self.reuses:
+            block = itertools.takewhile(lambda other: other.run == use.run, reversed(self.uses))
+            if any(key in other.keys for other in block):
+                self._never_shown.add(key)
+
+    def recorded(self) -> None:
+        """The pass that ends now was the first of its kind, or left the plan."""
+        reuses = self.reuses and self._most_planned is None
+        _, most, _ = simulate(self._seen(self.uses), self._sizes, self.bucket_numels, reuses, self._most_allowed)
+        self._most_recorded = max(self._most_recorded, most)
+
+    def expect(self, plans: Sequence[FetchPlan]) -> None:
+        """From now on passes follow these plans, in any order."""
+        passes = [self._seen(plan.uses) for plan in plans]
+        self._sizes = stable_sizes(passes, self.bucket_numels) if self.reuses else []
+        if sum(self._sizes) > self._most_allowed:
+            # So tight that buffers are made for each size anew: then no more is held than is gathered.
+            self._sizes = []
+        most = (simulate(uses, [], self.bucket_numels, False, 0)[2] for uses in passes)
+        self._most_planned = max(most, default=0)
+
+    def _seen(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
+        """``uses`` without the runs, or without the buckets, of which no view keeps a buffer."""
+        if not self.reuses:
+            return [replace(use, run=0) for use in uses]
+        return [replace(use, keys=tuple(key for key in use.keys if key not in self._never_shown)) for use in uses]
 
 
 def simulate(
@@ -251,64 +311,6 @@ def stable_sizes(passes: Sequence[Sequence[ModuleUse]], numel: Mapping[int, int]
         if sizes == before:
             break
     return sizes
-
-
-class BufferForecast:
-    """What the pool of one coordinator will hold, from its plans, and from the passes in which they were recorded.
-
-    ``numel`` has the elements of each bucket that takes a buffer; ``limit`` is ``stage3_max_live_parameters``. Without
-    ``reuses`` views are the caching allocator's matter.
-    """
-
-    def __init__(self, numel: Mapping[int, int], limit: int, reuses: bool) -> None:
-        self._numel, self._limit, self._reuses = numel, limit, reuses
-        self.uses: list[ModuleUse] = []
-        """Of the pass under way, with what was released and fetched at each."""
-        # Autograd saves no view of what lies in them: biases. Found out in the passes that are recorded.
-        self._never_shown: set[int] = set()
-        self._sizes: list[int] = []
-        self._most_planned: int | None = None
-        self._most_recorded = 0
-
-    @property
-    def most_numel(self) -> int:
-        """The most elements that the pool holds at any time of a training pass."""
-        return max(self._most_recorded, sum(self._sizes) or self._most_planned or 0)
-
-    def released(self, key: int, alone: bool) -> None:
-        """A bucket has been released for the last of :attr:`uses`; whether nothing shows its buffer."""
-        use = self.uses[-1]
-        use.release += (key,)
-        if alone and use.run and self._reuses:
-            block = itertools.takewhile(lambda other: other.run == use.run, reversed(self.uses))
-            if any(key in other.keys for other in block):
-                self._never_shown.add(key)
-
-    def recorded(self) -> None:
-        """The pass that ends now was the first of its kind, or left the plan."""
-        reuses = self._reuses and self._most_planned is None
-        _, most, _ = simulate(self._seen(self.uses), self._sizes, self._numel, reuses, self._limit)
-        self._most_recorded = max(self._most_recorded, most)
-
-    def expect(self, plans: Sequence[FetchPlan]) -> None:
-        """From now on passes follow these plans, in any order."""
-        passes = [self._seen(plan.uses) for plan in plans]
-        self._sizes = stable_sizes(passes, self._numel) if self._reuses else []
-        if sum(self._sizes) > self._limit:
-            # So tight that buffers are made for each size anew: then no more is held than is gathered.
-            self._sizes = []
-        self._most_planned = max((simulate(uses, [], self._numel, False, 0)[2] for uses in passes), default=0)
-
-    def settle(self, pool: BufferPool) -> None:
-        """Let the pool have what the plans need, once there is one."""
-        if self._most_planned is not None:
-            pool.settle(self._sizes, self._limit if self._sizes else self._most_planned)
-
-    def _seen(self, uses: Sequence[ModuleUse]) -> list[ModuleUse]:
-        """``uses`` without the runs, or without the buckets, of which no view keeps a buffer."""
-        if not self._reuses:
-            return [replace(use, run=0) for use in uses]
-        return [replace(use, keys=tuple(key for key in use.keys if key not in self._never_shown)) for use in uses]
 
 
 def references(tensor: torch.Tensor) -> int:

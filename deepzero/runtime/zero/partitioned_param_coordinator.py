@@ -28,7 +28,7 @@ import torch
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.streams import storage_ptr_of
-from deepzero.runtime.zero.buffer_pool import BufferForecast, BufferPool
+from deepzero.runtime.zero.buffer_pool import BufferPool
 from deepzero.runtime.zero.fetch_plan import FetchLimits, FetchPlan, ModuleUse, compile_plan
 from deepzero.runtime.zero.guards import PartitionedUseError
 from deepzero.runtime.zero.parameter_all_gather import BACKWARD, EVALUATION, FORWARD, ON_REQUEST, ON_REQUEST_BROADCAST
@@ -171,8 +171,7 @@ class PartitionedParameterCoordinator:
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self.pool, self.pools = pools[0], pools
-        takes = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
-        self._buffers = BufferForecast(takes, limits.live_numel, comm.device_type == "cpu")
+        self.pool.bucket_numels = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
@@ -205,7 +204,7 @@ class PartitionedParameterCoordinator:
             if changed:
                 self._plans_changed()
             if self.training.position < 0:
-                self._end_pass()
+                self.pool.end_pass()
 
     def _switch(self, trace: ModuleTrace) -> None:
         if trace is not self._trace:
@@ -239,9 +238,9 @@ class PartitionedParameterCoordinator:
         use = ModuleUse(keys, backward, where, on_demand, self._run)
         planned = self._trace.advance(use)
         forward = FORWARD if self._trace is self.training else EVALUATION
-        if not self._buffers.uses:
+        if not self.pool.uses:
             self._begin_pass()
-        self._buffers.uses.append(use)
+        self.pool.uses.append(use)
         # Release before fetching: the buffers that become free are those that the fetch takes.
         self.release_sub_module(keys, planned)
         # Mine first, as it is needed first. The order is that of the plan or of the keys, so the same on all ranks:
@@ -308,12 +307,12 @@ class PartitionedParameterCoordinator:
             # does this one.
             problem = error
         if self.training.close():
-            self._buffers.recorded()
+            self.pool.recorded()
             self._plans_changed()
         elif self._to_simulate:
             self.predict_anew()
         self._runs = 0
-        self._end_pass()
+        self.pool.end_pass()
         if problem is not None:
             raise problem
 
@@ -321,12 +320,6 @@ class PartitionedParameterCoordinator:
         self.pool.begin_pass()
         for messages in self.pools[1:]:  # of one size, kept from pass to pass
             messages.most_numel = messages.numel()
-
-    def _end_pass(self) -> None:
-        # Between two passes nothing is gathered, so the pool can be made to hold exactly what the plans need: what a
-        # step holds does not depend on what an evaluation before it gathered.
-        self._buffers.uses = []
-        self._buffers.settle(self.pool)
 
     def _plans_changed(self) -> None:
         # Simulating costs several passes over the plan. Where plans do not last, it waits until one has lasted a step.
@@ -336,7 +329,7 @@ class PartitionedParameterCoordinator:
         """Let training follow a rehearsed plan from its next use on, which has to be the first of a step."""
         self.training.plan = plan
         self.predict_anew()
-        self._end_pass()
+        self.pool.end_pass()
 
     def plans(self) -> list[FetchPlan]:
         """The plans that there are, training's first."""
@@ -351,20 +344,16 @@ class PartitionedParameterCoordinator:
         if not plans:
             return
         if simulate:
-            self._buffers.expect(plans)
+            self.pool.expect(plans)
         self._to_simulate = not simulate
         self.on_plan()
-
-    def most_gathered_numel(self) -> int:
-        """The most elements that the plans hold gathered at any time, with what is kept of buffers."""
-        return self._buffers.most_numel
 
     def reset(self) -> None:
         """A pass broke off; what it has written to parameters goes with it."""
         self.release_all(discard=True)
         self.training.reset()
         self._run = self._runs = 0
-        self._end_pass()
+        self.pool.end_pass()
 
     def hide_all(self) -> None:
         """No module is under way any more: what is gathered stays, but parameters do not show it."""
@@ -375,8 +364,8 @@ class PartitionedParameterCoordinator:
     def release_all(self, discard: bool = False) -> None:
         """Nothing is gathered afterwards; with ``discard`` without a complaint about writes."""
         self._current = frozenset()
-        if self._buffers.uses:
-            self._buffers.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
+        if self.pool.uses:
+            self.pool.uses.append(ModuleUse((), False, "", release=tuple(self._live)))
         # Buffers of prefetches that were not used belong to their all-gathers until these end.
         self.inflight.wait_all()
         refused: Exception | None = None
@@ -405,7 +394,7 @@ class PartitionedParameterCoordinator:
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def _release_in_pass(self, key: int) -> None:
-        self._buffers.released(key, self._release(key))
+        self.pool.released(key, self._release(key))
 
     def _count_live(self, key: int, where: str, note: str) -> None:
         bucket = self.buckets[key]

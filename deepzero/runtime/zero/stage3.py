@@ -296,7 +296,7 @@ class PartitionedParamGroup(ParamGroup):
         See [Note: the peak of building]. Where the model is on the device, the fragments wait until what it takes there
         is free.
         """
-        on_device = any(param.device == self.device for param in params)
+        on_device = lies_on(params, self.device)
         if not on_device:
             self._allocate()
         waiting: dict[int, torch.Tensor] = {}
@@ -432,6 +432,11 @@ class PartitionedParamGroup(ParamGroup):
             bucket.params = []  # they have values of their own now
             bucket.release(discard=True)
             bucket.gather.secondary_shard = None
+
+
+def lies_on(params: Sequence[nn.Parameter], device: torch.device) -> bool:
+    """Whether any of them takes memory of the device."""
+    return any(param.device == device for param in params)
 
 
 # ---- 1 to 6 ----------------------------------------------------------------------------------------------------------
