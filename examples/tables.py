@@ -50,10 +50,10 @@ def four() -> Iterator[str]:
     yield "stage   weights  gradients  masters  moments   total   all ranks   without masters   deepzero, fp32 sums"
     for stage in STAGES:
         forms = predicted_memory(Elements(4), 4, sizes(stage))
-        cells = "".join(f"{forms[name]:>10}" for name in ("parameters", "gradients", "masters", "moments"))
+        states = f"{forms['parameters']:>10}{forms['gradients']:>11}{forms['masters']:>9}{forms['moments']:>9}"
         total = sum(forms.values())
         bare = total - forms["masters"]
-        yield f"{stage:>5}{cells}{total:>8}{4 * total:>12}{bare:>18}{held(4, 4, stage, sums=4):>22}"
+        yield f"{stage:>5}{states}{total:>8}{4 * total:>12}{bare:>18}{held(4, 4, stage, sums=4):>22}"
 
 
 def paper() -> Iterator[str]:

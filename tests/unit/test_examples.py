@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import one_number
+from deepzero.comm.ring import simulate
+from examples import one_number, ring, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +60,15 @@ def test_the_formula_is_adamw():
         weight = ours.step(weight, param.grad)
         theirs.step()
     torch.testing.assert_close(weight, param.detach())
+
+
+def test_the_ring_is_quoted():
+    """As it is told of a simulation, whose hops are those of real ranks: ``tests/distributed/test_ring.py``."""
+    tensors = [ring.gradients(rank) for rank in range(4)]
+    hops = simulate(tensors)
+    results = [tensor.tolist() for tensor in tensors]
+    printed = [*ring.tell(hops, 4, 8), "", *ring.check(hops, results, results[0], 8), *tables.four()]
+    assert [stands_in(block, printed) for block in quoted("data_parallelism.md")] == [True] * 5
 
 
 def test_odd_arguments_are_refused(capsys, monkeypatch):
