@@ -118,8 +118,8 @@ def stage_3_saves_nothing(run: RunConfig, engine: DeepSpeedEngine) -> list[str]:
         return []
     return [
         f"stage 3 saves nothing here: shards and what is gathered at once take {short_bytes(cut)}, all parameters, "
-        f"which stage 2 keeps, {short_bytes(whole)}: a model of {engine.model_numel:,} elements fits into few buckets. See a "
-        "larger one, and in its report how gathered memory rises and falls: python train.py zero.stage=3"
+        f"which stage 2 keeps, {short_bytes(whole)}. {engine.model_numel:,} elements fit into few buckets; a larger "
+        "model, and in its report gathered memory that rises and falls, has python train.py zero.stage=3"
     ]
 
 
