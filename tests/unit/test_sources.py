@@ -229,6 +229,14 @@ def test_4_and_8_times_are_limits():
     assert factor(1, 1 << 12) == pytest.approx(4, rel=2e-3) and factor(2, 1 << 12) == pytest.approx(8, rel=2e-3)
 
 
+def test_of_four_values_stages_save_2_and_4_times():
+    fp32 = {"compute": 4, "wire": 4}
+    most = 1 << 20
+    share = {stage: sizes(stage, **fp32, accumulation=4 if stage == 2 else 0) for stage in (0, 1, 2)}
+    left = [sum(predicted_memory(Elements(most), most, given).values()) / most for given in share.values()]
+    assert [round(left[0] / each) for each in left] == [1, 2, 4]
+
+
 def test_read_without_its_fraction_the_formula_grows():
     numel, world, k = 7.5e9, 64, 12
     assert 4 * numel + k * numel / world == held(1, world, 7_500_000_000) == pytest.approx(31.4 * GB, rel=2e-3)
