@@ -352,11 +352,8 @@ def test_a_rank_of_the_ring_passes_on_what_it_received():
     assert 4 / 4 * (4 - 1) == 3 == elements_sent(4, 4, 0) / 2  # the volume is right: M (N-1)/N
 
 
-def test_a_billion_parameters_on_8_ranks():
-    assert elements_sent(1_000_000_000, 8, 0) / 2 * 2 == 1.75 * GB
-
-
 def test_36_8_gigabytes_are_36_75_of_each_micro_batch():
+    assert elements_sent(1_000_000_000, 8, 0) / 2 * 2 == 1.75 * GB
     gathered = elements_sent(7_000_000_000, 8, 0) / 2 * 2
     assert gathered / 32 == pytest.approx(383e6, rel=1e-3)
     assert 3 * gathered == 36.75 * GB and 3 * gathered / 32 == pytest.approx(1.15 * GB, rel=2e-3)
@@ -393,16 +390,13 @@ def test_hpz_keeps_optimizer_states_over_all_ranks():
 # ---- errata: bandwidths, settings ------------------------------------------------------------------------------------
 
 
-def test_nvlink_is_18_times_one_port_and_not_36():
+def test_nvlink_is_18_times_one_port_and_takes_31_milliseconds():
     port = H100_HDR.node_bandwidth / H100_HDR.ranks_per_node
     assert port == 200e9 / 8 == 25 * GB
     assert 2 * H100_HDR.inside_bandwidth == 900 * GB
     assert (900 * GB / port, H100_HDR.inside_bandwidth / port) == (36, 18)
-
-
-def test_7_billion_parameters_take_31_milliseconds_one_way():
-    assert round(2 * 7e9 / (900 * GB), 4) == 0.0156
-    assert round(2 * 7e9 / H100_HDR.inside_bandwidth, 4) == 0.0311
+    seconds = [2 * 7e9 / bandwidth for bandwidth in (900 * GB, H100_HDR.inside_bandwidth)]
+    assert [round(1000 * each, 1) for each in seconds] == [15.6, 31.1]
 
 
 def test_the_posts_clusters():
@@ -411,15 +405,12 @@ def test_the_posts_clusters():
     assert (AZURE_NC24R.memory_bytes, DGX_2H.memory_bytes) == (16 * GB, 32 * GB)
 
 
-def test_5e7_elements_are_100_megabytes():
+def test_settings_count_elements_and_not_bytes():
     zero = ZeroConfig()
-    assert zero.stage3_prefetch_bucket_size * 2 == 100e6 and zero.stage3_prefetch_bucket_size * 4 == 200e6
-    assert zero.stage3_param_persistence_threshold * 2 == 200e3
-
-
-def test_two_gigabytes_are_5e8_elements_in_fp32_alone():
-    assert ZeroConfig().reduce_bucket_size * 4 == 2 * GB
-    assert ZeroConfig().reduce_bucket_size * 2 == 1 * GB
+    for width, prefetch, persistent, bucket in ((2, 100e6, 200e3, 1 * GB), (4, 200e6, 400e3, 2 * GB)):
+        assert zero.stage3_prefetch_bucket_size * width == prefetch  # 5e7
+        assert zero.stage3_param_persistence_threshold * width == persistent  # 1e5
+        assert zero.reduce_bucket_size * width == bucket  # 5e8
 
 
 def test_defaults_are_numbers():
