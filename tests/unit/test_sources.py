@@ -168,7 +168,7 @@ def test_docstrings_use_names_of_the_bibliography():
     assert len(paragraphs) > 30
     for file, paragraph in paragraphs:
         used = {name for name in re.findall(r"\[([^\]]+)\]", paragraph) if not name.startswith("Note:")}
-        assert used <= BIBLIOGRAPHY, f"{file}: {used - BIBLIOGRAPHY}"
+        assert used and used <= BIBLIOGRAPHY, f"{file}: {used - BIBLIOGRAPHY} in {paragraph}"
 
 
 # ---- errata: the model states ----------------------------------------------------------------------------------------

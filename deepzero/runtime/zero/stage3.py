@@ -15,7 +15,7 @@ backward pass asks for the saved weight · **2 release** before the next fetch �
 ``reduce_gradients`` waits · **5 step** the optimizer, by sub-groups · **6 publish** the masters are cast into
 ``shard_S``; nothing is sent but persistent parameters.
 
-Sources: P_os+g+p in the ZeRO paper (sections 5.3 and 7.2.2); DeepSpeed's ``stage3.py``.
+Sources: P_os+g+p in [ZeRO], sections 5.3 and 7.2.2; [stage-3 guide]; ``stage3.py`` in [DeepSpeed].
 """
 
 from __future__ import annotations
