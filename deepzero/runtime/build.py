@@ -167,7 +167,7 @@ def build_zero(
         coordinator: PartitionedParameterCoordinator | None = None
         if zero.stage == 3:
             place_buffers(model, comm)
-            host = (None, None) if offload is None else (offload.allocate, offload.source_of)
+            host = (None, None) if offload is None else (offload.allocate, offload.plain_all_gather)
             stored, coordinator = partition_model(names, planned, limit, placements, zero, comm, dtypes.compute, *host)
         else:
             stored = place_model(model, planned, placements, config, comm, offload)

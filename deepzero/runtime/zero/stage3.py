@@ -47,7 +47,7 @@ from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import register_owner, unregister_owner
 from deepzero.runtime.zero.module_hooks import ModuleHooks
 from deepzero.runtime.zero.optimizer_shard import GroupLayout, HostAllocator, ParamGroup
-from deepzero.runtime.zero.parameter_all_gather import SETUP, DeviceShard, PlainAllGather, send_to_replicas
+from deepzero.runtime.zero.parameter_all_gather import SETUP, PlainAllGather, send_to_replicas
 from deepzero.runtime.zero.partition_parameters import (
     ParamRecord,
     PartitionedParameter,
@@ -65,8 +65,8 @@ from deepzero.runtime.zero.stage_1_and_2 import FlatParamGroup, ZeroStage1And2, 
 
 GatherBuilder = Callable[[Bucket, int, bool], PlainAllGather]
 """The all-gather of a bucket, given its key, and whether its shard lies in host memory."""
-HostSource = Callable[[Bucket, Communicator, str], DeviceShard]
-"""How the shard of a bucket that lies in host memory reaches the device; the last argument names it in traces."""
+HostGather = Callable[[Bucket, torch.dtype, Communicator, str], PlainAllGather]
+"""As :class:`PlainAllGather`, for a shard in host memory."""
 
 # ---- 0 build: the whole model ----------------------------------------------------------------------------------------
 
@@ -80,12 +80,12 @@ def partition_model(
     comm: Communicator,
     dtype: torch.dtype,
     allocate: HostAllocator | None,
-    host_source: HostSource | None,
+    host_gather: HostGather | None,
 ) -> tuple[list[ParamGroup], PartitionedParameterCoordinator]:
     """Cut the parameters, group by group; on any device, whole or partitioned already by ``zero.Init``.
 
     ``planned`` and ``limit`` are from :func:`plan_partitioning`, ``placements`` those of its groups; ``dtype`` is the
-    compute dtype; ``allocate`` and ``host_source`` belong to what ``placements`` has in host memory. Returns the groups
+    compute dtype; ``allocate`` and ``host_gather`` belong to what ``placements`` has in host memory. Returns the groups
     as they were planned, the frozen ones (``optimizer_group`` None) last, and what fetches their buckets.
     """
     partitioned = {param for group in planned if group.partitioned for param in group.params}
@@ -100,9 +100,8 @@ def partition_model(
     builders, messages = gather_builders(planned, config, comm, dtype)
 
     def build_gather(frozen: bool, bucket: Bucket, key: int, on_host: bool) -> PlainAllGather:
-        where = f"bucket {key}"
-        source = host_source(bucket, comm, where) if on_host and host_source is not None else DeviceShard()
-        return builders[frozen](PlainAllGather(bucket, dtype, comm, source, where))
+        make = host_gather if on_host and host_gather is not None else PlainAllGather
+        return builders[frozen](make(bucket, dtype, comm, f"bucket {key}"))
 
     groups: list[ParamGroup] = []
     buckets: list[PartitionedBucket] = []
@@ -315,7 +314,7 @@ class PartitionedParamGroup(ParamGroup):
 
     def wait_for_fetches(self, bucket: Bucket) -> None:
         """Before the CPU writes a bucket's new parameters where they live: no fetch reads the old ones any more."""
-        self.buckets[bucket.index].gather.source.finish()
+        self.buckets[bucket.index].gather.source.finish_shard()
 
     def arrived(self, bucket: Bucket, wait_upload: Callable[[], None] | None) -> None:
         """The CPU has stepped on a bucket, and what it wrote is here (None), or is when ``wait_upload`` returns."""
