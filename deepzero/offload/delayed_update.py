@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from deepzero.comm import profiler_ranges
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -157,7 +156,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
-        raise_on_all_ranks(problem)
+        self.groups[0].comm.raise_on_all_ranks(problem)
         return self._send()
 
     def _send(self) -> bool:

@@ -32,7 +32,7 @@ import torch
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import Measure
+from deepzero.comm.exact_sum import Measure
 from deepzero.config.zero import OffloadOptimizerConfig
 from deepzero.layout import Bucket, OffloadPlan
 from deepzero.offload.copy_streams import (

@@ -35,10 +35,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group, profiler_ranges
-from deepzero.comm.collectives import open_communicator
+from deepzero.comm.collectives import Communicator, open_communicator
 from deepzero.comm.flight_recorder import DesyncError
 from deepzero.comm.ledger import Ledger
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.engine import EngineConfig, resolve_batch
 from deepzero.runtime.backward_passes import BackwardPasses
 from deepzero.runtime.build import build_zero
@@ -96,6 +95,7 @@ class Engine(nn.Module):
         config: the settings; batch sizes are resolved for the number of ranks.
         lr_scheduler: anything with ``step()``; None builds the one that ``config.scheduler`` names, if any.
         total_steps: length of the run in optimizer steps, for schedules that end with it.
+        comm: the ranks; None: those of this process's group. A dry run gives its own.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class Engine(nn.Module):
         config: EngineConfig,
         lr_scheduler: Any = None,
         total_steps: int | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.batch = resolve_batch(config, process_group.world_size())
-
         # ---- 0 build. What can still be refused comes before the model is touched.
-        self.comm = open_communicator(config, process_group.default_device(), Ledger())
+        self.comm = comm or open_communicator(config, process_group.default_device(), Ledger())
+        self.batch = resolve_batch(config, self.comm.world_size)
         # Its scale is 1 and stays 1 but in fp16, so that what follows multiplies and divides by it in every precision.
         self.scaler = build_loss_scaler(config.precision)
         self.lr_scheduler = lr_scheduler
@@ -283,7 +283,7 @@ class Engine(nn.Module):
             # Some rank is: the others raise too, with its text, and nothing was updated. A second collective, after the
             # agreement: only steps in trouble pay for the texts.
             self._drop_step()
-            raise_on_all_ranks(trouble)
+            self.comm.raise_on_all_ranks(trouble)
         # The scale that divides these gradients is the one that multiplied their loss: read before it is updated.
         scale, mean_divisor = self.scaler.scale, self._mean_divisor()
         lr = self.optimizer.param_groups[0]["lr"]

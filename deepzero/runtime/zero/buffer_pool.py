@@ -37,12 +37,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepzero.comm.streams import Chaos, alias_of, storage_ptr_of
+from deepzero.comm.streams import Chaos, storage_ptr_of
 from deepzero.runtime.zero.fetch_plan import FetchPlan
 
 ROUNDS = 8
@@ -53,7 +53,8 @@ class BufferPool:
     """Kept 1-D buffers of one dtype and device. See [Note: buffers and who still holds them].
 
     Free buffers go before all together exceed ``limit_numel`` elements. ``chaos`` poisons what is given back.
-    ``keeps`` is by default False on a GPU, whose caching allocator is a pool already, ordered by streams.
+    ``keeps`` is by default False on a GPU, whose caching allocator is a pool already, ordered by streams. ``alias``
+    gives a tensor's memory a second storage.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class BufferPool:
         limit_numel: int = 0,
         chaos: Chaos | None = None,
         keeps: bool | None = None,
+        alias: Callable[[torch.Tensor], torch.Tensor] = torch.from_dlpack,
     ) -> None:
         self.dtype, self.device, self.limit_numel, self._chaos = dtype, device, limit_numel, chaos
+        self._alias = alias
         self.keeps = device.type in ("cpu", "meta") if keeps is None else keeps
         self._free: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}
@@ -114,7 +117,7 @@ class BufferPool:
         views of it are told from the shard, and nothing is copied.
         """
         if shard is not None:
-            return alias_of(shard)
+            return self._alias(shard)
         fitting = [b for b in self._free if b.numel() == numel or (b.numel() > numel and not self._exact)]
         usable = [b for b in fitting if self.is_alone(b)]
         if usable:

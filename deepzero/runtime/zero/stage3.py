@@ -141,7 +141,8 @@ def gather_builders(
 
 
 def _pool(dtype: torch.dtype, config: ZeroConfig, comm: Communicator) -> BufferPool:
-    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, comm.device_type == "cpu")
+    keeps = comm.device_type == "cpu"
+    return BufferPool(dtype, comm.device, config.stage3_max_live_parameters, comm.chaos, keeps, comm.alias)
 
 
 def _name_idle_switches(config: ZeroConfig, layouts: Mapping[bool, Sequence[FlatLayout]]) -> None:

@@ -51,7 +51,6 @@ from torch import nn
 
 from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.streams import data_ptr_of
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
@@ -124,7 +123,7 @@ class FlatParamGroup(ParamGroup):
         self.flat_P = self._flatten()
         self.cut_masters()
         # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
-        self._data_ptrs = [data_ptr_of(param) for param in self.params]
+        self._data_ptrs = [comm.data_ptr(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
@@ -196,8 +195,9 @@ class FlatParamGroup(ParamGroup):
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
+        data_ptr = self.comm.data_ptr
         for index, param in enumerate(self.params):
-            if data_ptr_of(param) != self._data_ptrs[index] or param.dtype != self.dtype:
+            if data_ptr(param) != self._data_ptrs[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
@@ -237,7 +237,7 @@ class FlatParamGroup(ParamGroup):
 
     def refresh_data_ptrs(self) -> None:
         """Note where the parameters lie after ``offload_states`` has given the flat buffer other memory."""
-        start = data_ptr_of(self.flat_P)
+        start = self.comm.data_ptr(self.flat_P)
         for index, slot in enumerate(self.layout.slots):
             if slot.numel:  # what has no elements lies nowhere
                 self._data_ptrs[index] = start + slot.offset * self.flat_P.itemsize
