@@ -43,10 +43,10 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1000, 1000),
     "examples": (700, 700),
-    "tests": (26_120, 17_000),
+    "tests": (26_680, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
-APART = {"deepzero/runtime": "deepzero/runtime/zero/", "tools": "tools/book/"}
+APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
 
 READING_PATH = re.compile(r"^\d+\. +`(deepzero/[\w/]+\.py)`", re.MULTILINE)
 """A line of the list in the README's section on reading."""
@@ -183,6 +183,7 @@ def rows(root: Path, house: dict[str, Source]) -> Iterator[Row]:
         files = files_of(house, folder)
         yield Row(f"lines of {folder}/", sum(source.lines for source in files), budget, target, f"{len(files)} files")
     yield Row("lines of train.py", house["train.py"].lines, 150, 150)
+    yield Row("lines of tools/walk.py", house["tools/walk.py"].lines if "tools/walk.py" in house else 0, 370, 300)
 
     path = [house[name] for name in reading_path(root)]
     counts = [source.comments_and_code() for source in path]
