@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from deepzero.comm import exact_sum, flight_recorder, process_group
 from deepzero.comm.exact_sum import Measure, Part
-from deepzero.comm.flight_recorder import CollectiveRecord
+from deepzero.comm.flight_recorder import CollectiveRecord, GroupObserver
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.profiler_ranges import CommTiming, OverlapMeter
 from deepzero.comm.streams import Chaos
@@ -94,12 +94,13 @@ class Pending:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Who a rank is: its number, of how many ranks; and the backend and the kind (cpu, cuda) of its device."""
+    """Who a rank is: its number, of how many; its device's backend and kind (cpu, cuda); what observes its group."""
 
     rank: int
     world_size: int
     backend: str
     device_type: str
+    observer: GroupObserver
 
 
 class Communicator:
@@ -122,8 +123,12 @@ class Communicator:
     ) -> None:
         self.device, self.ledger, self.chaos = device, ledger, chaos
         if place is None:
-            backend = process_group.backend_for(device)
-            place = RankPlace(process_group.rank(), process_group.world_size(), backend, device.type)
+            rank, world_size, backend = (
+                process_group.rank(),
+                process_group.world_size(),
+                process_group.backend_for(device),
+            )
+            place = RankPlace(rank, world_size, backend, device.type, flight_recorder.observer())
         self.rank, self.world_size, self.backend = place.rank, place.world_size, place.backend
         self.device_type = place.device_type
         """``cpu`` or ``cuda``: the device's, or in a dry run that of the device which it stands for."""
@@ -134,8 +139,8 @@ class Communicator:
         self._torch: Any = dist  # who starts collectives; a dry run has another one
         self.nodes = nodes or Nodes(self.world_size, self.world_size)
         self.everybody = RankGroup(tuple(range(self.world_size)), self.rank, None)
-        self._watch = flight_recorder.observer()
-        self.overlap = OverlapMeter(device, ledger)  # how much of what is sent was hidden
+        self._watch, self.ranges = place.observer, place.observer.ranges
+        self.overlap = OverlapMeter(device, ledger, self.ranges)  # how much of what is sent was hidden
 
     def read(self, tensor: torch.Tensor) -> list[Any]:
         """The values of a 1-D tensor as Python numbers; waits for the device."""
@@ -360,11 +365,12 @@ class DryRunCommunicator(Communicator):
     def __init__(
         self, who: DryRunRank, ledger: Ledger, chaos: Chaos, nodes: Nodes | None = None, device: str = "meta"
     ) -> None:
-        place = RankPlace(who.rank, who.world_size, "nccl" if who.device_type == "cuda" else "gloo", who.device_type)
+        backend = "nccl" if who.device_type == "cuda" else "gloo"
+        # An observer of its own: what a rank that is made up launches must not stand in the flight recorder of the
+        # process that plays it.
+        place = RankPlace(who.rank, who.world_size, backend, who.device_type, GroupObserver())
         super().__init__(torch.device(device), ledger, chaos, nodes, place)
         self._torch, self._with_handles = _NothingTravels(), False
-        # What a rank that is made up launches must not stand in the flight recorder of the process that plays it.
-        self._watch = flight_recorder.GroupObserver()
 
     @classmethod
     def open(cls, config: EngineConfig, who: DryRunRank, **more: Any) -> DryRunCommunicator:

@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.comm.exact_sum import Measure, Part, chunk_for
 from deepzero.comm.streams import BufferEvent, SideStream
@@ -274,7 +273,7 @@ class BucketReducer:
         """Wait for one reduction, add it up into its output, and free its buffers."""
         bucket, comm, buffers = inflight.bucket, self.comm, inflight.buffers
         comm.position = f"reduction of the bucket of {inflight.place}" if inflight.place else comm.position
-        with self._lane.running(), profiler_ranges.span("reduce", bucket.index, inflight.place, "sum"):
+        with self._lane.running(), comm.ranges.span("reduce", bucket.index, inflight.place, "sum"):
             # The lane reads our own contribution, which the compute stream has written.
             buffers.filled.wait()
             if inflight.second_hop is not None:

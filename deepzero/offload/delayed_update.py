@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -100,7 +99,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             with torch.no_grad(), cpu_threads(self.host.threads):
                 for upload, sums in zip(self.uploads, grads, strict=True):
                     outs = upload.output_fragments()
-                    with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
+                    with upload.group.comm.ranges.span_aside("step", *upload.where(), "delayed"):
                         twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
                     moved += bytes_of_step(self.optimizer, upload.sub_group, outs)
         except BaseException as error:

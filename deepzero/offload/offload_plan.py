@@ -132,7 +132,7 @@ def build_host(
             param.max_in_cpu,
             on_device,
         )
-    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+    wire = HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
     shard_class = DelayedOptimizerShard if settings.delayed_update else HostOptimizerShard
     return Offload(arena, wire, threads, settings, rooms, sums, staging, shard_class)
 

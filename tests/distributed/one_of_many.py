@@ -21,25 +21,21 @@ class Mirrored(DryRunCommunicator):
 @contextlib.contextmanager
 def one_of_many(who, kind=DryRunCommunicator, device="meta"):
     """Inside, this process builds engines as ``who``, on ``device``."""
-    world = who.world_size
     said = {
-        "is_initialized": lambda: True,
-        "rank": lambda: who.rank,
-        "world_size": lambda: world,
-        "default_device": lambda: torch.device(device),
-        "ranks_of_host": lambda: who.ranks_of_host,
-        "barrier": lambda: None,
-        "broadcast_object": lambda value, src=0: value,
-        "broadcast_tensor": lambda *_: None,
-        "all_gather_object": lambda value: [value] * world,
-        "gather_object": lambda value, dst=0: [value] * world if dst == who.rank else None,
-        "gather_and_sum": lambda vector, device: vector * world,
+        "is_initialized": True,
+        "rank": who.rank,
+        "world_size": who.world_size,
+        "default_device": torch.device(device),
     }
+    replaced = [(process_group, name, lambda value=value: value) for name, value in said.items()]
+    made = lambda device, ledger, chaos: kind(who, ledger, chaos, device=device)
+    replaced += [
+        (process_group, "all_gather_object", lambda value: [value] * who.world_size),
+        (process_group, "broadcast_tensor", lambda *_: None),
+        (engine, "open_communicator", lambda config, *_: kind.open(config, who, device=device)),
+        (partition_parameters, "Communicator", made),
+    ]
     with contextlib.ExitStack() as stack:
-        for name, value in said.items():
-            stack.enter_context(mock.patch.object(process_group, name, value))
-        opened = lambda config, *_: kind.open(config, who, device=device)
-        stack.enter_context(mock.patch.object(engine, "open_communicator", opened))
-        made = lambda device, ledger, chaos: kind(who, ledger, chaos, device=device)
-        stack.enter_context(mock.patch.object(partition_parameters, "Communicator", made))
+        for holder, name, value in replaced:
+            stack.enter_context(mock.patch.object(holder, name, value))
         yield

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import deepzero
-from deepzero.comm import profiler_ranges
+from deepzero.comm.profiler_ranges import Recorder
 from tests.distributed.training import config, make_model, my_micro_batches
 
 PACKAGE = os.path.dirname(deepzero.__file__) + os.sep
@@ -53,11 +53,11 @@ def observers(engine, watched):
     """With the ledger's events and a profiler's ranges recorded, or with neither."""
     engine.comm.ledger.trace = watched
     if watched:
-        profiler_ranges.start(profiler_ranges.Recorder())
+        engine.comm.ranges.start(Recorder())
     try:
         yield
     finally:
-        profiler_ranges.stop()
+        engine.comm.ranges.stop()
 
 
 def check(chain, most):

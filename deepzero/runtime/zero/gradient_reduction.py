@@ -27,7 +27,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.exact_sum import Measure
 from deepzero.comm.reduce_scatter import BucketReducer
 from deepzero.layout import Bucket
@@ -350,7 +349,7 @@ class GradientReducer:
         accumulate = self.reduced or again
         output, on_chunk, on_reduced = self.shard.grad_output(g, bucket, accumulate, measure)
         first = self.groups[g].names[bucket.slots[0].index]
-        with profiler_ranges.span("reduce", bucket.index, first):
+        with self.reducer.comm.ranges.span("reduce", bucket.index, first):
             # Waits only where all buffers are under way: the oldest is then added up, and filled anew.
             send_buffer = self.reducer.acquire(bucket, output, accumulate)
             self.unreduced.fill(g, bucket, send_buffer, name_unused=not again)

@@ -49,7 +49,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
@@ -351,7 +350,7 @@ class ZeroStage1And2:
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:
         # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
-        with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
+        with self.comm.ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
             whole = bucket.of(self.bit16_groups_flat[i])
             return self.comm.all_gather(ALL_GATHER, whole, padding, f"bucket {bucket.index}")
 
