@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,9 +204,11 @@ def test_a_ranks_gpu(variables, device, gpus, monkeypatch):
             process_group.default_device()
 
 
-def test_a_group_that_the_calleris_initialized(gpus, monkeypatch):
+def test_a_group_that_the_caller_has_joined(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
+    world = SimpleNamespace(bound_device_id=None)  # without saying which device is its
+    monkeypatch.setattr(process_group.dist, "group", SimpleNamespace(WORLD=world))
     process_group.init_distributed()
     assert gpus == [torch.device("cuda", 1)]
 
