@@ -98,7 +98,7 @@ HOPS = (
     Hop("", GRADS + "UnreducedGradients.fill", "the gradient is copied into a buffer, and freed",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}),
     Hop("", REDUCER + "BucketReducer._finish", "the bucket is waited for", {"bucket": "inflight.bucket.index"}, "call"),
-    Hop("", "comm/exact_sum.py:sum_in_rank_order", "the contributions to this rank's fragment are added, rank 0's first",
+    Hop("", "comm/exact_sum.py:sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
         {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
     Hop(BOUNDARY, GRADS + "GradientReducer.reduce_gradients", "what is left is sent; all is waited for",
         {}, "call", "all"),
@@ -185,8 +185,8 @@ class Watch:
             return True
         if self.bucket is not None and type(value).__name__ == "SavedWeight":
             return bool(value.key == self.key and value.offset == self.slot.offset - self.bucket.offset)
-        own = [getattr(value, name, None) for name in ("bucket", "layout")]
-        return self.bucket is not None and self.bucket in (value, *own)
+        holds = (getattr(value, name, None) for name in ("bucket", "layout"))  # what is under way; stage 3's bucket
+        return self.bucket is not None and self.bucket in (value, *holds)
 
     def concerns(self, hop: Hop, frame: FrameType, returned: Any) -> bool:
         """Whether a call is about the parameter."""
