@@ -25,9 +25,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 80
 
 FOLDERS: dict[str, tuple[int, int]] = {
     "deepzero/config": (1360, 1150),
-    "deepzero/comm": (3454, 2720),
-    "deepzero/runtime": (3527, 3050),
-    "deepzero/runtime/zero": (5623, 4550),
+    "deepzero/comm": (3451, 2720),
+    "deepzero/runtime": (3526, 3050),
+    "deepzero/runtime/zero": (5622, 4550),
     "deepzero/offload": (2795, 2500),
     "deepzero/checkpoint": (3576, 2610),
     "deepzero/launch": (714, 650),
@@ -43,7 +43,7 @@ FOLDERS: dict[str, tuple[int, int]] = {
     "tools": (4736, 2700),
     "tools/book": (1000, 1000),
     "examples": (700, 700),
-    "tests": (26633, 17_000),
+    "tests": (26543, 17_000),
 }
 """Folder → lines of its Python files, (budget, target). A folder is counted without those below it in ``APART``."""
 APART = {"deepzero/runtime": ("deepzero/runtime/zero/",), "tools": ("tools/book/", "tools/walk.py")}
