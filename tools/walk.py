@@ -82,23 +82,23 @@ HOPS = (
     Hop(FETCH, BUCKET + "PartitionedBucket.launch", "NOT_AVAILABLE to INFLIGHT", {"shard_S": "w.shard"}, "call"),
     Hop("", COLLECTIVES + "Communicator.exchange", "each part leaves for its rank: torch is called here",
         {"kind": "kind", "send": "[part for q, part in enumerate(send) if q != self.rank]"}, "call", "callers"),
-    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"whole": "w.part_of(self.whole)"}),
+    Hop(FETCH, BUCKET + "PartitionedBucket.wait", "INFLIGHT to AVAILABLE", {"gathered": "w.part_of(self.gathered)"}),
     Hop("", PARAM + "ZeroParameter.show", "what the parameter shows from here on", {"param": "values"}, "call"),
     Hop("", HOOKS + "ModuleHooks.pack", "autograd saves the weight, and is given a record in its place",
         {"shape": "list(returned.shape)"}),
     Hop(RELEASE, BUCKET + "PartitionedBucket.release", "AVAILABLE to NOT_AVAILABLE", NOW),
     Hop(READY, PASSES + "BackwardPasses._gradient_ready", "autograd has completed the gradient",
         {"param.grad": "param.grad"}, "call"),
-    Hop(READY, GRADS + "GradAccumulator.accumulate", "it is taken out of param.grad",
+    Hop(READY, GRADS + "UnreducedGradients.take", "it is taken out of param.grad",
         {"param.grad": "w.param.grad", "waiting": "self.waiting_of(w.param)"}),
     Hop(READY, GRADS + "GradientReducer._count", "so many gradients are still missing in its bucket",
         {"missing": "self._missing[self._position[param]]"}),
     Hop("", GRADS + "GradientReducer._reduce_bucket", "the bucket is complete, and next in order",
-        {"bucket": "entry.bucket.index"}, "call"),
-    Hop("", GRADS + "GradAccumulator.fill", "the gradient is copied into a buffer, and freed",
+        {"bucket": "bucket.index"}, "call"),
+    Hop("", GRADS + "UnreducedGradients.fill", "the gradient is copied into a buffer, and freed",
         {"send_buffer": "w.part_of(send_buffer)", "waiting": "self.waiting_of(w.param)"}),
     Hop("", REDUCER + "BucketReducer._finish", "the bucket is waited for", {"bucket": "inflight.bucket.index"}, "call"),
-    Hop("", REDUCER + "sum_in_rank_order", "the contributions to this rank's fragment are added, rank 0's first",
+    Hop("", "comm/exact_sum.py:sum_in_rank_order", "contributions to this rank's fragment are added, rank 0's first",
         {"part": "[w.fragment_of(part) for part in parts]", "sum": "w.fragment_of(output)"}, "return", "callers"),
     Hop(BOUNDARY, GRADS + "GradientReducer.reduce_gradients", "what is left is sent; all is waited for",
         {}, "call", "all"),
@@ -113,7 +113,7 @@ HOPS = (
     Hop(PUBLISH, FLAT + "ZeroStage1And2.wait_all_gathers", "the buckets have arrived", NOW, "return", "all"),
     Hop(PUBLISH, "runtime/zero/stage_0.py:ZeroStage0.publish", "all masters are cast; nothing is sent", NOW,
         "return", "all"),
-    Hop(PUBLISH, STAGE3 + "PartitionedParamGroup.publish", "the master is cast into the shard; nothing is sent",
+    Hop(PUBLISH, STAGE3 + "PartitionedParamGroup.cast_masters", "the master is cast into the shard; nothing is sent",
         {"shard_S": "w.shard"}),
 )  # fmt: skip
 
@@ -185,7 +185,8 @@ class Watch:
             return True
         if self.bucket is not None and type(value).__name__ == "SavedWeight":
             return bool(value.key == self.key and value.offset == self.slot.offset - self.bucket.offset)
-        return self.bucket is not None and self.bucket in (value, getattr(value, "bucket", None))
+        holds = (getattr(value, name, None) for name in ("bucket", "layout"))  # what is under way; stage 3's bucket
+        return self.bucket is not None and self.bucket in (value, *holds)
 
     def concerns(self, hop: Hop, frame: FrameType, returned: Any) -> bool:
         """Whether a call is about the parameter."""

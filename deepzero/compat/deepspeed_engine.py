@@ -19,6 +19,7 @@ from torch import nn
 from deepzero.checkpoint.checkpointer import Checkpointer
 from deepzero.checkpoint.export import DEFAULT_MAX_SHARD
 from deepzero.comm import process_group
+from deepzero.comm.collectives import Communicator
 from deepzero.compat.engine_getters import EngineGetters
 from deepzero.config.engine import EngineConfig
 from deepzero.offload.activations import build_host_activations
@@ -40,9 +41,10 @@ class DeepSpeedEngine(EngineGetters):
         config: EngineConfig,
         lr_scheduler: Any = None,
         total_steps: int | None = None,
+        comm: Communicator | None = None,
     ) -> None:
         numel = sum(param.numel() for param in model.parameters())  # before stage 3 takes their elements away
-        super().__init__(model, optimizer, config, lr_scheduler, total_steps)
+        super().__init__(model, optimizer, config, lr_scheduler, total_steps, comm)
         self.model_numel, self.bytes_at_build = numel, used_bytes(self.device)
         self.checkpointer = Checkpointer(self)
         self.offloader = StateOffloader(self, self.checkpointer.wait)
@@ -91,7 +93,7 @@ class DeepSpeedEngine(EngineGetters):
             CheckpointError: on every rank. What was saved before is untouched. An asynchronous save's failure is raised
                 by the next call that waits for it.
 
-        Source: ``save_checkpoint`` in DeepSpeed's ``runtime/engine.py``.
+        Source: ``save_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed].
         """
         with_frozen = not exclude_frozen_parameters
         self.checkpointer.save(save_dir, tag, client_state, save_latest, with_frozen, asynchronous, keep_last)
@@ -130,7 +132,7 @@ class DeepSpeedEngine(EngineGetters):
             CheckpointError: on every rank; what was there before is untouched. A name that ends in ``.bin`` or ``.pt``
                 is refused, as nothing is ever pickled.
 
-        Source: ``save_16bit_model`` in DeepSpeed's ``runtime/engine.py``, which writes ``pytorch_model.bin``.
+        Source: ``save_16bit_model`` in ``runtime/engine.py`` of [DeepSpeed], which writes ``pytorch_model.bin``.
         """
         self.checkpointer.save_16bit_model(save_dir, save_filename, not exclude_frozen_parameters, max_shard_size)
         return True
@@ -165,7 +167,7 @@ class DeepSpeedEngine(EngineGetters):
                 damaged. Damage in the middle of a file may be found when some tensors are filled already; then every
                 use of the engine raises until a load succeeds.
 
-        Source: ``load_checkpoint`` in DeepSpeed's ``runtime/engine.py``; there a missing ``latest`` is a warning.
+        Source: ``load_checkpoint`` in ``runtime/engine.py`` of [DeepSpeed]; there a missing ``latest`` is a warning.
         """
         return self.checkpointer.load(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only

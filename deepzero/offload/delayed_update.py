@@ -13,7 +13,7 @@ here, one for the thread and one for the backward pass under way, and new parame
 Masters and moments belong to the thread while it runs: call :meth:`DelayedOptimizerShard.wait_pending_update` before
 they are read, and :meth:`DelayedOptimizerShard.apply_pending_update` before they are written or saved.
 
-Source: section 5.2 of the ZeRO-Offload paper, "One-Step Delayed Parameter Update".
+Source: [ZeRO-Offload], section 5.2, "One-Step Delayed Parameter Update".
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
-from deepzero.comm.process_group import raise_on_all_ranks
 from deepzero.config.strict import ConfigError
 from deepzero.offload.copy_streams import ADAM
 from deepzero.offload.cpu_adam import CPUAdam
@@ -101,7 +99,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             with torch.no_grad(), cpu_threads(self.host.threads):
                 for upload, sums in zip(self.uploads, grads, strict=True):
                     outs = upload.output_fragments()
-                    with profiler_ranges.span_aside("step", *upload.where(), "delayed"):
+                    with upload.group.comm.ranges.span_aside("step", *upload.where(), "delayed"):
                         twin.step(grads=sums, out=outs, scale=divisor, only=upload.masters)
                     moved += bytes_of_step(self.optimizer, upload.sub_group, outs)
         except BaseException as error:
@@ -157,7 +155,7 @@ class DelayedOptimizerShard(HostOptimizerShard):
             self._check_unwritten()
         except RuntimeError as error:
             problem = str(error)
-        raise_on_all_ranks(problem)
+        self.groups[0].comm.raise_on_all_ranks(problem)
         return self._send()
 
     def _send(self) -> bool:

@@ -20,7 +20,7 @@ views of a storage that has no memory for a while, and are right again when it h
 without a look: the program would die.** So every tensor that a program can reach is marked: it changes its class to one
 that answers questions about shape and dtype and raises for everything else.
 
-Sources: ``offload_states`` and ``reload_states`` in DeepSpeed's ``runtime/engine.py`` and
+Source: ``offload_states`` and ``reload_states`` in [DeepSpeed], ``runtime/engine.py`` and
 ``runtime/zero/offload_states.py``, which replaces each tensor by one on the CPU; for stage 3 and without
 ``offload_optimizer`` alone.
 """
@@ -197,7 +197,7 @@ class StateOffloader:
         comm = self.engine.comm
         comm.ledger.untracked_kinds |= {STATES_TO_HOST, STATES_TO_DEVICE}
         comm.ledger.watch(HOST_STATES, lambda: [t for one in self.offloaded for t in one.arena.tensors(HOST_STATES)])
-        return HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats())
+        return HostDeviceCopier(comm.device, comm.ledger, comm.chaos, OffloadStats(), comm.ranges)
 
     def offload(
         self, include: Iterable[str | Enum] | str | None, device: Any, pin_memory: bool, non_blocking: bool

@@ -14,8 +14,8 @@ happen to such a bucket::
 :class:`HostOptimizerShard` implements ``runtime/zero/optimizer_shard.py``, which is all that the core sees of it.
 ``offload_plan.py`` decides what is here and takes the memory.
 
-Sources: section 4 of the ZeRO-Offload paper ("transferred to the CPU memory … as soon as they become available", "we
-tile the parameters … and overlap"); ZeRO-Offload++ for ``ratio``.
+Sources: [ZeRO-Offload], section 4: gradients leave as they are ready, and parameters come back in pieces while others
+are stepped on; [ZeRO-Offload++] for ``ratio``.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
-from deepzero.comm.reduce_scatter import Measure
+from deepzero.comm.exact_sum import Measure
 from deepzero.config.zero import OffloadOptimizerConfig
 from deepzero.layout import Bucket, OffloadPlan
 from deepzero.offload.copy_streams import (
@@ -48,7 +47,7 @@ from deepzero.offload.copy_streams import (
 from deepzero.offload.cpu_adam import CPUAdam
 from deepzero.offload.pinned_arena import HostArena, Region, describe_bytes
 from deepzero.runtime.zero.optimizer_shard import GradOutput, MasterFragment, OptimizerShard, ParamGroup, SubGroup
-from deepzero.runtime.zero.parameter_all_gather import DeviceShard
+from deepzero.runtime.zero.parameter_all_gather import PlainAllGather
 
 GRADIENTS, STAGING, MOMENTS = "host_gradients", "host_buffers", "host_moments"
 
@@ -83,9 +82,9 @@ class Offload:
         """Wait until no copy reads the arena."""
         self.wire.finish_reads()
 
-    def source_of(self, bucket: Bucket, comm: Communicator, where: str) -> HostShard:
+    def plain_all_gather(self, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str) -> PlainAllGather:
         """How a bucket's parameters in host memory reach the device."""
-        return HostShard(self.wire, bucket, comm, where)
+        return HostAllGather(self.wire, bucket, dtype, comm, where)
 
     def move_moments(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
         """Let the optimizer's state for what the CPU steps on lie in the arena, one column for each kind of state."""
@@ -143,35 +142,37 @@ class Offload:
 # ---- 1 fetch: parameters in host memory (offload_param) --------------------------------------------------------------
 
 
-class HostShard(DeviceShard):
-    """The source of a bucket's shard that lies in host memory; every gather copies it to the device anew."""
+class HostAllGather(PlainAllGather):
+    """The all-gather of a bucket whose shard lies in host memory; every gather copies it to the device anew."""
 
     on_host = True
 
-    def __init__(self, copier: HostDeviceCopier, bucket: Bucket, comm: Communicator, where: str) -> None:
-        self._copier, self._comm, self._where = copier, comm, where
-        self._padding = bucket.padding_of(comm.rank)
+    def __init__(
+        self, copier: HostDeviceCopier, bucket: Bucket, dtype: torch.dtype, comm: Communicator, where: str
+    ) -> None:
+        super().__init__(bucket, dtype, comm, where)
+        self._copier, self._shard_padding = copier, bucket.padding_of(comm.rank)
         self._copy: PendingCopy | None = None
         comm.ledger.untracked_kinds.add(FETCH_BETWEEN_STEPS)
 
     @contextlib.contextmanager
-    def fetch(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
+    def fetch_shard(self, kind: str, shard: torch.Tensor, target: torch.Tensor) -> Iterator[torch.Tensor]:
         """Copy the shard to ``target``. Inside the context the current stream is behind the copy.
 
         What is launched there is ordered behind the copy on the copy's own stream: the model goes on computing, as it
         does while others send.
         """
-        counted = FETCH_BETWEEN_STEPS if kind in self._comm.ledger.untracked_kinds else FETCH
-        self._copy = self._copier.to_device(counted, target, shard, self._padding, self._where)
-        with self._copy.afterwards(alone=self._comm.world_size == 1):
+        counted = FETCH_BETWEEN_STEPS if kind in self.comm.ledger.untracked_kinds else FETCH
+        self._copy = self._copier.to_device(counted, target, shard, self._shard_padding, self.where)
+        with self._copy.afterwards(alone=self.comm.world_size == 1):
             yield target
 
-    def wait(self) -> None:
+    def wait_shard(self) -> None:
         """Let the current stream wait for the copy."""
         if self._copy is not None:
             self._copy.wait()
 
-    def finish(self) -> None:
+    def finish_shard(self) -> None:
         """Block until the last copy has read the shard: the CPU will overwrite it."""
         if self._copy is not None:
             self._copy.finish()
@@ -361,7 +362,7 @@ class HostParamUpload:
         if not self._on_host:
             source = self.group.master_of(bucket) if memory is None else memory[: bucket.shard_numel]
             target, padding = self.group.param_shard(bucket), bucket.padding_of(self._shard.rank)
-            with profiler_ranges.span("publish", *self.where()):
+            with self.group.comm.ranges.span("publish", *self.where()):
                 copy = self._shard.gradients.wire.to_device(
                     TO_DEVICE, target, source.detach(), padding, f"bucket {bucket.index}"
                 )
@@ -480,7 +481,7 @@ class HostOptimizerShard(OptimizerShard):
             for upload in self.uploads:
                 outs = upload.output_fragments()
                 began = time.perf_counter()
-                with profiler_ranges.span("step", *upload.where()):
+                with upload.group.comm.ranges.span("step", *upload.where()):
                     self._optimizer_step(upload.sub_group, divisor, outs)
                 took = time.perf_counter() - began
                 self.host.meter.legs[ADAM].add(bytes_of_step(self.optimizer, upload.sub_group, outs), took, took)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import deepzero
-from deepzero.comm import process_group
-from deepzero.comm.collectives import Communicator
-from deepzero.comm.process_group import FakeRank, fake_process_group
+from deepzero.comm.collectives import Communicator, DryRunRank
 from tests.distributed.null_gpu import CPU, GPU, MIRRORS, null_gpu
+from tests.distributed.one_of_many import Mirrored, one_of_many
 from tests.distributed.removals import calls_of, without
 from tests.distributed.test_offload import settings
 from tests.distributed.training import KINDS, make_batch
@@ -19,7 +18,7 @@ from tests.distributed.training import KINDS, make_batch
 VERBS = {
     "wait", "finish", "record", "poison", "settle", "_settle", "drain", "wait_all", "wait_event", "synchronize",
     "finish_reads", "finish_fetches", "wait_for_fetches", "before_write", "before_writes", "_catch_up",
-    "arrive", "_wait_for_update",
+    "arrive", "_wait_for_update", "wait_shard", "finish_shard",
 }  # fmt: skip
 
 BUCKET = 1000
@@ -88,8 +87,8 @@ UNNOTICED = {
     "reduce_scatter.BucketReducer.launch: self.comm.exchange(kind + self.suffix, [output], [output], 0, "
     "f'bucket {bucket.index}').wait()": "one rank: nothing travels, and the ledger notes it",
     "reduce_scatter.BucketReducer.drain: gather.wait()": AGREED,
-    "optimizer_offload.HostShard.finish: self._copy.finish()": AGREED,
-    "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish()": AGREED,
+    "optimizer_offload.HostAllGather.finish_shard: self._copy.finish()": AGREED,
+    "stage3.PartitionedParamGroup.wait_for_fetches: self.buckets[bucket.index].gather.source.finish_shard()": AGREED,
     "optimizer_offload.HostParamUpload.output_fragments: self.group.wait_for_fetches(self.bucket)": AGREED,
     "partitioned_bucket.PartitionedBucket.release: self.wait()": UNUSED,
     "offload_states.StateOffloader._come_to_rest: engine.zero.reducer.drain()": UNUSED,
@@ -97,7 +96,7 @@ UNNOTICED = {
     "partitioned_bucket.PartitionedBucket.write: self.gathered_by.finish()": UNUSED,
     "partitioned_bucket.PartitionedBucket.gather_again: gather.finish()": LOSSY,
     "partitioned_bucket.PartitionedBucket.write: self.owner.before_write()": KNOWN,
-    "partitioned_bucket.PartitionedBucket.write: self.gather.source.finish()": KNOWN,
+    "partitioned_bucket.PartitionedBucket.write: self.gather.source.finish_shard()": KNOWN,
     "stage_1_and_2.FlatParamGroup.write: self.before_write()": KNOWN,
     "copy_streams.HostDeviceCopier.finish_reads: copy.finish()": KNOWN,
     "optimizer_offload.Offload.finish_reads: self.wire.finish_reads()": KNOWN,
@@ -135,8 +134,7 @@ def mirrored_cpu(world):
         return collective
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_process_group(FakeRank(0, world, "cpu", world)))
-        stack.enter_context(mock.patch.object(process_group, "default_device", lambda: CPU))
+        stack.enter_context(one_of_many(DryRunRank(0, world, "cpu", world), Mirrored, "cpu"))
         for name, mirror in MIRRORS.items():
             made = mirrored(getattr(Communicator, name), mirror)
             stack.enter_context(mock.patch.object(Communicator, name, made))

@@ -23,8 +23,8 @@
     used outside its module is found in this way, without registration (``register_external_parameter``, which lets it
     come earlier, is in ``module_registry.py``). Anything else raises and says what to do.
 
-Sources: ``Init``, ``_partition_param``, ``_all_gather_params``, ``GatheredParameters``, ``ZeroParamStatus`` and the
-``ds_*`` names in DeepSpeed's ``partition_parameters.py``; P_os+g+p in the ZeRO paper, section 5.3.
+Sources: ``Init``, ``_partition_param``, ``GatheredParameters``, ``ZeroParamStatus`` and the ``ds_*`` names in
+``partition_parameters.py`` of [DeepSpeed]; ``_all_gather_params`` in [stage-3 guide]; P_os+g+p in [ZeRO], section 5.3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from deepzero.comm import process_group
-from deepzero.comm.collectives import make_communicator
+from deepzero.comm.collectives import Communicator
 from deepzero.comm.ledger import Ledger
 from deepzero.comm.streams import Chaos
 from deepzero.config.deepspeed_json import load_engine_config
@@ -56,7 +56,6 @@ from deepzero.runtime.zero.parameter_all_gather import (
     ON_REQUEST,
     ON_REQUEST_BROADCAST,
     SETUP,
-    DeviceShard,
     PlainAllGather,
     send_to_replicas,
 )
@@ -420,7 +419,7 @@ class Init:
         # Ranks exist before an engine does, and what is sent here is in no engine's account.
         process_group.init_distributed()
         device = process_group.default_device()
-        self.comm = make_communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
+        self.comm = Communicator(device, Ledger(), Chaos(ChaosConfig(), process_group.rank()))
         self._shard_device = torch.device("cpu") if remote_device == "cpu" else device
         self._pin = pin_memory and self._shard_device.type == "cpu" and torch.cuda.is_available()
         if pin_memory and not torch.cuda.is_available() and self.comm.rank == 0:
@@ -515,7 +514,7 @@ class Init:
         layout = plan_layout([values.numel()], comm.world_size, values.numel()).buckets[0]
         pool = self._pools.setdefault(values.dtype, BufferPool(values.dtype, comm.device))
         shard = torch.zeros(layout.shard_numel, dtype=values.dtype, device=self._shard_device, pin_memory=self._pin)
-        gather = PlainAllGather(layout, values.dtype, comm, DeviceShard(), name)
+        gather = PlainAllGather(layout, values.dtype, comm, name)
         bucket = PartitionedBucket(INIT_KEY, layout, [zero_param], shard, gather, pool)
         # It keeps this rank's elements of ``values``; the rest is freed with them.
         bucket.write(zero_param, values)

@@ -15,7 +15,7 @@ Evaluation has a trace of its own, kept apart by autograd's grad mode: a validat
 plan of training. When a use comes that the plan does not expect, the plan is dropped with one line, and recorded again.
 
 Sources: ``PartitionedParameterCoordinator``, ``fetch_sub_module``, ``release_sub_module``, ``InflightParamRegistry`` in
-DeepSpeed's ``partitioned_param_coordinator.py``.
+``partitioned_param_coordinator.py`` of [DeepSpeed]; [stage-3 guide], "Code Flow for Forward Pass".
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.streams import storage_ptr_of
 from deepzero.runtime.zero.buffer_pool import BufferPool
@@ -161,9 +160,10 @@ class PartitionedParameterCoordinator:
         # Called when plans, or the ways in which buckets travel, are new; the memory model predicts from them.
         self.on_plan: Callable[[], None] = lambda: None
         self._recording_numel = min(recording_numel, limits.live_numel)
-        numel = {bucket.key: bucket.numel for bucket in buckets}
+        # Elements of each bucket, padding included.
+        self.numels = {bucket.key: bucket.layout.numel for bucket in buckets}
         self.training, self.evaluation = (
-            ModuleTrace(what, numel, limits, comm.rank == 0) for what in ("training", "evaluation")
+            ModuleTrace(what, self.numels, limits, comm.rank == 0) for what in ("training", "evaluation")
         )
         self._trace = self.training
         # Keys of the use under way: its buckets are here and stay until the next one.
@@ -171,7 +171,7 @@ class PartitionedParameterCoordinator:
         # Keys of the buckets that are gathered or in flight, by last use, the oldest first.
         self._live: dict[int, None] = {}
         self.pool, self.pools = pools[0], pools
-        self.pool.bucket_numels = {bucket.key: bucket.numel for bucket in buckets if not bucket.in_place}
+        self.pool.bucket_numels = {bucket.key: bucket.layout.numel for bucket in buckets if not bucket.in_place}
         self._to_simulate = False
         # The block of activation checkpointing that the backward pass runs again now (0: none); how many it has run.
         self._run = self._runs = 0
@@ -255,14 +255,14 @@ class PartitionedParameterCoordinator:
             self._count_live(key, where, note)
             if bucket.status is ZeroParamStatus.NOT_AVAILABLE:  # else GatheredParameters has it
                 use.fetch += (key,)
-                with profiler_ranges.span("fetch", key, where, note):
+                with self.comm.ranges.span("fetch", key, where, note):
                     bucket.launch(kind, exact=False)
                 self.inflight.add(bucket)
         if not on_demand:
             self._current = frozenset(keys)
         # All is launched before anything is waited for: while this rank stands still for its own buckets, and while it
         # computes with them, those of the next modules travel.
-        with profiler_ranges.standing_at(where):
+        with self.comm.ranges.standing_at(where):
             for key in keys:
                 self.inflight.wait(key)
                 if show and not self.buckets[key].shown:
@@ -278,15 +278,15 @@ class PartitionedParameterCoordinator:
         little more than two buckets is held.
         """
         for key in planned.release if planned is not None else ():
-            self._release_in_pass(key)
+            self.pool.released(key, self._release(key))
         # A use on demand that the plan does not have may need room that the plan did not leave.
         limit = self._recording_numel if planned is None else self.limits.live_numel
-        total = self.live_numel + sum(self.buckets[key].numel for key in keys if key not in self._live)
+        total = self.live_numel + sum(self.numels[key] for key in keys if key not in self._live)
         for key in [key for key in self._live if key not in keys] if total > limit else ():
             if total <= limit:
                 break
-            total -= self.buckets[key].numel
-            self._release_in_pass(key)
+            total -= self.numels[key]
+            self.pool.released(key, self._release(key))
 
     def end_sub_module(self, where: str) -> None:
         """Post-forward: nothing is released here; the place is noted for the messages of ranks that fall apart."""
@@ -393,13 +393,9 @@ class PartitionedParameterCoordinator:
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _release_in_pass(self, key: int) -> None:
-        self.pool.released(key, self._release(key))
-
     def _count_live(self, key: int, where: str, note: str) -> None:
-        bucket = self.buckets[key]
         self.comm.ledger.note("fetch", f"{note} at {where}" if note else where, f"bucket {key}")
-        self.live_numel += bucket.numel
+        self.live_numel += self.numels[key]
         self.max_live_numel = max(self.max_live_numel, self.live_numel)
         if self.live_numel > self.limits.live_numel and not self._warned_live and self.comm.rank == 0:
             self._warned_live = True
@@ -408,7 +404,7 @@ class PartitionedParameterCoordinator:
                 where, self.live_numel, self.limits.live_numel,
             )  # fmt: skip
         self._live[key] = None
-        bucket.release_when_unreferenced = False
+        self.buckets[key].release_when_unreferenced = False
 
     def _release(self, key: int, discard: bool = False) -> bool:
         """Returns whether nothing shows the bucket's values any more."""
@@ -416,7 +412,7 @@ class PartitionedParameterCoordinator:
         if key not in self._live:
             return bucket.status is ZeroParamStatus.NOT_AVAILABLE
         del self._live[key]
-        self.live_numel -= bucket.numel
+        self.live_numel -= self.numels[key]
         # A prefetch that nobody used: until it has arrived the buffer is the all-gather's.
         self.inflight.wait(key)
         if bucket.gather_refs:
@@ -424,7 +420,7 @@ class PartitionedParameterCoordinator:
             bucket.release_when_unreferenced = True
             return False
         self.comm.ledger.note("release", "", f"bucket {key}")
-        with profiler_ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
+        with self.comm.ranges.span("release", key, bucket.params[0]._zero.name if bucket.params else ""):
             return bucket.release(discard)
 
 

@@ -36,9 +36,8 @@ gradients is filled and sent is in ``gradient_reduction.py``, which all stages s
     multiples of ``ALIGN`` elements; so an element is in a tail here exactly if it is in a loop over the parameters
     themselves, in every stage, at every W.
 
-Sources: "ZeRO Stage 1" and "Stage 1 Code" of the stage-1 notes; P_os and P_os+g of the ZeRO paper (section 5); the
-DeepSpeed post on stage 1 with reduced communication; DeepSpeed's ``runtime/zero/stage_1_and_2.py``, whose names are
-kept.
+Sources: [stage-1 notes], "ZeRO Stage 1" and "Stage 1 Code"; P_os and P_os+g in [ZeRO], section 5, and in
+[stage-2 notes]; [stage-1 post]; ``runtime/zero/stage_1_and_2.py`` in [DeepSpeed], whose names are kept.
 """
 
 from __future__ import annotations
@@ -49,9 +48,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from deepzero.comm import profiler_ranges
 from deepzero.comm.collectives import Communicator, Pending
-from deepzero.comm.streams import data_ptr_of
 from deepzero.layout import Bucket, Fragment, OffloadPlan
 from deepzero.runtime.zero.gradient_reduction import GradientReducer
 from deepzero.runtime.zero.guards import STAY, register_owner, unregister_owner
@@ -66,7 +63,7 @@ ALL_GATHER = "parameters.all_gather"
 def get_data_parallel_partitions(flat: torch.Tensor, bucket: Bucket) -> tuple[torch.Tensor, ...]:
     """The W equal parts of one bucket of ``flat``, as views; part r belongs to rank r.
 
-    Source: "Stage 1 Code" of the stage-1 notes.
+    Source: [stage-1 notes], "Stage 1 Code".
     """
     # DeepSpeed's function of this name cuts the whole flat buffer into W ranges; with one bucket the two agree, but for
     # the padding that makes ours equal.
@@ -124,7 +121,7 @@ class FlatParamGroup(ParamGroup):
         self.flat_P = self._flatten()
         self.cut_masters()
         # By these two a step sees what the program did to a parameter in between: moved it, or wrote into it.
-        self._data_ptrs = [data_ptr_of(param) for param in self.params]
+        self._data_ptrs = [comm.data_ptr(param) for param in self.params]
         self._versions = [param._version for param in self.params]
 
     @torch.no_grad()
@@ -196,8 +193,9 @@ class FlatParamGroup(ParamGroup):
         """
         # Else the next publication would silently overwrite it from the masters. A write through ``param.data`` leaves
         # no trace in the parameter's version and cannot be seen.
+        data_ptr = self.comm.data_ptr
         for index, param in enumerate(self.params):
-            if data_ptr_of(param) != self._data_ptrs[index] or param.dtype != self.dtype:
+            if data_ptr(param) != self._data_ptrs[index] or param.dtype != self.dtype:
                 raise RuntimeError(
                     f"parameter {self.names[index]!r} has left ZeRO's flat buffer: it is now {param.dtype} on "
                     f"{param.device} (an assignment to param.data). {STAY}; write values with param.copy_"
@@ -237,7 +235,7 @@ class FlatParamGroup(ParamGroup):
 
     def refresh_data_ptrs(self) -> None:
         """Note where the parameters lie after ``offload_states`` has given the flat buffer other memory."""
-        start = data_ptr_of(self.flat_P)
+        start = self.comm.data_ptr(self.flat_P)
         for index, slot in enumerate(self.layout.slots):
             if slot.numel:  # what has no elements lies nowhere
                 self._data_ptrs[index] = start + slot.offset * self.flat_P.itemsize
@@ -327,7 +325,7 @@ class ZeroStage1And2:
     def all_gather_dp_groups(self) -> None:
         """Cast each bucket's masters into my part of it, and launch its all-gather, in place.
 
-        Source: the function of this name in DeepSpeed's ``runtime/utils.py``.
+        Source: the function of this name in ``runtime/utils.py`` of [DeepSpeed].
         """
         # Bucket by bucket, so that one is cast while the one before it travels.
         for i, group in enumerate(self.groups):
@@ -351,7 +349,7 @@ class ZeroStage1And2:
     def _all_gather(self, i: int, bucket: Bucket) -> Pending:
         # My part is in its place in ``whole`` already, and the others' arrive in theirs: no copy in, no copy out.
         padding = (self.comm.world_size - 1) * bucket.padding_of(self.comm.rank)
-        with profiler_ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
+        with self.comm.ranges.span("publish", bucket.index, self.groups[i].names[bucket.slots[0].index]):
             whole = bucket.of(self.bit16_groups_flat[i])
             return self.comm.all_gather(ALL_GATHER, whole, padding, f"bucket {bucket.index}")
 

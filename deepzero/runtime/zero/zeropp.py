@@ -14,7 +14,7 @@ below ``min_weight_snr_db`` or ``min_gradient_snr_db`` travels unquantised from 
 A step that is skipped is not measured; the next one is. The decision is not saved: a run that goes on from a checkpoint
 measures in its first step, and decides again.
 
-Sources: section 5.3 of ZeRO++ (Wang et al. 2023) compares loss curves and no more; the measure is deepzero's own.
+Source: section 5.3 of [ZeRO++] compares loss curves and no more; the measure is deepzero's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from deepzero.comm import process_group
 from deepzero.comm.collectives import Communicator
 from deepzero.comm.quantization import Format, Quantizer
 from deepzero.comm.quantized_reduce import QuantizedReduce
@@ -64,9 +63,7 @@ def build_quantizer(
     except RuntimeError as error:
         problem = str(error)
     if settings.kernel == "compiled":
-        process_group.raise_on_all_ranks(
-            problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}")
-        )
+        comm.raise_on_all_ranks(problem, lambda text: ConfigError(f"zero.quantization.kernel='compiled': {text}"))
     if comm.rank == 0:
         log.info("%s: %s", what, quantizer.describe())
     return quantizer
