@@ -10,8 +10,9 @@ from tools import plan
 
 
 def test_lines_are_short():
-    """But rows of tables, which wrap where they are shown."""
-    lines = [(page.name, line) for page in PAGES for line in text(page).splitlines() if line[:1] != "|"]
+    """But rows of tables, which wrap where they are shown, and pages that a benchmark has written."""
+    pages = [page for page in PAGES if page.parent.name != "benchmarks"]
+    lines = [(page.name, line) for page in pages for line in text(page).splitlines() if line[:1] != "|"]
     assert [(page, line) for page, line in lines if len(line) > 160] == []
 
 
