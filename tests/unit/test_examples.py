@@ -1,0 +1,86 @@
+"""The programs of the chapters print what the chapters quote, and refuse what they cannot do."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepzero.comm.ring import simulate
+from examples import one_number, ring, tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def quoted(page):
+    """The text blocks of a chapter, as lists of lines."""
+    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.S)
+    return [block.splitlines() for block in blocks]
+
+
+def run(*command):
+    """A program's exit status and what it printed."""
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=110)
+    return done.returncode, done.stdout + done.stderr
+
+
+def stands_in(block, printed):
+    """Whether a page's block is a run of the printed lines."""
+    return any(printed[start : start + len(block)] == block for start in range(len(printed)))
+
+
+def test_one_number_says_of_the_weight_what_the_chapter_quotes():
+    printed, blocks = list(one_number.one_weight(1e-4)), quoted("one_number.md")
+    assert len(blocks) == 5
+    assert [stands_in(block, printed) for block in blocks] == [True] * 4 + [False]
+
+
+def test_one_number_trains_as_the_chapter_quotes():
+    """The table's first line, of whose columns rounding on another kind of processor may change the last digit."""
+    runs = {name: list(one_number.train(one_number.WINDOW, 1e-4, name == "with masters")) for name in one_number.NAMES}
+    *head, line = one_number.table(runs)
+    page = quoted("one_number.md")[-1]
+    assert page[1:3] == head
+    ours, theirs = ([float(number) for number in re.findall(r"[\d.]+", text)] for text in (line, page[3]))
+    assert len(ours) == 6
+    assert ours == pytest.approx(theirs, abs=0.02, rel=0.05)
+    assert len(page) == 3 + 300 // one_number.WINDOW
+
+
+def test_the_formula_is_adamw():
+    torch.manual_seed(0)
+    weight = torch.randn(100)
+    param = weight.clone().requires_grad_()
+    theirs = torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1)
+    ours = one_number.Adam(weight, 1e-2, weight_decay=0.1)
+    for _ in range(20):
+        param.grad = torch.randn(100)
+        weight = ours.step(weight, param.grad)
+        theirs.step()
+    torch.testing.assert_close(weight, param.detach())
+
+
+def test_the_ring_is_quoted():
+    """As it is told of a simulation, whose hops are those of real ranks: ``tests/distributed/test_ring.py``."""
+    tensors = [ring.gradients(rank) for rank in range(4)]
+    hops = simulate(tensors)
+    results = [tensor.tolist() for tensor in tensors]
+    printed = [*ring.tell(hops, 4, 8), "", *ring.check(hops, results, results[0], 8), *tables.four()]
+    assert [stands_in(block, printed) for block in quoted("data_parallelism.md")] == [True] * 5
+
+
+def test_odd_arguments_are_refused(capsys, monkeypatch):
+    """Each with what was given."""
+    for arguments in (["--lr", "0"], ["--steps", "-1"], ["--plot", "x.png"], ["--plot", "no/such/folder/x.svg"]):
+        monkeypatch.setattr(sys, "argv", ["one_number.py", *arguments])
+        with pytest.raises(SystemExit, match="2"):
+            one_number.main()
+        assert arguments[-1] in capsys.readouterr().err
+
+
+def test_the_command_of_the_chapter():
+    code, text = run("examples/one_number.py", "--steps", "0")
+    assert code == 0
+    assert text.splitlines() == list(one_number.one_weight(1e-4))
